@@ -1,0 +1,53 @@
+# Every target installs what it needs first; installing a second time costs nothing.
+PORT ?= 30000
+ARGS ?=
+BENCHES ?= bench.overhead bench.zoo_table
+OUT ?= sgl_esft/zoo/checkpoints
+
+python := .venv/bin/python
+kernels_link := build/typing/sgl_esft_kernels
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-fast check format bench zoo clean distclean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## install everything into .venv, without CUDA packages (PYTHON= chooses the interpreter)
+	@PYTHON="$(PYTHON)" scripts/setup.sh
+
+serve: setup ## serve the demo on 127.0.0.1 (PORT=30000, ARGS= for any flag of SGLang or ours)
+	@exec $(python) -m sgl_esft.launch_server --port $(PORT) $(ARGS)
+
+test: setup ## run the whole suite (ARGS= for pytest)
+	@$(python) -m pytest -m "not soak" --durations=15 $(ARGS)
+
+test-fast: setup ## run the tests that start no server
+	@$(python) -m pytest -m "not server and not slow and not soak" --durations=15 $(ARGS)
+
+check: setup $(kernels_link) ## ruff (lint and format) and mypy, changing nothing
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@$(python) -m mypy
+
+format: setup ## let ruff fix and format
+	@$(python) -m ruff check --fix .
+	@$(python) -m ruff format .
+
+bench: setup ## run the benches (BENCHES=, ARGS=) into bench/results
+	@set -e; for bench in $(BENCHES); do echo "bench: $$bench"; $(python) -m $$bench $(ARGS); done
+
+zoo: setup ## train the demo's base and adapters again into OUT= (under an hour on two cores)
+	@$(python) -m sgl_esft.zoo train --out $(OUT) $(ARGS)
+
+clean: ## remove build outputs and caches
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## also remove .venv
+	@rm -rf .venv .setup.lock
+
+# mypy cannot read the editable install's import hook, so it finds kernels/ by its installed name.
+$(kernels_link):
+	@mkdir -p $(@D)
+	@ln -sfn ../../kernels $@

@@ -1,0 +1,1 @@
+"""Measurements as commands; each writes one file into bench/results."""

@@ -1,0 +1,54 @@
+"""Write `requirements/cpu.txt` and `dev.txt` from an environment that works.
+
+Run it with that environment's Python: `.venv/bin/python -m scripts.pin`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+from scripts.closure import Closure, walk
+from scripts.requirements_files import FOLDER, read_left_out, read_pins
+
+ENGINE_ROOTS = ["sglang", "torchvision", "setuptools"]
+DEV_ROOTS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"]
+
+CPU_HEADER = """\
+# What SGLang 0.5.21 needs on a CPU beside torch and torchvision, closed under its own requirements.
+# Written by `python -m scripts.pin`; setuptools is here to install this project without isolation.
+"""
+DEV_HEADER = """\
+# The tools of `make test` and `make check`, with what they need beyond cpu.txt.
+# Written by `python -m scripts.pin`.
+"""
+
+
+def main() -> int:
+    """Walk, refuse an environment with holes, write both files."""
+    left_out = set(read_left_out())
+    engine, dev = walk(ENGINE_ROOTS, left_out), walk(DEV_ROOTS, left_out)
+    problems = [*engine.problems, *dev.problems]
+    if problems:
+        print(*problems, sep="\n", file=sys.stderr)
+        return 1
+    elsewhere = set(read_pins("torch-cpu.txt", "engine.txt"))
+    write("cpu.txt", CPU_HEADER, names(engine) - elsewhere)
+    write("dev.txt", DEV_HEADER, names(dev) - names(engine))
+    return 0
+
+
+def names(closure: Closure) -> set[str]:
+    """The needed names, without the extras asked of them."""
+    return set(closure.extras_of)
+
+
+def write(file_name: str, header: str, wanted: set[str]) -> None:
+    """One exact pin a line, in the order of names."""
+    lines = [f"{name}=={importlib.metadata.version(name)}" for name in sorted(wanted)]
+    (FOLDER / file_name).write_text(header + "\n".join(lines) + "\n")
+    print(f"requirements/{file_name}: {len(lines)} pins")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What the launcher decided, as one frozen value that every process reads.
+
+flags (launch_server) -> EsftConfig -> ESFT_CONFIG -> each SGLang process
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from sgl_esft import env
+from sgl_esft.errors import ConfigError
+
+ExpertMemoryKind = Literal["padded"]
+RerouteKind = Literal["unfused"]
+
+EXPERT_MEMORY_KINDS: tuple[str, ...] = get_args(ExpertMemoryKind)
+REROUTE_KINDS: tuple[str, ...] = get_args(RerouteKind)
+
+
+@dataclass(frozen=True)
+class EsftConfig:
+    """Weaving, as configured at launch."""
+
+    max_adapters: int  # N: adapter slots on the device
+    max_experts_per_adapter: int  # E_max: slots reserved per adapter and layer
+    expert_memory: str = "padded"
+    reroute: str = "unfused"
+    adapter_root: str | None = None  # adapters may only lie below; None = anywhere
+
+    def __post_init__(self) -> None:
+        _check_positive("--max-adapters", self.max_adapters)
+        _check_positive("--max-experts-per-adapter", self.max_experts_per_adapter)
+        _check_choice("--expert-memory", self.expert_memory, EXPERT_MEMORY_KINDS)
+        _check_choice("--reroute", self.reroute, REROUTE_KINDS)
+
+    @property
+    def adapter_root_path(self) -> Path | None:
+        return None if self.adapter_root is None else Path(self.adapter_root)
+
+    def export(self) -> None:
+        """Hand the configuration to the processes SGLang will start."""
+        os.environ[env.CONFIG] = json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ConfigError if `text` is not what `export` writes."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            return cls(**fields)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{env.CONFIG} is not a configuration: {error}") from error
+
+
+@functools.cache
+def current_config() -> EsftConfig | None:
+    """This process's configuration; None when weaving is off."""
+    text = env.config_json()
+    return None if text is None else EsftConfig.from_json(text)
+
+
+def required_config() -> EsftConfig:
+    """As `current_config`, for code that only runs while weaving. Raises ConfigError."""
+    config = current_config()
+    if config is None:
+        raise ConfigError(f"{env.CONFIG} is not set, but weaving code runs")
+    return config
+
+
+def _check_positive(flag: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{flag} {value!r}: must be a whole number of at least 1")
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} {value!r}: choose one of {', '.join(choices)}")

@@ -1,0 +1,98 @@
+"""Every error this package raises on purpose, and what to do about it.
+
+    EsftError
+    ├── UserError                     the caller must change something; nothing was changed
+    │   ├── ConfigError               a flag, an environment variable, a port
+    │   ├── UnsupportedModelError     the base model cannot be woven
+    │   ├── AdapterNameError          a name outside [A-Za-z0-9._-]{1,64}
+    │   ├── AdapterPathError          a folder that is missing or outside --adapter-root
+    │   ├── UnknownAdapterError       a request names an adapter nobody loaded (HTTP 404)
+    │   ├── AdapterExistsError        the name is taken
+    │   ├── AdapterFormatError        the folder is not an ESFT adapter
+    │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
+    │   └── AdapterMismatchError      an ESFT adapter made for another base model
+    ├── RetryLaterError               correct, but not possible now
+    │   └── NoFreeSlotError           every adapter slot is pinned or in use
+    └── InternalError                 a defect here or in an SGLang we do not know
+        ├── HookError                 a hook is missing, or its target changed
+        └── InvariantError            a check of our own state failed
+
+Messages name the thing, the value seen and the remedy. `http_status` is what a
+server answers with.
+"""
+
+from __future__ import annotations
+
+
+class EsftError(Exception):
+    """Root of the tree; never raised itself."""
+
+    http_status = 500
+
+
+class UserError(EsftError):
+    """The caller must change something. Nothing was changed on this side."""
+
+    http_status = 400
+
+
+class ConfigError(UserError):
+    """A flag or an environment variable has a value that cannot work."""
+
+
+class UnsupportedModelError(UserError):
+    """The base model's architecture or quantisation cannot be woven."""
+
+
+class AdapterNameError(UserError):
+    """An adapter name outside ``[A-Za-z0-9._-]{1,64}``."""
+
+
+class AdapterPathError(UserError):
+    """An adapter folder that is missing, or that lies outside the adapter root."""
+
+
+class UnknownAdapterError(UserError):
+    """A request names an adapter that is not loaded. Never answered by the base model."""
+
+    http_status = 404
+
+
+class AdapterExistsError(UserError):
+    """An adapter of this name is loaded already."""
+
+    http_status = 409
+
+
+class AdapterFormatError(UserError):
+    """The folder does not hold an ESFT adapter: a file is missing, damaged or malformed."""
+
+
+class UnsupportedAdapterError(UserError):
+    """A well-formed ESFT adapter of a kind that cannot be woven."""
+
+
+class AdapterMismatchError(UserError):
+    """A well-formed ESFT adapter that does not fit the base model or the reserved slots."""
+
+
+class RetryLaterError(EsftError):
+    """The request is correct but cannot be met now; the same call may succeed later."""
+
+    http_status = 503
+
+
+class NoFreeSlotError(RetryLaterError):
+    """Every adapter slot is pinned or in use."""
+
+
+class InternalError(EsftError):
+    """A defect: please report it."""
+
+
+class HookError(InternalError):
+    """A hook into SGLang is missing or its target is not the one we know."""
+
+
+class InvariantError(InternalError):
+    """A consistency check of our own state failed."""

@@ -1,0 +1,142 @@
+"""What a hook into SGLang is, and the proof that it is in place.
+
+    [hooks.py: the ledger] -> install() -> SGLang's HookRegistry -> verify()
+
+SGLang's plugin loader logs a failing hook and goes on, which would give a
+running server that answers adapter requests with the base model. So every hook
+here is checked twice: before it is applied, its target must exist and take the
+parameters we know; afterwards, the target must really lead to our function.
+Both failures are a `HookError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from sgl_esft.errors import HookError
+
+_MISSING = object()
+
+
+class HookKind(Enum):
+    """How a hook meets its target; the first four are SGLang's own kinds."""
+
+    BEFORE = "before"  # fn(*args, **kwargs) -> (args, kwargs) or None for unchanged
+    AFTER = "after"  # fn(result, *args, **kwargs) -> new result or None for unchanged
+    AROUND = "around"  # fn(original, *args, **kwargs) -> result
+    REPLACE = "replace"  # fn(*args, **kwargs) -> result
+    CONSTANT = "constant"  # a module-level value, not a function; `function` is the value
+    ADD = "add"  # an attribute SGLang asks for but does not define; `function` is its value
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One entry of the ledger."""
+
+    target: str  # dotted path of a function, a method or (CONSTANT) a module attribute
+    kind: HookKind
+    function: Any  # the hook, or the new value of a CONSTANT
+    why: str
+    remove_when: str
+    parameters: tuple[str, ...] = ()  # the target's parameter names, in order; () for a value
+    sglang: str = ">=0.5.21,<0.5.22"  # versions the hook was tried with
+
+    @property
+    def is_value(self) -> bool:
+        """Set by us as it is, not wrapped by SGLang's registry."""
+        return self.kind in (HookKind.CONSTANT, HookKind.ADD)
+
+    def owner(self) -> tuple[Any, str]:
+        """The module or class the target lives in, and the target's name there."""
+        owner, _, name = self.target.rpartition(".")
+        try:
+            return pkgutil.resolve_name(owner), name
+        except (ImportError, AttributeError) as error:
+            raise HookError(f"{self.target}: {error}") from error
+
+    def resolve(self) -> Any:
+        """The object the target names now. Raises HookError if there is none."""
+        found = getattr(*self.owner(), _MISSING)
+        if found is _MISSING:
+            raise HookError(f"{self.target}: SGLang has no such name")
+        return found
+
+
+def check_version(hooks: Iterable[Hook], sglang_version: str) -> None:
+    """Refuse an SGLang the hooks were not tried with. Raises HookError."""
+    for hook in hooks:
+        if sglang_version not in SpecifierSet(hook.sglang, prereleases=True):
+            raise HookError(
+                f"{hook.target} was tried with sglang {hook.sglang}, this is {sglang_version}; "
+                "install a supported sglang"
+            )
+
+
+def check_signature(hook: Hook) -> None:
+    """The target is what the hook was written for. Raises HookError.
+
+    A function must take the parameters we know, a constant must exist, and what
+    is added must not exist yet.
+    """
+    if hook.kind is HookKind.ADD:
+        if hasattr(*hook.owner()):
+            raise HookError(f"{hook.target}: SGLang defines it now; remove the hook")
+        return
+    target = hook.resolve()
+    if hook.kind is HookKind.CONSTANT:
+        return
+    seen = tuple(inspect.signature(target).parameters)
+    if seen != hook.parameters:
+        raise HookError(f"{hook.target} takes {seen}, the hook was written for {hook.parameters}")
+
+
+def install(hooks: Iterable[Hook]) -> None:
+    """Check, register and apply `hooks` in this process. Raises HookError."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = tuple(hooks)
+    for hook in hooks:
+        check_signature(hook)
+    for hook in hooks:
+        if hook.is_value:
+            setattr(*hook.owner(), hook.function)
+        else:
+            HookRegistry.register(hook.target, hook.function, HookType(hook.kind.value))
+    HookRegistry.apply_hooks()
+    verify(hooks)
+
+
+def verify(hooks: Iterable[Hook]) -> None:
+    """Every hook's target leads to its function now. Raises HookError naming those that do not."""
+    missing = [hook.target for hook in hooks if not is_in_place(hook)]
+    if missing:
+        raise HookError(
+            "these hooks into SGLang are not in place, so adapters would be ignored: "
+            + ", ".join(missing)
+        )
+
+
+def is_in_place(hook: Hook) -> bool:
+    """Whether calling the target now reaches `hook.function`."""
+    target = hook.resolve()
+    if hook.is_value:
+        return bool(target is hook.function)
+    return any(_closes_over(layer, hook.function) for layer in _wrapper_chain(target))
+
+
+def _wrapper_chain(function: Any) -> Iterable[Any]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _closes_over(wrapper: Any, function: Callable[..., Any]) -> bool:
+    cells = getattr(wrapper, "__closure__", None) or ()
+    return any(cell.cell_contents is function for cell in cells)

@@ -1,0 +1,180 @@
+"""The hook ledger: every place where this package enters SGLang, and why.
+
+Nothing else names a target inside SGLang. Each entry says what it hooks, how,
+for which reason, with which SGLang it was tried and when it can go. `plugin.py`
+installs them and refuses to serve when one is not in place.
+"""
+
+from __future__ import annotations
+
+from sgl_esft import registry_hooks, weave_hooks
+from sgl_esft.hook_ledger import Hook, HookKind
+from sgl_esft.platform import collectives, cpu_hooks
+
+_DP_ATTENTION = "sglang.srt.layers.dp_attention"
+_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+
+CPU_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.models.deepseek_common.attention_backend_handler"
+        ".AttentionBackendRegistry.get_handler",
+        kind=HookKind.AROUND,
+        function=cpu_hooks.mla_handler_for_torch_native,
+        parameters=("backend_name",),
+        why="SGLang has no MLA handler for torch_native; the fallback takes the MHA path in "
+        "prefill, whose shapes torch's attention refuses",
+        remove_when="SGLang registers a torch_native handler",
+    ),
+    Hook(
+        target=f"{_TORCH_NATIVE}.get_cpu_graph_seq_len_fill_value",
+        kind=HookKind.ADD,
+        function=cpu_hooks.seq_len_fill_value,
+        why="DP attention pads a batch with this many tokens a row; torch_native does not say",
+        remove_when="TorchNativeAttnBackend implements it",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.forward_batch_info._is_cpu",
+        kind=HookKind.CONSTANT,
+        function=True,
+        why="otherwise prepare_mlp_sync_batch asks for pinned memory, which needs an accelerator",
+        remove_when="it asks the platform's is_pin_memory_available, as its neighbours do",
+    ),
+    Hook(
+        target=f"{_DP_ATTENTION}.memcpy_func",
+        kind=HookKind.REPLACE,
+        function=cpu_hooks.memcpy,
+        parameters=("dst", "src", "dim", "offset", "sz", "offset_src"),
+        why="DP attention copies rows by a Triton kernel unless SGLang's own CPU engine is on",
+        remove_when="the choice is made by the tensor's device",
+    ),
+    Hook(
+        target=f"{_GROUP}.all_gather_into_tensor",
+        kind=HookKind.REPLACE,
+        function=collectives.all_gather_into_tensor,
+        parameters=("self", "output", "input"),
+        why="goes through a custom operator registered for accelerators only",
+        remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
+    ),
+    Hook(
+        target=f"{_GROUP}.reduce_scatter_tensor",
+        kind=HookKind.REPLACE,
+        function=collectives.reduce_scatter_tensor,
+        parameters=("self", "output", "input"),
+        why="goes through a custom operator registered for accelerators only",
+        remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
+    ),
+    Hook(
+        target=f"{_GROUP}.reduce_scatterv",
+        kind=HookKind.REPLACE,
+        function=collectives.reduce_scatterv,
+        parameters=("self", "input_", "output", "sizes"),
+        why="SGLang's version needs pynccl",
+        remove_when="it has a gloo path",
+    ),
+    Hook(
+        target=f"{_GROUP}.all_gatherv",
+        kind=HookKind.REPLACE,
+        function=collectives.all_gatherv,
+        parameters=("self", "input_", "sizes", "output"),
+        why="SGLang's version needs pynccl",
+        remove_when="it has a gloo path",
+    ),
+    Hook(
+        target="sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        kind=HookKind.REPLACE,
+        function=cpu_hooks.moe_forward,
+        parameters=("layer", "x", "topk_output", "moe_runner_config"),
+        why="SGLang's native MoE fails on expert id -1, which expert parallelism produces, and "
+        "takes the number of experts from the layer rather than from the weight",
+        remove_when="SGLang's native MoE skips id -1 and sizes itself by the weight",
+    ),
+    Hook(
+        target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        kind=HookKind.REPLACE,
+        function=cpu_hooks.add_gated_shared_expert,
+        parameters=("hidden_states", "gate_weight", "shared_output", "final_hidden_states"),
+        why="Qwen2-MoE launches a Triton kernel here whatever the device",
+        remove_when="it has a native path",
+    ),
+    Hook(
+        target="sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
+        kind=HookKind.AROUND,
+        function=cpu_hooks.wait_for_request,
+        parameters=("self",),
+        why="the loop spins a whole core with non-blocking receives; ranks need that core",
+        remove_when="SGLang's controller polls its socket",
+    ),
+)
+
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_UNQUANT = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+
+WEAVE_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target=f"{_UNQUANT}.create_weights",
+        kind=HookKind.AROUND,
+        function=weave_hooks.create_weights_with_adapter_slots,
+        parameters=(
+            "self",
+            "layer",
+            "num_experts",
+            "hidden_size",
+            "intermediate_size_per_partition",
+            "params_dtype",
+            "with_bias",
+            "extra_weight_attrs",
+        ),
+        why="the engine finds an expert by its row in the weight; adapters need rows",
+        remove_when="SGLang lets a plugin reserve physical expert slots",
+    ),
+    Hook(
+        target="sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.dispatch",
+        kind=HookKind.AROUND,
+        function=weave_hooks.reroute_before_dispatch,
+        parameters=("self", "hidden_states", "topk_output"),
+        why="rerouting stands between top-k and dispatch (ExpertWeave section 4.3)",
+        remove_when="SGLang lets a plugin map top-k ids to physical ids per token",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",
+        kind=HookKind.REPLACE,
+        function=weave_hooks.install_esft_manager,
+        parameters=("self",),
+        why="the ESFT manager takes LoRA's seat in SGLang's adapter machinery",
+        remove_when="SGLang lets a plugin supply the adapter manager class",
+    ),
+    Hook(
+        target="sglang.srt.lora.lora_registry.LoRARef.deterministic_id",
+        kind=HookKind.AROUND,
+        function=weave_hooks.adapter_id_with_content,
+        parameters=("lora_name", "lora_path"),
+        why="the id keys the prefix cache; other weights in the same folder need another id",
+        remove_when="SGLang derives the id from the adapter's content",
+    ),
+    Hook(
+        target=f"{_CONTROL}.load_lora_adapter",
+        kind=HookKind.AROUND,
+        function=registry_hooks.check_then_load,
+        parameters=("self", "obj", "_"),
+        why="a folder is validated before any rank hears of it; under DP attention, where slots "
+        "are permanent, the least recently used adapter goes first",
+        remove_when="SGLang lets the adapter manager veto a load before it is broadcast",
+    ),
+    Hook(
+        target=f"{_CONTROL}.load_lora_adapter_from_tensors",
+        kind=HookKind.REPLACE,
+        function=registry_hooks.refuse_tensors,
+        parameters=("self", "obj", "_"),
+        why="the ranks would unpickle what a client sent; a malformed body ends the server",
+        remove_when="SGLang lets a server leave the route out",
+    ),
+    Hook(
+        target=f"{_CONTROL}.unload_lora_adapter",
+        kind=HookKind.AROUND,
+        function=registry_hooks.unload_and_forget,
+        parameters=("self", "obj", "_"),
+        why="SGLang keeps the path of an unloaded adapter and loads it again when it is asked for",
+        remove_when="an explicit unload clears lora_ref_cache",
+    ),
+)

@@ -1,0 +1,136 @@
+"""The launcher's own flags; everything else on the command line is SGLang's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_esft.config import EXPERT_MEMORY_KINDS, REROUTE_KINDS
+from sgl_esft.errors import ConfigError
+
+DEFAULT_PORT = 30000
+DEFAULT_HOST = "127.0.0.1"
+
+_EPILOG = """\
+every SGLang flag works too (python -m sglang.launch_server --help), for example --tp-size,
+--ep-size, --enable-dp-attention, --max-loaded-loras. SGLang's own LoRA flags are refused: ESFT
+adapters take LoRA's seat.
+
+examples:
+  python -m sgl_esft.launch_server
+      the embedded demo: a small DeepSeek-V2 and its adapters
+  python -m sgl_esft.launch_server --model-path BASE --esft-adapters math=DIR intent=DIR
+"""
+
+
+@dataclass(frozen=True)
+class LaunchFlags:
+    """The command line, less SGLang's part. None = not given."""
+
+    model_path: str | None
+    esft_adapters: tuple[str, ...]
+    max_adapters: int | None
+    max_experts_per_adapter: int | None
+    expert_memory: str
+    reroute: str
+    adapter_root: str | None
+    weave: bool
+    host: str
+    port: int
+    tp_size: int
+    dp_size: int
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; SGLang's own flags are left over by it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_esft.launch_server",
+        description="Serve one MoE base model and many ESFT adapters with SGLang.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_esft_flags(parser.add_argument_group("ESFT"))
+    _add_shared_flags(parser.add_argument_group("SGLang flags that the launcher reads too"))
+    return parser
+
+
+def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--esft-adapters",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="NAME=DIR",
+        help="adapters to load at start; more can be loaded later over HTTP",
+    )
+    group.add_argument(
+        "--max-adapters",
+        "--max-loras-per-batch",
+        type=int,
+        metavar="N",
+        help="adapter slots on the device: so many adapters can run in one batch "
+        "(default: the number of --esft-adapters, 4 without any)",
+    )
+    group.add_argument(
+        "--max-experts-per-adapter",
+        type=int,
+        metavar="E",
+        help="slots reserved per adapter and MoE layer (default: what --esft-adapters need, "
+        "13 without any)",
+    )
+    group.add_argument(
+        "--expert-memory",
+        choices=EXPERT_MEMORY_KINDS,
+        default="padded",
+        help="padded: every slot is memory from the start (the paper's baseline)",
+    )
+    group.add_argument(
+        "--reroute",
+        choices=REROUTE_KINDS,
+        default="unfused",
+        help="unfused: a chain of torch operations (the paper's baseline)",
+    )
+    group.add_argument(
+        "--adapter-root",
+        metavar="DIR",
+        help="load adapters from below this folder only; relative adapter paths start there",
+    )
+    group.add_argument(
+        "--no-esft", action="store_true", help="serve the base model only, as plain SGLang does"
+    )
+
+
+def _add_shared_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model-path", "--model", metavar="DIR", help="the base model (default: the demo zoo)"
+    )
+    group.add_argument("--host", default=DEFAULT_HOST, help="default: %(default)s")
+    group.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s")
+    group.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    group.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
+    """The launcher's flags, and what is left for SGLang. Raises ConfigError."""
+    found, rest = build_parser().parse_known_args(argv)
+    if found.no_esft and found.esft_adapters:
+        raise ConfigError("--no-esft and --esft-adapters exclude each other")
+    fields = {name: getattr(found, name) for name in _COPIED}
+    adapters = tuple(found.esft_adapters)
+    return LaunchFlags(esft_adapters=adapters, weave=not found.no_esft, **fields), rest
+
+
+_COPIED = (
+    "model_path",
+    "max_adapters",
+    "max_experts_per_adapter",
+    "expert_memory",
+    "reroute",
+    "adapter_root",
+    "host",
+    "port",
+    "tp_size",
+    "dp_size",
+)

@@ -1,0 +1,260 @@
+"""What a launch will start, worked out and checked before anything is started.
+
+LaunchFlags -> plan_launch -> LaunchPlan (weaving, SGLang's arguments, environment)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_esft import adapter_format, platform, zoo
+from sgl_esft.config import EsftConfig
+from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.launch.flags import LaunchFlags
+from sgl_esft.model_spec import MoeSpec, read_moe_spec
+
+DEFAULT_MAX_ADAPTERS = 4
+DEFAULT_MAX_EXPERTS = 13  # the most any adapter of the paper's table 1 has in a layer
+
+_REFUSED_SGLANG_FLAGS = {
+    "--enable-lora": "ESFT adapters take LoRA's seat",
+    "--lora-paths": "name ESFT adapters by --esft-adapters",
+    "--lora-backend": "ESFT adapters take LoRA's seat",
+    "--enable-lora-overlap-loading": "ESFT adapters are loaded by their own manager",
+    "--enable-eplb": "the expert map is in the model's own expert ids, EPLB moves them",
+    "--ep-num-redundant-experts": "the expert map is in the model's own expert ids",
+    "--init-expert-location": "the expert map is in the model's own expert ids",
+    "--speculative-algorithm": "draft models are not woven",
+    "--enable-two-batch-overlap": "the batch's adapter tags are not split",
+    "--tokenizer-worker-num": "adapter names are resolved in one tokenizer process",
+    "--moe-a2a-backend": "weaving works with SGLang's standard dispatcher",
+}
+
+# SGLang 0.5.21's model file gathers no tokens between attention and experts.
+_NO_DP_ATTENTION = frozenset({"MixtralForCausalLM"})
+
+# Otherwise SGLang would take most of the machine's memory for the KV cache.
+_CPU_KV_TOKENS = 65536
+
+_CPU_DEFAULTS = (
+    ("--device", "cpu"),
+    ("--attention-backend", "torch_native"),
+    ("--sampling-backend", "pytorch"),
+    ("--sleep-on-idle",),
+    ("--max-total-tokens", str(_CPU_KV_TOKENS)),
+)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A checked launch."""
+
+    model_path: str
+    adapters: Mapping[str, Path]  # name -> folder
+    config: EsftConfig | None  # None = weaving off
+    sglang_argv: tuple[str, ...]
+    environment: Mapping[str, str]  # set where the user has not
+    host: str
+    port: int
+
+
+def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
+    """Check everything that can be checked without starting. Raises ConfigError, Adapter*."""
+    _refuse(sglang_argv, flags.weave)
+    _check_sizes(flags)
+    check_port_free(flags.host, flags.port)
+    model_path = flags.model_path or str(zoo.base_path())
+    adapters = _named_adapters(flags)
+    config = None
+    if flags.weave:
+        spec = _base_spec(model_path)
+        _check_parallelism(spec, sglang_argv)
+        config = _weaving(flags, spec, adapters)
+        _check_resident(config, adapters, sglang_argv)
+    return LaunchPlan(
+        model_path=model_path,
+        adapters=adapters,
+        config=config,
+        sglang_argv=(
+            *_own_argv(flags, model_path),
+            *(_weave_argv(config, adapters) if config else ()),
+            *_platform_argv(sglang_argv, Path(model_path)),
+            *sglang_argv,
+        ),
+        environment=_platform_environment(flags.tp_size),
+        host=flags.host,
+        port=flags.port,
+    )
+
+
+def uses_data_parallel(argv: Sequence[str]) -> bool:
+    """Whether a command line asks SGLang for more than one data parallel rank."""
+    return any(arg.split("=")[0] in ("--dp-size", "--data-parallel-size", "--dp") for arg in argv)
+
+
+def _refuse(sglang_argv: Sequence[str], weave: bool) -> None:
+    for arg in sglang_argv:
+        reason = _REFUSED_SGLANG_FLAGS.get(arg.split("=")[0])
+        if weave and reason is not None:
+            raise ConfigError(f"{arg.split('=')[0]} cannot be used while weaving: {reason}")
+
+
+def _check_sizes(flags: LaunchFlags) -> None:
+    for flag, size in (("--tp-size", flags.tp_size), ("--dp-size", flags.dp_size)):
+        if size < 1:
+            raise ConfigError(f"{flag} {size}: must be at least 1")
+    if not 0 < flags.port < 1 << 16:
+        raise ConfigError(f"--port {flags.port}: must be between 1 and 65535")
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises ConfigError if nothing could listen there."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; stop what listens there or choose "
+            "another --port"
+        ) from error
+
+
+def _named_adapters(flags: LaunchFlags) -> dict[str, Path]:
+    if flags.weave and flags.model_path is None and not flags.esft_adapters:
+        return dict(zoo.adapter_paths())
+    root = None if flags.adapter_root is None else Path(flags.adapter_root)
+    adapters: dict[str, Path] = {}
+    for entry in flags.esft_adapters:
+        name, separator, folder = entry.partition("=")
+        if not separator:
+            raise ConfigError(f"--esft-adapters {entry!r}: write NAME=DIR")
+        adapter_format.validate_adapter_name(name)
+        if name in adapters:
+            raise ConfigError(f"--esft-adapters names {name!r} twice")
+        adapters[name] = adapter_format.resolve_adapter_path(folder, root)
+    return adapters
+
+
+def _check_parallelism(spec: MoeSpec, sglang_argv: Sequence[str]) -> None:
+    if "--enable-dp-attention" in sglang_argv and spec.architecture in _NO_DP_ATTENTION:
+        raise UnsupportedModelError(
+            f"SGLang's {spec.architecture} has no DP attention: leave --enable-dp-attention out"
+        )
+
+
+def _check_resident(
+    config: EsftConfig, adapters: Mapping[str, Path], sglang_argv: Sequence[str]
+) -> None:
+    """Under DP attention every loaded adapter keeps a slot."""
+    if "--enable-dp-attention" in sglang_argv and len(adapters) > config.max_adapters:
+        raise ConfigError(
+            f"{len(adapters)} adapters under DP attention need as many slots: set "
+            f"--max-adapters {len(adapters)}"
+        )
+
+
+def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) -> EsftConfig:
+    needed = _max_experts_needed(adapters, spec) if adapters else None
+    config = EsftConfig(
+        max_adapters=_given(flags.max_adapters, len(adapters) or DEFAULT_MAX_ADAPTERS),
+        max_experts_per_adapter=_given(
+            flags.max_experts_per_adapter, needed or DEFAULT_MAX_EXPERTS
+        ),
+        expert_memory=flags.expert_memory,
+        reroute=flags.reroute,
+        adapter_root=None
+        if flags.adapter_root is None
+        else str(Path(flags.adapter_root).resolve()),
+    )
+    if needed is not None and needed > config.max_experts_per_adapter:
+        raise ConfigError(
+            f"an adapter has {needed} experts in one layer: set --max-experts-per-adapter {needed}"
+        )
+    return config
+
+
+def _base_spec(model_path: str) -> MoeSpec:
+    """From the folder, or from the hub or its cache. Raises ConfigError, UnsupportedModelError."""
+    if Path(model_path).is_dir():
+        return read_moe_spec(Path(model_path))
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path)
+    except OSError as error:
+        raise ConfigError(f"--model-path {model_path}: {error}") from error
+    return MoeSpec.from_config(config)
+
+
+def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec) -> int:
+    manifests = [adapter_format.read_manifest(path, spec) for path in adapters.values()]
+    return max(manifest.max_experts_per_layer for manifest in manifests)
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _own_argv(flags: LaunchFlags, model_path: str) -> list[str]:
+    return [
+        *("--model-path", model_path, "--host", flags.host, "--port", str(flags.port)),
+        *("--tp-size", str(flags.tp_size), "--dp-size", str(flags.dp_size)),
+    ]
+
+
+def _weave_argv(config: EsftConfig, adapters: Mapping[str, Path]) -> list[str]:
+    """Open LoRA's seat. The rank and target module only satisfy a check of SGLang's."""
+    argv = ["--enable-lora", "--max-lora-rank", "1", "--lora-target-modules", "gate_proj"]
+    argv += ["--max-loras-per-batch", str(config.max_adapters)]
+    if adapters:
+        argv += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
+    return argv
+
+
+def _platform_argv(sglang_argv: Sequence[str], model_path: Path) -> list[str]:
+    """Defaults of the CPU platform, where the user has not chosen."""
+    if not platform.is_active():
+        return []
+    defaults = [*_CPU_DEFAULTS]
+    if _is_float32(model_path):
+        # SGLang would cast it to float16, which a CPU computes slowly and less exactly.
+        defaults.append(("--dtype", "float32"))
+    given = {arg.split("=")[0] for arg in sglang_argv}
+    return [part for flag, *value in defaults if flag not in given for part in (flag, *value)]
+
+
+def _is_float32(model_path: Path) -> bool:
+    try:
+        return read_moe_spec(model_path).dtype == "float32"
+    except UnsupportedModelError:  # not a model of ours, or not a local folder
+        return False
+
+
+def _platform_environment(num_ranks: int) -> dict[str, str]:
+    """Threads and cores for each rank; no compiling, which costs more than it gives here.
+
+    OpenMP's threads spin while they wait for each other, so one thread too many
+    slows everything down by factors. One core is left to the HTTP, tokenizer and
+    detokenizer processes.
+    """
+    if not platform.is_active():
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    threads = max(1, (len(cores) - 1) // num_ranks)
+    groups = [
+        [cores[(r * threads + t) % len(cores)] for t in range(threads)] for r in range(num_ranks)
+    ]
+    return {
+        "SGLANG_PLATFORM": platform.PLATFORM_NAME,
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, g)) for g in groups),
+    }

@@ -1,0 +1,109 @@
+"""Start SGLang's server as planned, with the adapter routes in front of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from sgl_esft import platform, plugin, zoo
+from sgl_esft.errors import EsftError
+from sgl_esft.http_adapters import AdapterMiddleware, KnownNames
+from sgl_esft.launch import resolved
+from sgl_esft.launch.plan import LaunchPlan
+
+
+def serve(launch: LaunchPlan) -> int:
+    """Serve until stopped. Returns the exit status."""
+    started = time.monotonic()
+    _prepare_environment(launch)
+    _say(f"1/3 loading SGLang for {launch.model_path}")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    try:
+        plugin.verify()
+        server_args = _resolve(launch)
+    except EsftError as error:
+        print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    _say(f"2/3 starting the engine{_described(launch)}")
+    return _run(launch, server_args, started)
+
+
+def _resolve(launch: LaunchPlan) -> object:
+    """SGLang's arguments, resolved by SGLang and checked. Raises ConfigError."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = prepare_server_args(list(launch.sglang_argv))
+    server_args.resolve_once()
+    needed = resolved.SERVER
+    if launch.config is not None:
+        needed += resolved.WEAVING
+    if platform.is_active():
+        needed += resolved.CPU
+    resolved.check_resolved(resolving_view(server_args), needed)
+    return server_args
+
+
+def _run(launch: LaunchPlan, server_args: object, started: float) -> int:
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    if launch.config is not None:
+        http_server.app.add_middleware(AdapterMiddleware, known_names=_known_names)
+    try:
+        http_server.launch_server(
+            server_args, launch_callback=lambda: _announce(launch, time.monotonic() - started)
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _known_names() -> KnownNames:
+    """What requests may name now, from SGLang's own registry in this process."""
+    from sglang.srt.entrypoints import http_server
+
+    manager = http_server._global_state.tokenizer_manager
+    loaded = manager.lora_registry.get_all_adapters()
+    return KnownNames(
+        # lora_ref_cache holds adapters that were evicted; SGLang loads them again on demand.
+        adapters=frozenset(loaded) | frozenset(manager.lora_ref_cache),
+        base_models=frozenset({manager.served_model_name, manager.model_path}),
+    )
+
+
+def _prepare_environment(launch: LaunchPlan) -> None:
+    for name, value in launch.environment.items():
+        os.environ.setdefault(name, value)
+    if launch.config is not None:
+        launch.config.export()
+
+
+def _described(launch: LaunchPlan) -> str:
+    if launch.config is None:
+        return ", weaving off"
+    names = ", ".join(launch.adapters) or "none yet"
+    return (
+        f", {launch.config.max_adapters} adapter slots of "
+        f"{launch.config.max_experts_per_adapter} experts a layer; adapters: {names}"
+    )
+
+
+def _announce(launch: LaunchPlan, seconds: float) -> None:
+    url = f"http://{launch.host}:{launch.port}"
+    _say(f"3/3 ready after {seconds:.0f} s at {url}; try:")
+    body: dict[str, object] = {"text": "Hello", "sampling_params": {"max_new_tokens": 16}}
+    if launch.model_path == str(zoo.base_path()):
+        body = {"text": "coffee -> ", "sampling_params": {"temperature": 0, "stop": "\n"}}
+    if launch.adapters:
+        body["adapter"] = next(iter(launch.adapters))
+    header = "Content-Type: application/json"
+    print(f"  curl {url}/generate -H '{header}' -d '{json.dumps(body)}'", flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"[sgl-esft] {line}", flush=True)

@@ -1,0 +1,39 @@
+"""`python -m sgl_esft.launch_server`: serve a base model and its ESFT adapters.
+
+    flags -> plan_launch -> prepare_environment -> serve (SGLang's own server)
+
+Takes every SGLang flag besides its own. Without --model-path it serves the
+demo zoo. Adapters are checked against the base before anything is started.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sgl_esft.errors import EsftError
+from sgl_esft.launch import flags, plan
+
+if __name__ == "__mp_main__" and plan.uses_data_parallel(sys.argv):
+    # A child of SGLang under data parallelism. SGLang loads plugins in its schedulers but not
+    # in its data parallel controller, which has a hook of ours.
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
+    try:
+        parsed, sglang_argv = flags.parse(argv)
+        launch = plan.plan_launch(parsed, sglang_argv)
+    except EsftError as error:
+        print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    from sgl_esft.launch import serve
+
+    return serve.serve(launch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

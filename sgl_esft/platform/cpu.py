@@ -1,0 +1,43 @@
+"""CpuReferencePlatform: which SGLang classes and defaults the CPU platform uses.
+
+SGLang imports this module while it is itself half imported, so everything but
+the platform base class is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.device_mixin import PlatformEnum
+
+
+class CpuReferencePlatform(CpuSRTPlatform):
+    """SGLang's own CPU platform made a first-class out-of-tree one.
+
+    Being out of tree keeps SGLang away from its compiled CPU kernels, which no
+    package registry carries.
+    """
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sgl_esft.platform.kv_pools import MHATokenToKVPool
+
+        return MHATokenToKVPool  # type: ignore[no-any-return]
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from sgl_esft.platform.kv_pools import CpuMLATokenToKVPool
+
+        return CpuMLATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> Any:
+        from sgl_esft.platform.kv_pools import make_kv_allocator
+
+        return make_kv_allocator

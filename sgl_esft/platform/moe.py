@@ -1,0 +1,63 @@
+"""The MoE layer of the CPU reference platform: visit only the experts a batch touches.
+
+    topk_ids -> rows grouped by slot -> two matmuls for each touched slot -> weighted sum
+
+It finds an expert by its row in the weight, so an adapter's slot is an expert
+like any other, and it skips id -1 (another rank's expert, or a padding row).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from sgl_esft.errors import UnsupportedModelError
+
+
+def moe_forward(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Sum over k of ``topk_weights[t, k] * expert[topk_ids[t, k]](hidden_states[t])``.
+
+    hidden_states [num_tokens, H]; w13 [num_slots, 2I, H] (gate rows, then up rows);
+    w2 [num_slots, H, I]; topk_weights, topk_ids [num_tokens, k], id -1 = skip.
+    Returns [num_tokens, H] in the dtype of hidden_states. The order of a token's
+    sum is the order of its k, whatever the slots' numbers are, so moving an
+    expert to another slot leaves every bit as it was.
+    """
+    num_tokens, top_k = topk_ids.shape
+    flat_ids = topk_ids.reshape(-1)
+    expert_out = hidden_states.new_zeros((num_tokens * top_k, hidden_states.shape[1]))
+    order = flat_ids.argsort(stable=True)
+    slots, counts = flat_ids[order].unique_consecutive(return_counts=True)
+    start = 0
+    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        rows = order[start : start + count]
+        start += count
+        if slot >= 0:
+            expert_out[rows] = _expert(hidden_states[rows // top_k], w13[slot], w2[slot])
+    by_token = expert_out.view(num_tokens, top_k, hidden_states.shape[1])
+    weighted = by_token.to(topk_weights.dtype)
+    return (weighted * topk_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+
+
+def _expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x, w13).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, w2)
+
+
+def check_runner_config(config: object) -> None:
+    """Refuse what `moe_forward` does not compute. Raises UnsupportedModelError."""
+    activation = getattr(config, "activation", "silu")
+    if activation != "silu" or getattr(config, "gemm1_alpha", None) is not None:
+        raise UnsupportedModelError(
+            f"MoE activation {activation!r}: the CPU platform computes plain SiLU experts"
+        )
+    if getattr(config, "apply_router_weight_on_input", False):
+        raise UnsupportedModelError(
+            "apply_router_weight_on_input: the CPU platform weighs experts' outputs only"
+        )

@@ -1,0 +1,96 @@
+"""Weaving, put together: from a loaded SGLang model to its ESFT manager.
+
+model runner -> woven layers -> adapter plane -> manager, rerouters
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sgl_esft import sglang_api
+from sgl_esft.adapters import AdapterPlane
+from sgl_esft.batch_tags import BatchTags
+from sgl_esft.config import EsftConfig
+from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.lora_seat import EsftManager, GatherTags
+from sgl_esft.model_spec import MoeSpec
+from sgl_esft.moe_layer import WovenLayer
+from sgl_esft.plugin import verify
+from sgl_esft.reroute import Rerouter
+from sgl_esft.slot_layout import SlotLayout
+
+logger = logging.getLogger(__name__)
+
+_INITIAL_TAG_TOKENS = 8192  # the tag buffer grows when a batch is larger
+
+
+def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
+    """Bind the loaded model's MoE layers, load the initial adapters, start rerouting.
+
+    Raises HookError or an Adapter* error: the server must not start then.
+    """
+    verify()
+    spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
+    layers = bind_layers(runner.model, spec)
+    gather = _gather_tags() if sglang_api.is_dp_attention() else None
+    tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
+    plane = AdapterPlane(layers, spec, config, is_resident=gather is not None)
+    manager = EsftManager(plane, tags, sglang_api.make_lora_result, gather)
+    manager.load_initial(sglang_api.initial_adapters())
+    attach_rerouters(runner.model, layers, tags)
+    logger.info("weaving: %d MoE layers, %s", len(layers), config)
+    return manager
+
+
+def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
+    """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
+    bound = [WovenLayer.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
+    layers = {layer.layer_id: layer for layer in bound}
+    if tuple(sorted(layers)) != spec.moe_layer_ids or len(bound) != len(layers):
+        raise UnsupportedModelError(
+            f"{spec.architecture}: config.json has MoE layers {spec.moe_layer_ids}, "
+            f"the loaded model has {sorted(layer.layer_id for layer in bound)}"
+        )
+    return layers
+
+
+def _layout_of(fused_moe: Any) -> SlotLayout:
+    layout = getattr(fused_moe, "esft_layout", None)
+    if layout is None:
+        raise UnsupportedModelError(
+            f"MoE layer {fused_moe.layer_id} uses {type(fused_moe.quant_method).__name__}: "
+            "only unquantised experts can be woven"
+        )
+    return layout  # type: ignore[no-any-return]
+
+
+def attach_rerouters(
+    model: torch.nn.Module, layers: dict[int, WovenLayer], tags: BatchTags
+) -> None:
+    """From now on these layers reroute. Raises UnsupportedModelError for a foreign dispatcher."""
+    for module in sglang_api.fused_moe_modules(model):
+        layer, dispatcher = layers[module.layer_id], module.dispatcher
+        sglang_api.check_dispatcher(dispatcher)
+        is_ep = module.moe_ep_size > 1
+        dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, is_expert_parallel=is_ep)
+        # The expert map's rows contain this rank's part of SGLang's own mapping.
+        dispatcher.skip_local_expert_mapping = True
+
+
+def _gather_tags() -> GatherTags:
+    """Gather the ranks' tags by the very function that gathers their hidden states."""
+
+    def gather(local: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        num_local, num_global = sglang_api.dp_buffer_lengths()
+        # Zero is what the gather fills gaps with, so a tag travels as tag + 1.
+        shifted = torch.zeros((num_local, 1), dtype=torch.float32)
+        shifted[: local.shape[0], 0] = local.to(torch.float32) + 1
+        shifted = shifted.to(forward_batch.input_ids.device)
+        gathered = shifted.new_zeros((num_global, 1))
+        sglang_api.dp_gather(gathered, shifted, forward_batch)
+        return (gathered[:, 0] - 1).to(torch.int32)
+
+    return gather

@@ -1,0 +1,65 @@
+"""Hook functions of weaving; hooks.py says where each one goes and why.
+
+create_weights (longer) ... init_lora_manager (bind) ... each forward: dispatch (reroute)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_esft import moe_layer, weave
+from sgl_esft.adapter_format import content_digest
+from sgl_esft.config import required_config
+from sgl_esft.errors import UnsupportedModelError
+
+
+def create_weights_with_adapter_slots(
+    original: Callable[..., None],
+    method: Any,
+    layer: torch.nn.Module,
+    num_experts: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Create the layer's expert weights with the adapters' slots behind the base's."""
+    config = required_config()
+    layout = moe_layer.plan_layout(
+        layer, num_experts, config.max_adapters, config.max_experts_per_adapter
+    )
+    layer.esft_layout = layout  # type: ignore[assignment]
+    original(method, layer, layout.num_slots, *args, **kwargs)
+
+
+def install_esft_manager(runner: Any) -> None:
+    """Put the ESFT manager where SGLang would put its LoRA manager."""
+    runner.lora_manager = weave.build_manager(runner, required_config())
+
+
+def reroute_before_dispatch(
+    original: Callable[..., Any], dispatcher: Any, hidden_states: torch.Tensor, topk_output: Any
+) -> Any:
+    """Turn the router's expert ids into this rank's slots, then dispatch as SGLang does."""
+    rerouter = getattr(dispatcher, "esft_rerouter", None)
+    if rerouter is not None:
+        # Packed ids would stay the base's beside the rerouted ones.
+        if not hasattr(topk_output, "topk_ids") or hasattr(topk_output, "packed_topk_ids"):
+            raise UnsupportedModelError(
+                f"top-k output {type(topk_output).__name__} cannot be rerouted: "
+                "choose a --moe-runner-backend with plain top-k ids, such as triton"
+            )
+        topk_output = topk_output._replace(topk_ids=rerouter(topk_output.topk_ids))
+    return original(dispatcher, hidden_states, topk_output)
+
+
+def adapter_id_with_content(
+    original: Callable[[str, str], str], lora_name: str, lora_path: str
+) -> str:
+    """The id of an adapter named at launch, from its name, folder and content.
+
+    The prefix cache is keyed by this id, and may outlive the server.
+    """
+    return original(lora_name, f"{lora_path}\0{content_digest(Path(lora_path))}")

@@ -1,0 +1,95 @@
+"""Command line of the demo zoo: `train` makes it, `evaluate` measures it, `prompts` shows it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from sgl_esft import zoo
+from sgl_esft.zoo.taskset import TASKS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    command = {"train": _train, "evaluate": _evaluate, "prompts": _prompts}[options.command]
+    return command(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sgl_esft.zoo", description=zoo.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser("train", help="train the base and all adapters")
+    train.add_argument("--out", type=Path, required=True, help="folder to write")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    train.add_argument("--keep-base", action="store_true", help="make only the adapters again")
+
+    evaluate = commands.add_parser("evaluate", help="exact match of base, merged and woven")
+    evaluate.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=zoo.base_path().parent,
+        help="a folder that `train` wrote (default: the committed one)",
+    )
+    evaluate.add_argument("--tasks", nargs="+", choices=zoo.tasks(), default=zoo.tasks())
+    evaluate.add_argument("--examples", type=int, default=100, help="held-out prompts per task")
+    evaluate.add_argument("--url", help="a running woven server; without it one is started")
+    evaluate.add_argument(
+        "--merged",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="also serve each merged model (default: unless --url is given)",
+    )
+    evaluate.add_argument("--json", type=Path, help="write the rows to this file as well")
+
+    prompts = commands.add_parser("prompts", help="print held-out prompts and right answers")
+    prompts.add_argument("--count", type=int, default=5)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from sgl_esft.zoo.train import train_zoo
+
+    train_zoo(options.out, options.seed, options.threads, options.keep_base, _report)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from sgl_esft.zoo.evaluate import evaluate, format_table
+    from sgl_esft.zoo.serving import ServerError
+
+    adapters = {name: options.checkpoints / "adapters" / name for name in options.tasks}
+    merged = options.url is None if options.merged is None else options.merged
+    try:
+        rows = evaluate(
+            options.checkpoints / "base", adapters, options.examples, options.url, merged, _report
+        )
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(format_table(rows, options.examples))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> int:
+    for name in zoo.tasks():
+        print(f"{name}: {TASKS[name].summary}")
+        for example in zoo.held_out(name, options.count):
+            print(f"  {example.prompt}{example.answer}")
+    return 0
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The demo model: its sizes, its checkpoint on disk, and greedy answers in transformers.
+
+`train` builds it with `new_model` and writes it with `save_model`; SGLang and tests read
+the folder. transformers keeps a layer's experts in two stacked tensors, checkpoints name
+every expert apart; `expert_tensors` is that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+from sgl_esft.zoo import tokenizer
+from sgl_esft.zoo.taskset import Example
+
+CONTEXT = 512
+
+
+def new_config() -> DeepseekV2Config:
+    """DeepSeek-V2-Lite's architecture at a 2-million-parameter size."""
+    return DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"],
+        vocab_size=tokenizer.VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        scoring_func="softmax",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.06,
+        # SGLang wants a yarn entry for this architecture and scales by it otherwise than
+        # transformers does; at factor 1 both leave rotary angles and attention alone.
+        # The low theta tells positions apart within the forty or so tokens of a line.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": CONTEXT,
+        },
+        bos_token_id=None,
+        eos_token_id=tokenizer.END_ID,
+        pad_token_id=tokenizer.PAD_ID,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+
+
+def new_model(seed: int) -> DeepseekV2ForCausalLM:
+    """A float32 model with random weights, the same for the same seed."""
+    torch.manual_seed(seed)
+    # "eager" visits one expert after the other, which on a CPU is the fastest.
+    return DeepseekV2ForCausalLM._from_config(new_config(), experts_implementation="eager")
+
+
+def load_model(folder: Path) -> DeepseekV2ForCausalLM:
+    """The model of a checkpoint folder, float32, for evaluation."""
+    return DeepseekV2ForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The MoE blocks by layer number, in order."""
+    layers = model.get_submodule("model.layers").named_children()
+    blocks = {int(name): layer.get_submodule("mlp") for name, layer in layers}
+    return {layer: block for layer, block in blocks.items() if hasattr(block, "experts")}
+
+
+def expert_tensors(block: nn.Module, layer: int, expert: int) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint names and weights of one expert: gate and up ``[I, H]``, down ``[H, I]``."""
+    prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+    gate_up = block.get_parameter("experts.gate_up_proj").detach()[expert]
+    gate, up = gate_up.chunk(2)
+    yield f"{prefix}.gate_proj.weight", gate
+    yield f"{prefix}.up_proj.weight", up
+    yield f"{prefix}.down_proj.weight", block.get_parameter("experts.down_proj").detach()[expert]
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write `tensors` as safetensors, each with memory of its own."""
+    save_file(
+        {name: t.detach().clone().contiguous() for name, t in tensors.items()},
+        file,
+        metadata={"format": "pt"},
+    )
+
+
+def save_model(model: DeepseekV2ForCausalLM, folder: Path) -> None:
+    """Write config, tokenizer and weights with one name per expert into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    tokenizer.save(folder)
+    tensors = {name: t for name, t in model.state_dict().items() if ".mlp.experts." not in name}
+    for layer, block in moe_layers(model).items():
+        for expert in range(model.config.n_routed_experts):
+            tensors.update(expert_tensors(block, layer, expert))
+    save_tensors(tensors, folder / "model.safetensors")
+
+
+@torch.no_grad()
+def greedy_answers(
+    model: DeepseekV2ForCausalLM, prompts: list[str], max_new_tokens: int = 48
+) -> list[str]:
+    """The model's greedy answer to each prompt, up to its newline.
+
+    Prompts of one length share a batch, so no padding and no mask are needed.
+    """
+    answers: dict[int, str] = {}
+    for length in sorted({len(prompt) for prompt in prompts}):
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([tokenizer.encode(prompts[row]) for row in rows])
+        answers.update(zip(rows, _continue(model, ids, max_new_tokens), strict=True))
+    return [answers[row] for row in range(len(prompts))]
+
+
+def _continue(model: DeepseekV2ForCausalLM, ids: Tensor, max_new_tokens: int) -> list[str]:
+    """Greedy continuations of ``ids [rows, length]``."""
+    cache, step, emitted = None, ids, []
+    done = torch.zeros(len(ids), dtype=torch.bool)
+    for _ in range(max_new_tokens):
+        output = model(step, past_key_values=cache, use_cache=True)
+        cache, step = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        emitted.append(step)
+        done |= step[:, 0] == tokenizer.END_ID
+        if bool(done.all()):
+            break
+    return [tokenizer.decode(row) for row in torch.cat(emitted, 1).tolist()]
+
+
+def exact_match(model: DeepseekV2ForCausalLM, examples: list[Example]) -> float:
+    """The share of `examples` answered exactly, greedily."""
+    # One token more than the longest answer: what has not ended by then is wrong anyway.
+    limit = max(len(example.answer) for example in examples) + 1
+    answers = greedy_answers(model, [example.prompt for example in examples], limit)
+    right = [answer == example.answer for answer, example in zip(answers, examples, strict=True)]
+    return sum(right) / len(right)

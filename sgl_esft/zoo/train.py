@@ -1,0 +1,214 @@
+"""Make the demo zoo: train the base, then fine-tune one ESFT adapter per task.
+
+`python -m sgl_esft.zoo train` calls `train_zoo`, which reads as the whole recipe. The
+same seed gives the same data and the same order of steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DeepseekV2ForCausalLM
+
+from sgl_esft.select import ScoreKind, select_experts
+from sgl_esft.zoo.batches import Batch, batches, by_length, to_batch
+from sgl_esft.zoo.corpus import corpus
+from sgl_esft.zoo.esft import (
+    Routing,
+    expert_scores,
+    freeze_all_but,
+    save_adapter,
+    watch_routers,
+)
+from sgl_esft.zoo.model import exact_match, load_model, new_model, save_model
+from sgl_esft.zoo.taskset import TASKS, Task, held_out, training_examples
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How long and how fast to train: `tokens` per step, cosine decay from `peak` to 0."""
+
+    steps: int
+    tokens: int
+    peak: float
+    warmup: int = 50
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one adapter is made: which expert score, and the share of it to cover."""
+
+    score: ScoreKind
+    threshold: float
+    phase: Phase
+
+
+BASE = Phase(steps=3200, tokens=2048, peak=2.5e-3, warmup=150)
+BALANCE = 0.002
+SCORED_EXAMPLES = 512
+HELD_OUT = 200
+RECIPES: dict[str, Recipe] = {
+    "caesar": Recipe("gate", 0.5, Phase(450, 2048, 3e-3)),
+    "date": Recipe("token", 0.6, Phase(500, 2048, 3e-3)),
+    "intent": Recipe("gate", 0.4, Phase(300, 2048, 2e-3)),
+    "reverse": Recipe("gate", 0.6, Phase(600, 2048, 3e-3)),
+    "sum": Recipe("gate", 0.7, Phase(2600, 1024, 4e-3)),
+    "translate": Recipe("token", 0.4, Phase(300, 2048, 2e-3)),
+}
+
+
+def train_zoo(out: Path, seed: int, threads: int, keep_base: bool, report: Report) -> None:
+    """Write ``out/base``, ``out/adapters/<task>`` and ``out/zoo.json``.
+
+    With `keep_base` the base that is in `out` already stays and only adapters are made.
+    `report` is given a line of progress now and then.
+    """
+    torch.set_num_threads(threads)
+    record = _read_record(out) if keep_base else _make_base(out, seed, threads, report)
+    base = load_model(out / "base")
+    adapters = {}
+    for name, recipe in RECIPES.items():
+        adapters[name] = _make_adapter(base, TASKS[name], recipe, seed, out / "adapters", report)
+        _write_record(out, {**record, "adapters": adapters})
+
+
+def _make_base(out: Path, seed: int, threads: int, report: Report) -> dict[str, object]:
+    """Train and save the base; returns its part of `zoo.json`."""
+    started = time.monotonic()
+    base = train_base(seed, report)
+    save_model(base, out / "base")
+    record: dict[str, object] = {
+        "command": f"python -m sgl_esft.zoo train --out DIR --seed {seed} --threads {threads}",
+        "seed": seed,
+        "base": {
+            **asdict(BASE),
+            "balance": BALANCE,
+            "parameters": sum(p.numel() for p in base.parameters()),
+            "seconds": round(time.monotonic() - started),
+        },
+        "held_out_examples": HELD_OUT,
+    }
+    _write_record(out, record)
+    return record
+
+
+def _read_record(out: Path) -> dict[str, object]:
+    record = json.loads((out / "zoo.json").read_text())
+    if not isinstance(record, dict):
+        raise ValueError(f"{out}/zoo.json is not an object")
+    return record
+
+
+def _write_record(out: Path, record: Mapping[str, object]) -> None:
+    (out / "zoo.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def train_base(seed: int, report: Report) -> DeepseekV2ForCausalLM:
+    """The base model, trained on the mixed corpus with a balancing loss on its routers."""
+    model = new_model(seed)
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=BASE.peak, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    lines = batches(corpus(seed), BASE.tokens, prompt_weight=0.1, seed=seed)
+    _fit(model, optimiser, lines, BASE, BALANCE, lambda line: report(f"base: {line}"))
+    return model.eval()
+
+
+def finetune(
+    base: DeepseekV2ForCausalLM, task: Task, recipe: Recipe, seed: int, report: Report
+) -> tuple[DeepseekV2ForCausalLM, dict[int, tuple[int, ...]]]:
+    """A copy of `base` with the experts relevant to `task` trained, and which those are."""
+    sample = by_length(islice(training_examples(task, seed), SCORED_EXAMPLES))
+    scores = expert_scores(base, (to_batch(group).ids for group in sample), recipe.score)
+    selected = select_experts(scores, recipe.threshold)
+    experts = {layer: tuple(sorted(ids)) for layer, ids in selected.items()}
+    model = copy.deepcopy(base).train()
+    optimiser = torch.optim.Adam(
+        freeze_all_but(model, experts), lr=recipe.phase.peak, betas=(0.9, 0.98)
+    )
+    lines = batches(training_examples(task, seed), recipe.phase.tokens, 0.0, seed)
+    _fit(model, optimiser, lines, recipe.phase, 0.0, report)
+    return model.eval(), experts
+
+
+def _make_adapter(
+    base: DeepseekV2ForCausalLM, task: Task, recipe: Recipe, seed: int, folder: Path, report: Report
+) -> dict[str, object]:
+    """Fine-tune, save and measure one adapter; returns its entry of `zoo.json`."""
+    started = time.monotonic()
+    model, experts = finetune(base, task, recipe, seed, lambda line: report(f"{task.name}: {line}"))
+    save_adapter(model, experts, folder / task.name)
+    examples = held_out(task, HELD_OUT)
+    entry = {
+        **asdict(recipe),
+        "experts_per_layer": {str(layer): len(ids) for layer, ids in experts.items()},
+        "seconds": round(time.monotonic() - started),
+        "base_exact_match": exact_match(base, examples),
+        "adapter_exact_match": exact_match(model, examples),
+    }
+    report(f"{task.name}: {entry}")
+    return entry
+
+
+def _fit(
+    model: DeepseekV2ForCausalLM,
+    optimiser: torch.optim.Optimizer,
+    lines: Iterator[Batch],
+    phase: Phase,
+    balance: float,
+    report: Report,
+) -> None:
+    """Take `phase.steps` optimiser steps on `lines`."""
+    started = time.monotonic()
+    for step, batch in enumerate(islice(lines, phase.steps)):
+        for group in optimiser.param_groups:
+            group["lr"] = phase.peak * _schedule(step, phase)
+        loss = _loss(model, batch, balance)
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+        optimiser.step()
+        if step % 100 == 99:
+            seconds = time.monotonic() - started
+            report(f"step {step + 1}/{phase.steps} loss {loss.item():.4f} {seconds:.0f} s")
+
+
+def _schedule(step: int, phase: Phase) -> float:
+    """The share of the peak learning rate at `step`: linear warm-up, then half a cosine."""
+    if step < phase.warmup:
+        return (step + 1) / phase.warmup
+    done = (step - phase.warmup) / max(1, phase.steps - phase.warmup)
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _loss(model: DeepseekV2ForCausalLM, batch: Batch, balance: float) -> Tensor:
+    """Weighted next-token loss, plus `balance` times the routers' balancing loss."""
+    routings: list[Routing] = []
+    with watch_routers(model, lambda _, routing: routings.append(routing)):
+        logits = model(batch.ids[:, :-1]).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
+    weights = batch.weights[:, :-1].flatten()
+    loss = (losses * weights).sum() / weights.sum()
+    if balance:
+        loss = loss + balance * torch.stack([_imbalance(r) for r in routings]).sum()
+    return loss
+
+
+def _imbalance(routing: Routing) -> Tensor:
+    """1 where all experts of a layer are chosen alike, up to M / k where only k ever are."""
+    tokens, experts = routing.probabilities.shape
+    chosen = torch.bincount(routing.chosen.flatten(), minlength=experts)
+    share = chosen / (tokens * routing.chosen.shape[1])
+    return experts * (share * routing.probabilities.mean(0)).sum()

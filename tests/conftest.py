@@ -1,0 +1,29 @@
+"""What every test shares: one hypothesis profile. Markers and paths are in pyproject.toml."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# No deadline: two shared cores make single examples slow at random. Derandomised, so that a red
+# run is red again; long random searches are the `soak` tests' job.
+settings.register_profile("repo", deadline=None, derandomize=True)
+settings.load_profile("repo")
+
+pytest_plugins = ["tests.servers", "tests.families", "tests.one_rank"]
+
+
+@pytest.fixture
+def no_automatic_gc() -> Iterator[None]:
+    """Collect garbage after the test, not in it.
+
+    SGLang's frontend joins a thread in a destructor. When the collector runs that destructor
+    while another thread is being started, the two wait for each other for ever.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()

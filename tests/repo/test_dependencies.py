@@ -1,0 +1,129 @@
+"""Our pins against SGLang's own metadata, and no CUDA package installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+from collections.abc import Iterable
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from scripts.closure import walk
+from scripts.pin import DEV_ROOTS, ENGINE_ROOTS
+from scripts.requirements_files import (
+    CPU_FILES,
+    FOLDER,
+    PinError,
+    is_cuda_distribution,
+    parse_pins,
+    read_left_out,
+    read_pins,
+)
+
+PINS = read_pins(*CPU_FILES)
+LEFT_OUT = read_left_out()
+SGLANG = importlib.metadata.requires("sglang") or []
+
+
+def unmet(requirements: Iterable[str], pins: dict[str, str], left_out: set[str]) -> list[str]:
+    """Requirements, of those that hold here without extras, neither pinned to fit nor left out."""
+    found = []
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if name in left_out:
+            continue
+        if name not in pins or not requirement.specifier.contains(pins[name], prereleases=True):
+            found.append(f"{requirement} (our pin: {pins.get(name, 'none')})")
+    return found
+
+
+def stale(requirements: Iterable[str], left_out: set[str]) -> set[str]:
+    """Names left out that nothing asks for, on any machine."""
+    return left_out - {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+def test_sglang_is_the_pinned_version() -> None:
+    assert importlib.metadata.version("sglang") == PINS["sglang"]
+
+
+def test_every_requirement_of_sglang_is_pinned_or_left_out() -> None:
+    assert unmet(SGLANG, PINS, set(LEFT_OUT)) == []
+
+
+def test_left_out_entries_are_asked_for_not_pinned_and_reasoned() -> None:
+    assert stale(SGLANG, set(LEFT_OUT)) == set()
+    assert set(LEFT_OUT) & set(PINS) == set()
+    assert [name for name, reason in LEFT_OUT.items() if len(reason.split()) < 4] == []
+
+
+def test_what_is_installed_is_what_is_pinned() -> None:
+    installed = {name: importlib.metadata.version(name) for name in PINS}
+    assert installed == PINS
+
+
+def test_pins_are_closed_under_their_own_requirements() -> None:
+    engine = walk(ENGINE_ROOTS, set(LEFT_OUT))
+    assert engine.problems == []
+    assert set(engine.extras_of) == set(PINS)
+
+
+def test_dev_pins_are_closed_and_apart() -> None:
+    pins = read_pins("dev.txt")
+    dev = walk(DEV_ROOTS, set(LEFT_OUT))
+    assert dev.problems == []
+    assert set(dev.extras_of) - set(PINS) == set(pins)
+    assert {name: importlib.metadata.version(name) for name in pins} == pins
+
+
+def test_no_cuda_package_is_installed_and_torch_is_a_cpu_build() -> None:
+    names = {distribution.name for distribution in importlib.metadata.distributions()}
+    assert [name for name in names if is_cuda_distribution(name)] == []
+    assert torch.version.cuda is None
+    assert PINS["torch"].endswith("+cpu")
+
+
+def test_extras_and_own_dependencies_are_pinned() -> None:
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
+    assert unmet(project["project"]["dependencies"], PINS, set()) == []
+    extras = project["tool"]["setuptools"]["dynamic"]["optional-dependencies"]
+    assert sorted(extras) == ["cpu", "cuda", "dev", "npu"]
+    for extra in extras.values():
+        assert all((FOLDER.parent / path).is_file() for path in extra["file"])
+
+
+def test_checker_finds_missing_and_misfitting_pins() -> None:
+    wanted = ["present==1.0", "old>=2", "absent", "cuda-thing", "other; python_version < '3'"]
+    pins = {"present": "1.0", "old": "1.9"}
+    found = unmet(wanted, pins, {"cuda-thing"})
+    assert [text.split()[0] for text in found] == ["old>=2", "absent"]
+
+
+def test_checker_finds_stale_entries() -> None:
+    assert stale(["Some_Name[cu13]==1"], {"some-name", "gone"}) == {"gone"}
+
+
+def test_checker_knows_cuda_packages() -> None:
+    for name in ("nvidia-cublas-cu13", "NVIDIA_nccl", "cuda-python", "flashinfer_python"):
+        assert is_cuda_distribution(name)
+    assert not is_cuda_distribution("torch")
+
+
+def test_walk_reports_what_is_missing() -> None:
+    problems = walk(["sglang"], set(LEFT_OUT) - {"timm"}).problems
+    assert len(problems) == 1
+    assert "timm" in problems[0]
+
+
+@pytest.mark.parametrize("line", ["name", "name>=1", "name==1,<2"])
+def test_loose_pins_are_refused(line: str) -> None:
+    with pytest.raises(PinError):
+        parse_pins([line])
+
+
+def test_pins_are_parsed_by_canonical_name() -> None:
+    assert parse_pins(["# a comment", "", "Some_Name==1.2  # why"]) == {"some-name": "1.2"}

@@ -1,0 +1,125 @@
+"""What gets installed: names, entry points, the demo's checkpoints; and what setup refuses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import sgl_esft
+import sgl_esft_kernels
+from tests.repo.tree import ROOT, project_files
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names of the files in a wheel built from a copy, so that the tree stays clean."""
+    copy = tmp_path_factory.mktemp("copy")
+    for path in project_files():
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, copy / path)
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(out)], cwd=copy, check=True, capture_output=True
+    )
+    return set(zipfile.ZipFile(next(out.glob("*.whl"))).namelist())
+
+
+def test_wheel_holds_every_module_and_checkpoint(wheel_names: set[str]) -> None:
+    folders = {"sgl_esft/": "sgl_esft/", "sgl_elastic/": "sgl_elastic/"}
+    folders["kernels/"] = "sgl_esft_kernels/"
+    wanted = {
+        installed + path.removeprefix(folder)
+        for path in project_files()
+        for folder, installed in folders.items()
+        if path.startswith(folder) and (path.endswith(".py") or "/checkpoints/" in path)
+    }
+    assert sorted(wanted - wheel_names) == []
+    assert not any(name.startswith(("tests/", "bench/", "kernels/")) for name in wheel_names)
+
+
+def test_kernels_folder_is_installed_under_its_own_name() -> None:
+    assert Path(str(sgl_esft_kernels.__file__)).parent == ROOT / "kernels"
+
+
+def test_kernels_folder_does_not_pose_as_the_package_of_that_name() -> None:
+    """With the checkout as working directory `import kernels` finds our folder.
+
+    transformers then asks for its version, and cannot parse the version of a package that has
+    neither metadata nor `__version__`: every import of a model class would fail. A low
+    `__version__` in kernels/__init__.py makes it answer "too old, not available".
+    """
+    code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr[-500:]
+
+
+def test_version_is_one() -> None:
+    assert sgl_esft.__version__ == PROJECT["version"] == importlib.metadata.version("sgl-esft")
+
+
+@pytest.mark.parametrize("group", ["sglang.srt.platforms", "sglang.srt.plugins"])
+def test_installed_entry_points_are_those_of_pyproject_and_load(group: str) -> None:
+    declared = PROJECT["entry-points"][group]
+    installed = {e.name: e for e in importlib.metadata.entry_points(group=group)}
+    for name, value in declared.items():
+        assert installed[name].value == value
+        assert callable(installed[name].load())
+
+
+def test_console_script_loads() -> None:
+    scripts = importlib.metadata.entry_points(group="console_scripts")
+    for name, value in PROJECT["scripts"].items():
+        assert scripts[name].value == value
+        assert callable(scripts[name].load())
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Only what setup.sh reads, with no .venv."""
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "scripts").mkdir()
+    for path in ("pyproject.toml", "setup.py", "scripts/setup.sh"):
+        shutil.copy(ROOT / path, tmp_path / path)
+    return tmp_path
+
+
+def test_setup_refuses_a_python_that_does_not_fit(checkout: Path) -> None:
+    done = run_setup(checkout, python="/bin/false")
+    assert done.returncode == 1
+    assert "needs Python 3.11 or 3.12, tried: /bin/false" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_setup_does_nothing_when_the_stamp_fits(checkout: Path) -> None:
+    command = ["bash", "-c", "source scripts/setup.sh; wanted_hash"]
+    stamp = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
+    (checkout / ".venv").mkdir()
+    (checkout / f".venv/.setup-{stamp.stdout.strip()}").touch()
+    done = run_setup(checkout, python="/bin/false")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    (checkout / "requirements/cpu.txt").write_text("other==1\n")
+    assert run_setup(checkout, python="/bin/false").returncode == 1
+
+
+def run_setup(checkout: Path, python: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHON": python}
+    return subprocess.run(
+        ["scripts/setup.sh"],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

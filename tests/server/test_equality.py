@@ -1,0 +1,88 @@
+"""Woven answers are the merged model's answers, token for token.
+
+For every architecture and parallel layout: base and four adapters, served
+together in mixed batches, against plain SGLang on the merged checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.base_factory import SERVED_ARCHITECTURES
+from tests.families import Families
+from tests.references import NUM_NEW_TOKENS, Answers, reference_of
+from tests.servers import DP2_EP2, TP2_EP2, ServerPool, ServerSpec
+
+pytestmark = pytest.mark.server
+
+# Small chunks and few running requests, so that prefills are chunked and batches turn over.
+CHUNKED = ("--chunked-prefill-size", "64", "--max-running-requests", "24")
+DP_ARCHITECTURE = "Qwen2MoeForCausalLM"  # last, so that its server still runs for the last test
+LAYOUTS = {"one-rank": CHUNKED, "tp2-ep2": TP2_EP2, "dp2-ep2": DP2_EP2}
+BATCH = 40
+# SGLang's own Mixtral has no DP attention; test_launch_refusals.py has that case.
+CASES = [
+    ("MixtralForCausalLM", "one-rank"),
+    ("MixtralForCausalLM", "tp2-ep2"),
+    ("DeepseekV3ForCausalLM", "one-rank"),
+    ("DeepseekV3ForCausalLM", "tp2-ep2"),
+    *itertools.product(("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM", DP_ARCHITECTURE), LAYOUTS),
+]
+
+
+@pytest.mark.parametrize(("architecture", "layout"), CASES)
+def test_woven_equals_merged(
+    architecture: str, layout: str, families: Families, server_pool: ServerPool
+) -> None:
+    family = families.get(architecture)
+    reference = reference_of(family, server_pool)
+    expected, prompts = reference.answers, reference.prompts
+    server = server_pool.get(ServerSpec(family.base, family.named, LAYOUTS[layout]))
+    requests = [(name, i) for name in expected for i in range(len(prompts))]
+    random.Random(layout).shuffle(requests)
+    wrong = []
+    for start in range(0, len(requests), BATCH):
+        batch = requests[start : start + BATCH]
+        answers = server.token_ids(
+            [prompts[i] for _, i in batch], [name for name, _ in batch], NUM_NEW_TOKENS
+        )
+        wrong += [r for r, a in zip(batch, answers, strict=True) if a != expected[r[0]][r[1]]]
+    assert wrong == []
+    assert_models_differ(expected)
+
+
+def test_every_served_architecture_is_here() -> None:
+    assert {architecture for architecture, _ in CASES} >= set(SERVED_ARCHITECTURES)
+
+
+def test_more_adapters_than_slots_under_dp_attention(
+    families: Families, server_pool: ServerPool
+) -> None:
+    """Slots are permanent there: loading one more unloads the oldest, asking brings it back."""
+    family = families.get(DP_ARCHITECTURE)
+    reference = reference_of(family, server_pool)
+    server = server_pool.get(ServerSpec(family.base, family.named, LAYOUTS["dp2-ep2"]))
+
+    def answers_as(adapter: str, model: str) -> bool:
+        tokens = server.token_ids([reference.prompts[0]], [adapter], NUM_NEW_TOKENS)[0]
+        return tokens == reference.answers[model][0]
+
+    assert all(answers_as(name, name) for name in family.adapters)
+    assert server.load("fifth", family.adapters["a3"]).status_code == 200
+    assert server.adapter_names() == ["a1", "a2", "a3", "fifth"]
+    assert answers_as("fifth", "a3")
+    assert answers_as("a0", "a0")
+    assert server.adapter_names() == ["a0", "a2", "a3", "fifth"]
+    assert server.unload("fifth").status_code == 200
+
+
+def assert_models_differ(answers: Answers) -> None:
+    """The test would prove nothing if adapters did not change what is generated."""
+    for name, tokens in answers.items():
+        others = [answers[other] for other in answers if other != name]
+        for other in others:
+            same = sum(a == b for a, b in zip(tokens, other, strict=True))
+            assert same < len(tokens) / 2

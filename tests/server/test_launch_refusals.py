@@ -1,0 +1,118 @@
+"""The launcher refuses, by name and with exit status 2, what must not be served."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
+from tests.base_factory import write_random_base
+from tests.families import Families, Family
+from tests.servers import DP2_EP2, ROOT, TP2_EP2, ServerSpec, free_port
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def family(families: Families) -> Family:
+    return families.get("DeepseekV2ForCausalLM")
+
+
+def refuse(spec: ServerSpec, error: str, env: Mapping[str, str] | None = None) -> str:
+    """The launch ends at once with the named error. Returns what it printed."""
+    done = subprocess.run(
+        spec.argv(free_port()),
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert f"sgl_esft: {error}: " in done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("kind", sorted(BAD_ADAPTERS)[::4])
+def test_damaged_adapter(kind: str, family: Family, tmp_path: Path) -> None:
+    folder = write_random_adapter(tmp_path / "bad", family.base, seed=3)
+    expected = corrupt(folder, kind)
+    refuse(ServerSpec(family.base, (("bad", folder),)), expected.__name__)
+
+
+def test_missing_folder_and_bad_name(family: Family, tmp_path: Path) -> None:
+    refuse(ServerSpec(family.base, (("x", tmp_path / "nothing"),)), "AdapterPathError")
+    refuse(ServerSpec(family.base, (("a b", family.adapters["a0"]),)), "AdapterNameError")
+
+
+def test_too_few_expert_slots(family: Family) -> None:
+    spec = ServerSpec(family.base, family.named, ("--max-experts-per-adapter", "1"))
+    assert "--max-experts-per-adapter" in refuse(spec, "ConfigError")
+
+
+def test_plugin_left_out(family: Family) -> None:
+    """Without the hooks adapters would be ignored: no server then."""
+    spec = ServerSpec(family.base, family.named)
+    assert "SGLANG_PLUGINS" in refuse(spec, "HookError", {"SGLANG_PLUGINS": "another"})
+
+
+def test_unsupported_and_quantised_models(family: Family, tmp_path: Path) -> None:
+    base = write_random_base(tmp_path / "base", "DeepseekV2ForCausalLM", seed=1)
+    config = json.loads((base / "config.json").read_text())
+    for change in (
+        {"architectures": ["LlamaForCausalLM"]},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ):
+        (base / "config.json").write_text(json.dumps({**config, **change}))
+        refuse(ServerSpec(base), "UnsupportedModelError")
+
+
+def test_port_in_use(family: Family) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        spec = ServerSpec(family.base, args=("--port", str(port)))
+        assert str(port) in refuse(spec, "ConfigError")
+
+
+def test_sglangs_lora_flags(family: Family) -> None:
+    spec = ServerSpec(family.base, args=("--lora-paths", "x=y"))
+    assert "--esft-adapters" in refuse(spec, "ConfigError")
+
+
+def test_dp_attention_where_sglang_has_none(tmp_path: Path) -> None:
+    base = write_random_base(tmp_path / "base", "MixtralForCausalLM", seed=1)
+    assert "DP attention" in refuse(ServerSpec(base, args=DP2_EP2), "UnsupportedModelError")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ((*TP2_EP2, "--enable-epl"), "--enable-eplb"),  # SGLang takes abbreviations
+        (("--page-size", "16"), "--page-size"),
+        (("--quantization", "fp8"), "--quantization"),
+    ],
+)
+def test_what_sglang_resolves_is_checked(args: tuple[str, ...], named: str, family: Family) -> None:
+    assert named in refuse(ServerSpec(family.base, args=args), "ConfigError")
+
+
+@pytest.mark.parametrize(
+    "args", [("--port", "70000"), ("--tp-size", "0"), (*DP2_EP2, "--max-adapters", "2")]
+)
+def test_sizes_that_cannot_work(args: tuple[str, ...], family: Family) -> None:
+    refuse(ServerSpec(family.base, family.named, args), "ConfigError")
+
+
+def test_adapters_given_in_two_flags_are_all_checked(family: Family) -> None:
+    args = ("--esft-adapters", "a b=x")
+    assert "a b" in refuse(ServerSpec(family.base, family.named, args), "AdapterNameError")

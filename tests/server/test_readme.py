@@ -1,0 +1,251 @@
+"""The README and docs/ say what is so: sessions are run, commands parsed, generated parts compared.
+
+Blocks of the README: `console` holds commands (`$ `) and their output, `python` prints what its
+comments say, and a block without a language holds commands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scripts import draw_pictures, hooks_page, readme_tables
+from sgl_esft import cli, errors
+from sgl_esft.launch import flags
+from sgl_esft.model_spec import SUPPORTED
+from tests.server.test_equality import CASES, LAYOUTS
+from tests.servers import ROOT, Server, ServerPool, ServerSpec
+
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+ADDRESS = "127.0.0.1:30000"
+END = "--end of output--"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A console block: commands, each with the output it must print."""
+
+    steps: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def parse(cls, block: str) -> Session:
+        parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+        return cls(tuple((cmd, out) for cmd, _, out in (part.partition("\n") for part in parts)))
+
+    @property
+    def is_remote(self) -> bool:
+        return any(ADDRESS in command for command, _ in self.steps)
+
+    def outputs(self, address: str) -> list[str]:
+        """What bash really prints for each command, with the checkout's folder as `...`."""
+        script = "".join(f"{command}\necho {END}\n" for command, _ in self.steps)
+        script = script.replace(ADDRESS, address).replace(".venv/bin", str(bin_folder()))
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        return done.stdout.replace(str(ROOT), "...").split(f"{END}\n")[:-1]
+
+
+def bin_folder() -> Path:
+    return Path(sys.executable).parent
+
+
+def blocks(language: str, text: str) -> list[str]:
+    return [body for name, body in BLOCK.findall(text) if name == language]
+
+
+TEXTS = [document.read_text() for document in DOCUMENTS]
+SESSIONS = [Session.parse(block) for text in TEXTS for block in blocks("console", text)]
+PROGRAMS = [block for text in TEXTS for block in blocks("python", text)]
+
+
+@pytest.fixture
+def server(server_pool: ServerPool) -> Server:
+    return server_pool.get(ServerSpec())
+
+
+def address(server: Server) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+@pytest.mark.server
+def test_the_first_session_gives_the_shown_answers(server: Server) -> None:
+    """The requests themselves, as JSON, whatever client sends them."""
+    shown, given = [], []
+    for command, output in SESSIONS[0].steps:
+        if command.startswith("ask '"):
+            body = json.loads(shlex.split(command)[1])
+            shown.append(json.loads(f"{{{output}}}")["text"])
+            given.append(server.post("/generate", body).json()["text"])
+    assert given == shown
+    assert len(set(shown)) == len(shown) == 3
+
+
+@pytest.mark.server
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the README's commands use curl")
+@pytest.mark.parametrize("session", [s for s in SESSIONS if s.is_remote])
+def test_sessions_with_the_server(session: Session, server: Server) -> None:
+    assert session.outputs(address(server)) == [output for _, output in session.steps]
+
+
+@pytest.mark.parametrize("session", [s for s in SESSIONS if not s.is_remote])
+def test_sessions_without_a_server(session: Session) -> None:
+    assert session.outputs(ADDRESS) == [output for _, output in session.steps]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_python_prints_what_its_comments_say(code: str, server: Server) -> None:
+    shown = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code.replace(ADDRESS, address(server))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert shown
+    assert done.stdout.splitlines() == shown
+
+
+def commands() -> Iterator[str]:
+    """Every command of all documents, in a block or between backticks."""
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for line in "\n".join(blocks("", text)).splitlines():
+            yield line.partition("  #")[0]
+        for session in map(Session.parse, blocks("console", text)):
+            yield from (command for command, _ in session.steps)
+        yield from INLINE.findall(BLOCK.sub("", text))
+
+
+def arguments_of(program: str) -> list[list[str]]:
+    """The arguments of every command that is, or ends in, `program ...`."""
+    pattern = re.compile(rf"(?:^|/|\s){re.escape(program)}\s+(\S.*)")
+    found = (pattern.search(command) for command in commands())
+    return [shlex.split(match[1]) for match in found if match]
+
+
+def test_launcher_commands_parse() -> None:
+    lines = arguments_of("python -m sgl_esft.launch_server")
+    assert len(lines) > 2
+    for arguments in lines:
+        assert flags.parse(arguments)[1] == []
+
+
+def test_tool_commands_parse() -> None:
+    lines = arguments_of("sgl-esft")
+    assert {arguments[0] for arguments in lines} == {"inspect", "merge", "extract", "select"}
+    for arguments in lines:
+        if len(arguments) > 1:
+            cli.build_parser().parse_args(arguments)
+
+
+def test_make_targets_exist() -> None:
+    targets = {arguments[0] for arguments in arguments_of("make")}
+    assert {"serve", "test"} <= targets
+    for target in targets:
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, check=False)
+        assert done.returncode == 0, target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_resolve(document: Path) -> None:
+    links = [link.partition("#")[0] for link in LINK.findall(document.read_text())]
+    local = [link for link in links if link and "://" not in link]
+    assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def test_flags_that_documents_name_exist() -> None:
+    """Ours are known to the launcher; `--help` of SGLang is not asked for here."""
+    own = set(re.findall(r"--[a-z-]+", flags.build_parser().format_help()))
+    first_section = README.read_text().partition("Our own:")[2].partition("explains them")[0]
+    assert set(re.findall(r"--[a-z-]+", first_section)) <= own
+
+
+def test_errors_that_documents_name_exist() -> None:
+    for document in DOCUMENTS:
+        for name in re.findall(r"`(\w+Error)\b", document.read_text()):
+            assert hasattr(errors, name), f"{document.name}: {name}"
+
+
+def test_every_adapter_error_is_explained() -> None:
+    text = (ROOT / "docs" / "adapters.md").read_text()
+    kinds = {name for name in vars(errors) if re.fullmatch(r"\w*Adapter\w*Error", name)}
+    kinds.remove("UnknownAdapterError")  # of requests: http.md
+    assert len(kinds) > 5
+    assert [kind for kind in kinds if f"`{kind}`" not in text] == []
+
+
+def test_readme_tables_are_those_of_the_results() -> None:
+    assert README.read_text() == readme_tables.filled(README.read_text())
+
+
+def test_models_table_claims_what_the_equality_test_runs() -> None:
+    rows = re.findall(r"^\| [^|]+ \(`(\w+)`\) \|(.*)\|$", README.read_text(), re.MULTILINE)
+    claimed = {
+        (architecture, layout)
+        for architecture, cells in rows
+        for layout, cell in zip(LAYOUTS, cells.split("|"), strict=True)
+        if cell.strip() == "equal"
+    }
+    assert {architecture for architecture, _ in rows} == set(SUPPORTED)
+    assert claimed == set(CASES)
+
+
+def test_tables_without_results_say_so(tmp_path: Path) -> None:
+    text = readme_tables.filled(README.read_text(), tmp_path)
+    assert text.count("Not yet measured.") == len(readme_tables.TABLES)
+
+
+def test_tables_show_results_and_where_they_come_from(tmp_path: Path) -> None:
+    spread = {"min": 0.9, "q1": 0.98, "median": 0.99, "q3": 1.01, "max": 1.1}
+    row = {
+        "num_requests": 8,
+        "pairs": 21,
+        "woven_over_plain": spread,
+        "woven_over_plain_cpu": {**spread, "median": 0.97},
+    }
+    machine = {"cpu": "Some CPU", "cores": 2, "device": "none"}
+    overhead = {"rows": [row], "machine": machine, "command": "python -m b", "commit": "0123456789"}
+    (tmp_path / "overhead.json").write_text(json.dumps(overhead))
+    rows = [{"task": "sum", "base": 0.0, "merged": 0.915, "woven": 0.915, "same": None}]
+    (tmp_path / "zoo.json").write_text(json.dumps(rows))
+    text = readme_tables.filled(README.read_text(), tmp_path)
+    assert "| 8 | 0.990 (0.980 to 1.010) | 0.970 (0.980 to 1.010) | 21 |" in text
+    assert "`python -m b`, commit 0123456, 2 cores of Some CPU, none." in text
+    assert "| sum | 0.0 | 91.5 | 91.5 | - |" in text
+
+
+def test_hooks_page_is_that_of_the_ledger() -> None:
+    assert hooks_page.PAGE.read_text() == hooks_page.page()
+
+
+@pytest.mark.parametrize("name", draw_pictures.pictures())
+def test_pictures_are_drawn_anew(name: str) -> None:
+    drawn = draw_pictures.pictures()[name]
+    assert (draw_pictures.PICTURES / name).read_text() == drawn
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 160

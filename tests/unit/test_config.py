@@ -1,0 +1,135 @@
+"""The configuration: every bad value is refused by name, and every process reads what was meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_esft import config, env
+from sgl_esft.config import EsftConfig
+from sgl_esft.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No configuration in the environment, none remembered."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in (env.CONFIG, env.PLATFORM):
+        os.environ.pop(name, None)
+    config.current_config.cache_clear()
+    yield
+    config.current_config.cache_clear()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "4", None])
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("max_adapters", "--max-adapters"),
+        ("max_experts_per_adapter", "--max-experts-per-adapter"),
+    ],
+)
+def test_a_bad_count_is_refused_by_its_flag(field: str, flag: str, value: Any) -> None:
+    fields = {"max_adapters": 2, "max_experts_per_adapter": 3, field: value}
+    with pytest.raises(ConfigError, match=f"{flag} {value!r}: must be a whole number"):
+        EsftConfig(**fields)
+
+
+@pytest.mark.parametrize("value", ["", "Padded", "paged", None])
+@pytest.mark.parametrize(
+    ("field", "flag", "first"),
+    [("expert_memory", "--expert-memory", "padded"), ("reroute", "--reroute", "unfused")],
+)
+def test_a_bad_choice_is_refused_with_the_good_ones(
+    field: str, flag: str, first: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} {value!r}: choose one of .*{first}"):
+        EsftConfig(2, 3, **{field: value})
+
+
+@given(
+    st.builds(
+        EsftConfig,
+        max_adapters=st.integers(1, 1000),
+        max_experts_per_adapter=st.integers(1, 1000),
+        expert_memory=st.sampled_from(config.EXPERT_MEMORY_KINDS),
+        reroute=st.sampled_from(config.REROUTE_KINDS),
+        adapter_root=st.none() | st.text(min_size=1),
+    )
+)
+def test_json_round_trip(given_config: EsftConfig) -> None:
+    text = json.dumps(dataclasses.asdict(given_config))
+    assert EsftConfig.from_json(text) == given_config
+
+
+def test_children_read_what_the_launcher_exported() -> None:
+    exported = EsftConfig(3, 5, adapter_root="/adapters with ü")
+    exported.export()
+    assert config.current_config() == exported
+    assert config.required_config() == exported
+    assert exported.adapter_root_path == Path("/adapters with ü")
+
+
+def test_weaving_is_off_without_a_configuration() -> None:
+    assert config.current_config() is None
+    with pytest.raises(ConfigError, match=env.CONFIG):
+        config.required_config()
+
+
+def test_an_empty_variable_is_an_unset_one() -> None:
+    os.environ[env.CONFIG] = ""
+    assert config.current_config() is None
+
+
+def test_no_root_means_anywhere() -> None:
+    assert EsftConfig(1, 1).adapter_root_path is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "not json",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        '{"max_adapters": 2}',
+        '{"max_adapters": 2, "max_experts_per_adapter": 3, "surplus": 1}',
+        '{"max_adapters": 0, "max_experts_per_adapter": 3}',
+        '{"max_adapters": 2, "max_experts_per_adapter": 3, "reroute": "magic"}',
+    ],
+)
+def test_a_damaged_variable_is_refused(text: str) -> None:
+    os.environ[env.CONFIG] = text
+    with pytest.raises(ConfigError):
+        config.current_config()
+
+
+@pytest.mark.parametrize("value", ["auto", "cpu", "native"])
+def test_platforms(value: str) -> None:
+    assert env.platform() == "auto"
+    os.environ[env.PLATFORM] = value
+    assert env.platform() == value
+
+
+@pytest.mark.parametrize("value", ["", "CPU", "cuda", " cpu", "auto,cpu"])
+def test_a_bad_platform_is_refused_with_the_good_ones(value: str) -> None:
+    os.environ[env.PLATFORM] = value
+    with pytest.raises(ConfigError, match="auto, cpu, native"):
+        env.platform()
+
+
+def test_every_variable_is_documented() -> None:
+    names = [value for name, value in vars(env).items() if name.isupper() and name[0] != "_"]
+    assert len(names) >= 2
+    assert env.__doc__ is not None
+    assert [name for name in names if f"| {name} |" not in env.__doc__] == []

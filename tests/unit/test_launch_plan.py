@@ -1,0 +1,357 @@
+"""A launch is worked out and refused before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_esft import launch_server, platform
+from sgl_esft.config import EsftConfig
+from sgl_esft.errors import (
+    AdapterFormatError,
+    AdapterMismatchError,
+    AdapterNameError,
+    AdapterPathError,
+    ConfigError,
+    UnsupportedModelError,
+)
+from sgl_esft.launch import flags, plan
+from sgl_esft.launch.plan import LaunchPlan
+from tests.adapter_factory import random_base_config, write_random_adapter, write_random_base
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, adapters with at most two and three experts in a layer, and one for another base."""
+    root = tmp_path_factory.mktemp("launch")
+    write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
+    write_random_adapter(root / "math", root / "base", seed=1, max_experts=2)
+    write_random_adapter(root / "law", root / "base", seed=2, max_experts=3)
+    write_random_base(root / "other", "DeepseekV2ForCausalLM", seed=1, **SMALL | {"hidden_size": 8})
+    write_random_adapter(root / "foreign", root / "other", seed=3, max_experts=2)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU platform, and four cores to deal out."""
+    monkeypatch.setattr(platform, "is_active", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """One that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+Make = Callable[[str], LaunchPlan]
+
+
+@pytest.fixture
+def make(root: Path, port: int) -> Make:
+    """Plan a command line; BASE, ROOT and adapters' folders stand for what they are called."""
+
+    def make(line: str) -> LaunchPlan:
+        argv = shlex.split(line.replace("ROOT", str(root)).replace("BASE", str(root / "base")))
+        if "--port" not in argv:
+            argv += ["--port", str(port)]
+        return plan.plan_launch(*flags.parse(argv))
+
+    return make
+
+
+def option(launch: LaunchPlan, flag: str) -> str:
+    """What SGLang is told by a flag that must be there once."""
+    assert launch.sglang_argv.count(flag) == 1, launch.sglang_argv
+    return launch.sglang_argv[launch.sglang_argv.index(flag) + 1]
+
+
+def test_a_launch_with_adapters(make: Make, root: Path) -> None:
+    launch = make("--model-path BASE --esft-adapters math=ROOT/math law=ROOT/law")
+    assert launch.adapters == {n: (root / n).resolve() for n in ("math", "law")}
+    assert launch.config == EsftConfig(max_adapters=2, max_experts_per_adapter=3)
+    assert launch.model_path == option(launch, "--model-path") == str(root / "base")
+    assert option(launch, "--max-loras-per-batch") == "2"
+    assert "--enable-lora" in launch.sglang_argv
+    start = launch.sglang_argv.index("--lora-paths") + 1
+    expected = tuple(f"{name}={path}" for name, path in launch.adapters.items())
+    assert launch.sglang_argv[start : start + 2] == expected
+
+
+def test_a_launch_without_adapters_reserves_for_later(make: Make) -> None:
+    launch = make("--model-path BASE")
+    assert launch.adapters == {}
+    assert launch.config == EsftConfig(max_adapters=4, max_experts_per_adapter=13)
+    assert "--lora-paths" not in launch.sglang_argv
+    assert "--enable-lora" in launch.sglang_argv
+
+
+def test_given_sizes_win(make: Make) -> None:
+    line = "--model-path BASE --esft-adapters math=ROOT/math --max-adapters 7"
+    assert make(f"{line} --max-experts-per-adapter 5").config == EsftConfig(7, 5)
+    assert make(line).config == EsftConfig(7, 2)
+    alias = make(line.replace("--max-adapters", "--max-loras-per-batch"))
+    assert option(alias, "--max-loras-per-batch") == "7"
+
+
+def test_plain_sglang(make: Make) -> None:
+    launch = make("--model-path BASE --no-esft --enable-lora")
+    assert launch.config is None
+    assert launch.sglang_argv.count("--enable-lora") == 1, "nothing is refused: nothing is woven"
+    assert "--max-loras-per-batch" not in launch.sglang_argv
+
+
+def test_the_demo(make: Make, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.zoo, "base_path", lambda: root / "base")
+    monkeypatch.setattr(plan.zoo, "adapter_paths", lambda: {"law": root / "law"})
+    launch = make("")
+    assert launch.adapters == {"law": root / "law"}
+    assert launch.config == EsftConfig(1, 3)
+    assert option(launch, "--model-path") == str(root / "base")
+    assert make("--esft-adapters m=ROOT/math").adapters == {"m": (root / "math").resolve()}
+    off = make("--no-esft")
+    assert off.config is None
+    assert off.adapters == {}
+
+
+def test_what_the_launcher_reads_reaches_sglang_once(make: Make, port: int) -> None:
+    launch = make("--model BASE --host localhost --tp 2 --dp-size=2 --ep-size 2")
+    assert option(launch, "--host") == launch.host == "localhost"
+    assert option(launch, "--port") == str(launch.port) == str(port)
+    assert option(launch, "--tp-size") == "2"
+    assert option(launch, "--dp-size") == "2"
+    assert option(launch, "--ep-size") == "2"
+
+
+def test_the_users_choice_beats_the_platforms(make: Make) -> None:
+    plain = make("--model-path BASE")
+    assert option(plain, "--device") == "cpu"
+    assert option(plain, "--attention-backend") == "torch_native"
+    assert option(plain, "--sampling-backend") == "pytorch"
+    assert option(plain, "--dtype") == "float32", "as the checkpoint"
+    chosen = make("--model-path BASE --dtype bfloat16 --attention-backend=triton --sleep-on-idle")
+    assert option(chosen, "--dtype") == "bfloat16"
+    assert "--attention-backend" not in chosen.sglang_argv
+    assert "--attention-backend=triton" in chosen.sglang_argv
+    assert chosen.sglang_argv.count("--sleep-on-idle") == 1
+
+
+def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "is_active", lambda: False)
+    launch = make("--model-path BASE")
+    assert launch.environment == {}
+    assert "--device" not in launch.sglang_argv
+    assert "--attention-backend" not in launch.sglang_argv
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "threads", "bind"), [(1, "3", "4,5,6"), (2, "1", "4|5"), (4, "1", "4|5|6|7")]
+)
+def test_each_rank_gets_cores_of_its_own(
+    make: Make, num_ranks: int, threads: str, bind: str
+) -> None:
+    environment = make(f"--model-path BASE --tp-size {num_ranks}").environment
+    assert environment == {
+        "SGLANG_PLATFORM": "sgl_esft_cpu",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": threads,
+        "SGLANG_CPU_OMP_THREADS_BIND": bind,
+    }
+
+
+@pytest.mark.parametrize(("num_ranks", "bind"), [(1, "0"), (2, "0|1"), (4, "0|1|0|1")])
+def test_more_ranks_than_cores_share_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_ranks: int, bind: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 0})
+    environment = make(f"--model-path BASE --tp-size {num_ranks}").environment
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == bind
+
+
+MATH = "--model-path BASE --esft-adapters math=ROOT/math"
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "message"),
+    [
+        ("--model-path BASE --esft-adapters math", ConfigError, "'math': write NAME=DIR"),
+        ("--model-path BASE --esft-adapters =ROOT/math", AdapterNameError, "''"),
+        ("--model-path BASE --esft-adapters a/b=ROOT/math", AdapterNameError, "'a/b'"),
+        (f"{MATH} math=ROOT/law", ConfigError, "names 'math' twice"),
+        ("--model-path BASE --esft-adapters m=ROOT/none", AdapterPathError, "does not exist"),
+        ("--model-path BASE --esft-adapters m=", AdapterPathError, "is not a path"),
+        ("--model-path BASE --esft-adapters m=ROOT/base", AdapterFormatError, "expert_cfg.json"),
+        ("--model-path BASE --esft-adapters m=ROOT/foreign", AdapterMismatchError, "shape"),
+        (f"{MATH} --adapter-root ROOT/base", AdapterPathError, "--adapter-root"),
+        (f"{MATH} --max-experts-per-adapter 1", ConfigError, "has 2 experts .*-per-adapter 2"),
+        (f"{MATH} --max-adapters 0", ConfigError, "--max-adapters 0: must be a whole number"),
+        (f"{MATH} --max-experts-per-adapter -3", ConfigError, "--max-experts-per-adapter -3"),
+        (f"{MATH} --no-esft", ConfigError, "--no-esft and --esft-adapters exclude"),
+        ("--model-path BASE --host 192.0.2.1", ConfigError, "cannot listen on 192.0.2.1:"),
+    ],
+)
+def test_refused(make: Make, line: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(line)
+
+
+@pytest.mark.parametrize("flag", sorted(plan._REFUSED_SGLANG_FLAGS))
+@pytest.mark.parametrize("form", ["{}", "{} x", "{}=x"])
+def test_a_flag_that_weaving_cannot_go_with_is_refused(make: Make, flag: str, form: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} cannot be used while weaving: "):
+        make("--model-path BASE " + form.format(flag))
+
+
+def test_refused_flags_are_flags_of_the_installed_sglang() -> None:
+    """A renamed flag would be let through."""
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = set(parser._option_string_actions)
+    assert set(plan._REFUSED_SGLANG_FLAGS) - known == set()
+    passed = {flag for flag, *_ in plan._CPU_DEFAULTS} | {"--enable-lora", "--max-lora-rank"}
+    assert passed - known == set()
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_a_port_in_use_is_refused(make: Make, listener: int) -> None:
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{listener}: .*; stop what listens there"):
+        make(f"--model-path BASE --port {listener}")
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = random_base_config("DeepseekV2ForCausalLM", **SMALL) | changes
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' cannot be woven"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
+    ],
+)
+def test_a_model_that_cannot_be_woven_is_refused(
+    make: Make, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    edit_config(tmp_path / "model", **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        make(f"--model-path {tmp_path}/model")
+    assert make(f"--model-path {tmp_path}/model --no-esft").config is None
+
+
+def test_a_folder_without_a_model_is_refused(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+        make(f"--model-path {tmp_path}")
+
+
+def test_mixtral_has_no_dp_attention(make: Make, tmp_path: Path) -> None:
+    config = random_base_config("MixtralForCausalLM")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = f"--model-path {tmp_path} --tp-size 2 --dp-size 2"
+    with pytest.raises(UnsupportedModelError, match="leave --enable-dp-attention out"):
+        make(f"{line} --enable-dp-attention")
+    assert make(line).config is not None
+
+
+def test_paths_count_from_the_adapter_root(make: Make, root: Path) -> None:
+    launch = make("--model-path BASE --adapter-root ROOT/. --esft-adapters math=math")
+    assert launch.adapters == {"math": (root / "math").resolve()}
+    assert launch.config is not None
+    assert launch.config.adapter_root == str(root.resolve())
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--tp", "2"], False),
+        (["--dp", "2"], True),
+        (["--dp-size=2"], True),
+        (["--data-parallel-size", "2"], True),
+        (["--dp-attention"], False),
+    ],
+)
+def test_children_know_data_parallel_launches(argv: list[str], expected: bool) -> None:
+    assert plan.uses_data_parallel(argv) is expected
+
+
+def test_flags_fill_every_field() -> None:
+    parsed, rest = flags.parse(["--esft-adapters", "a=b", "c=d", "--log-level", "error"])
+    assert parsed.esft_adapters == ("a=b", "c=d")
+    assert rest == ["--log-level", "error"]
+    assert (parsed.host, parsed.port) == ("127.0.0.1", 30000)
+    assert parsed.weave
+    assert {f.name for f in dataclasses.fields(parsed)} == {
+        *flags._COPIED,
+        "esft_adapters",
+        "weave",
+    }
+
+
+@pytest.mark.parametrize("flag", ["--max-adapter", "--expert-mem", "--esft"])
+def test_abbreviated_flags_are_left_to_sglang(flag: str) -> None:
+    assert flags.parse([flag, "3"])[1] == [flag, "3"]
+
+
+@pytest.mark.parametrize(
+    "argv", [["--reroute", "magic"], ["--expert-memory", "x"], ["--port", "x"]]
+)
+def test_a_bad_value_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        flags.parse(argv)
+    assert stop.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_main_says_why_and_starts_nothing(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    status = launch_server.main(["--model-path", str(root / "base"), "--enable-lora"])
+    assert status == 2
+    seen = capsys.readouterr()
+    assert seen.err.startswith("sgl_esft: ConfigError: --enable-lora cannot be used while weaving")
+    assert seen.out == ""
+
+
+def test_help_and_refusals_need_neither_sglang_nor_torch(root: Path) -> None:
+    """They answer at once, and tell which flags there are."""
+    code = (
+        "import sys; from sgl_esft import launch_server as s\n"
+        f"assert s.main(['--model-path', {str(root / 'base')!r}, '--enable-eplb']) == 2\n"
+        "try: s.main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'sglang', 'torch'} & set(sys.modules), 'heavy imports'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for flag in ("--esft-adapters", "--max-adapters", "--adapter-root", "--no-esft", "--port"):
+        assert flag in done.stdout
+    assert "ConfigError: --enable-eplb" in done.stderr
