@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from typing import Any
 
 import pytest
 import requests
+
+from sgl_esft.launch.ports import pick_free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 240.0
@@ -55,7 +56,7 @@ class Server:
 
     def __init__(self, spec: ServerSpec, log_path: Path) -> None:
         self.spec = spec
-        self.port = free_port()
+        self.port = pick_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         with log_path.open("wb") as log:
@@ -183,10 +184,3 @@ def server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool
         yield pool
     finally:
         pool.stop_all()
-
-
-def free_port() -> int:
-    """A port nobody listens on now; SGLang derives others from it, so it is kept low."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1]) % 20000 + 20000

@@ -6,7 +6,6 @@ LaunchFlags -> plan_launch -> LaunchPlan (weaving, SGLang's arguments, environme
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from sgl_esft import adapter_format, platform, zoo
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.launch.flags import LaunchFlags
+from sgl_esft.launch.ports import check_port_free
 from sgl_esft.model_spec import MoeSpec, read_moe_spec
 
 DEFAULT_MAX_ADAPTERS = 4
@@ -109,22 +109,6 @@ def _check_sizes(flags: LaunchFlags) -> None:
             raise ConfigError(f"{flag} {size}: must be at least 1")
     if not 0 < flags.port < 1 << 16:
         raise ConfigError(f"--port {flags.port}: must be between 1 and 65535")
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Raises ConfigError if nothing could listen there."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; stop what listens there or choose "
-            "another --port"
-        ) from error
 
 
 def _named_adapters(flags: LaunchFlags) -> dict[str, Path]:

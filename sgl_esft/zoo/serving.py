@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from sgl_esft.launch.ports import pick_free_port
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 900.0
@@ -46,7 +47,7 @@ def server(arguments: Sequence[str], start_seconds: float = START_SECONDS) -> It
 
     Raises ServerError, with the end of the server's output, where it does not come up.
     """
-    port = _free_port()
+    port = pick_free_port()
     command = [sys.executable, "-m", "sgl_esft.launch_server", *arguments, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -124,12 +125,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tail(log: int, size: int = 4000) -> str:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from sgl_esft.launch.ports import pick_free_port
 from tests.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
 from tests.base_factory import write_random_base
 from tests.families import Families, Family
-from tests.servers import DP2_EP2, ROOT, TP2_EP2, ServerSpec, free_port
+from tests.servers import DP2_EP2, ROOT, TP2_EP2, ServerSpec
 
 pytestmark = pytest.mark.server
 
@@ -27,7 +28,7 @@ def family(families: Families) -> Family:
 def refuse(spec: ServerSpec, error: str, env: Mapping[str, str] | None = None) -> str:
     """The launch ends at once with the named error. Returns what it printed."""
     done = subprocess.run(
-        spec.argv(free_port()),
+        spec.argv(pick_free_port()),
         cwd=ROOT,
         env={**os.environ, **(env or {})},
         capture_output=True,

@@ -26,6 +26,7 @@ from sgl_esft.errors import (
 )
 from sgl_esft.launch import flags, plan
 from sgl_esft.launch.plan import LaunchPlan
+from sgl_esft.launch.ports import pick_free_port
 from tests.adapter_factory import random_base_config, write_random_adapter, write_random_base
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,10 +54,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """One that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return pick_free_port()
 
 
 Make = Callable[[str], LaunchPlan]
@@ -244,6 +242,13 @@ def listener() -> Iterator[int]:
 def test_a_port_in_use_is_refused(make: Make, listener: int) -> None:
     with pytest.raises(ConfigError, match=f"127.0.0.1:{listener}: .*; stop what listens there"):
         make(f"--model-path BASE --port {listener}")
+
+
+def test_picked_ports_differ_and_no_connection_takes_them() -> None:
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [pick_free_port() for _ in range(20)]
+    assert len(set(ports)) == 20
+    assert all(1024 <= port < first_ephemeral for port in ports)
 
 
 def edit_config(folder: Path, **changes: object) -> None:

@@ -1,0 +1,60 @@
+"""TCP ports on this machine: is one free, which one is.
+
+launch/plan.py (may we listen there?)   zoo/serving.py, tests (where shall we listen?)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from pathlib import Path
+
+from sgl_esft.errors import ConfigError
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST = 20000
+# SGLang derives further ports from the one it serves on: neighbours would collide.
+_STEP = 37
+_turn = itertools.count(os.getpid())
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises ConfigError if nothing could listen there."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; stop what listens there or choose "
+            "another --port"
+        ) from error
+
+
+def pick_free_port(host: str = "127.0.0.1") -> int:
+    """A port that is free now and that the kernel will give to nobody by itself.
+
+    Asking the kernel for any free port is not enough: it takes it from the range from which
+    it also numbers outgoing connections, and one of those may take it before the server does.
+    Raises ConfigError if there is none.
+    """
+    candidates = range(_LOWEST, _first_ephemeral(), _STEP)
+    for _ in candidates:
+        port = candidates[next(_turn) % len(candidates)]
+        try:
+            check_port_free(host, port)
+        except ConfigError:
+            continue
+        return port
+    raise ConfigError(f"no free port on {host} from {_LOWEST} to {candidates.stop - 1}")
+
+
+def _first_ephemeral() -> int:
+    try:
+        return max(int(_EPHEMERAL.read_text().split()[0]), _LOWEST + 100 * _STEP)
+    except OSError:  # not Linux
+        return 32768
