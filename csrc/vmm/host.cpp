@@ -1,0 +1,416 @@
+// Host memory as a device: one memfd is the physical memory, its pages are the handles.
+//
+//   memfd  [ page 0 | page 1 | ... ]      sparse, sealed against shrinking and growing
+//   home   [   VA   |   VA   | ... ]      the whole memfd, mapped once, private to this backend
+//
+// A page that is mapped nowhere has its page tables at home. With `populate`, create fills both at
+// once (MADV_POPULATE_WRITE), map moves the page tables from home to the wanted address (mremap) and
+// unmap moves them back: no page is faulted in twice. A second mapping of the same page, a page
+// from another process, and everything without `populate` is mapped lazily.
+//
+// MREMAP_DONTUNMAP keeps the address range that is left: nobody else can be given it meanwhile.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+
+#include "vmm/backend.h"
+
+#define VMM_HOST_FAILED(call, kind) \
+  throw VmmError(kind, "host", call, errno, strerrorname_np(errno), __FILE__, __LINE__)
+
+namespace sgl_vmm {
+namespace {
+
+constexpr int kReadWrite = PROT_READ | PROT_WRITE;
+constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+constexpr std::uint64_t kImportedBit = std::uint64_t{1} << 63;
+
+std::uint8_t* pointer(Address address) { return reinterpret_cast<std::uint8_t*>(address); }
+Address address_of(void* memory) { return reinterpret_cast<Address>(memory); }
+
+[[noreturn]] void refuse(ErrorKind kind, const std::string& message) {
+  throw VmmError(kind, "host: " + message);
+}
+
+ErrorKind kind_of_errno() {
+  return errno == ENOMEM || errno == ENOSPC ? ErrorKind::kExhausted : ErrorKind::kVendorCall;
+}
+
+// Inaccessible address space. `at` = 0 lets the kernel choose, otherwise it replaces what is there.
+Address reserve_range(std::size_t num_bytes, Address at) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0);
+  void* memory = mmap(pointer(at), num_bytes, PROT_NONE, flags, -1, 0);
+  if (memory == MAP_FAILED) VMM_HOST_FAILED("mmap(PROT_NONE)", kind_of_errno());
+  return address_of(memory);
+}
+
+Address reserve_aligned(std::size_t num_bytes, std::size_t alignment) {
+  const Address raw = reserve_range(num_bytes + alignment, 0);
+  const Address aligned = (raw + alignment - 1) / alignment * alignment;
+  if (aligned > raw) munmap(pointer(raw), aligned - raw);
+  const Address end = aligned + num_bytes;
+  if (raw + num_bytes + alignment > end) munmap(pointer(end), raw + alignment - aligned);
+  return aligned;
+}
+
+std::size_t memory_of_machine() {
+  return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
+         static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
+
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  ~FileDescriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  FileDescriptor(const FileDescriptor&) = delete;
+  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+using FilePtr = std::shared_ptr<FileDescriptor>;
+
+FilePtr make_arena_file(std::size_t num_bytes) {
+  auto file = std::make_shared<FileDescriptor>(
+      memfd_create("sgl_vmm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file->get() < 0) VMM_HOST_FAILED("memfd_create", ErrorKind::kVendorCall);
+  if (ftruncate(file->get(), static_cast<off_t>(num_bytes)) != 0) {
+    VMM_HOST_FAILED("ftruncate", kind_of_errno());
+  }
+  if (fcntl(file->get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    VMM_HOST_FAILED("fcntl(F_ADD_SEALS)", ErrorKind::kVendorCall);
+  }
+  return file;
+}
+
+// One piece of physical memory, ours or another process's.
+struct Page {
+  FilePtr file;
+  std::size_t offset = 0;   // bytes into the file
+  std::size_t num_maps = 0;
+  Address moved_to = 0;     // where its page tables are; 0 = at home, or it has none
+};
+
+class HostBackend final : public Backend {
+ public:
+  explicit HostBackend(const BackendOptions& options)
+      : page_bytes_(options.page_bytes), populate_(options.populate) {
+    check_page_bytes();
+    const std::size_t wanted =
+        options.capacity_bytes ? options.capacity_bytes : memory_of_machine();
+    num_pages_ = (wanted + page_bytes_ - 1) / page_bytes_;
+    file_ = make_arena_file(num_pages_ * page_bytes_);
+    home_ = reserve_aligned(num_pages_ * page_bytes_, page_bytes_);
+    map_file(home_, num_pages_ * page_bytes_, *file_, 0, kReadWrite);
+    madvise(pointer(home_), num_pages_ * page_bytes_, MADV_DONTDUMP);  // advice only
+  }
+
+  ~HostBackend() override { munmap(pointer(home_), num_pages_ * page_bytes_); }
+
+  const char* name() const override { return "host"; }
+  DeviceType device_type() const override { return DeviceType::kCpu; }
+  int device_id() const override { return 0; }
+  std::size_t granularity() const override { return page_bytes_; }
+
+  Address reserve(std::size_t num_bytes, std::size_t alignment) override {
+    check_size(num_bytes);
+    if (!is_power_of_two(alignment)) {
+      refuse(ErrorKind::kInvalidArgument,
+             "alignment " + std::to_string(alignment) + " is not a power of two");
+    }
+    const Address address = reserve_aligned(num_bytes, std::max(alignment, page_bytes_));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reserved_[address] = num_bytes;
+    return address;
+  }
+
+  void release(Address address, std::size_t num_bytes) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = reserved_.find(address);
+    if (found == reserved_.end() || found->second != num_bytes) {
+      refuse(ErrorKind::kInvalidArgument, "release of a range that was not reserved as a whole");
+    }
+    const auto mapped = mapped_.lower_bound(address);
+    if (mapped != mapped_.end() && mapped->first < address + num_bytes) {
+      refuse(ErrorKind::kPageMapped, "release of a range in which a page is still mapped");
+    }
+    if (munmap(pointer(address), num_bytes) != 0) {
+      VMM_HOST_FAILED("munmap", ErrorKind::kVendorCall);
+    }
+    reserved_.erase(found);
+  }
+
+  Handle create(std::size_t num_bytes) override {
+    check_one_page(num_bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::size_t index = free_.empty() ? next_page_ : *free_.begin();
+    if (index >= num_pages_) {
+      refuse(ErrorKind::kExhausted, "all " + std::to_string(num_pages_) + " pages of " +
+                                        std::to_string(page_bytes_) + " bytes are in use");
+    }
+    const Address home = home_ + index * page_bytes_;
+    if (populate_ && madvise(pointer(home), page_bytes_, MADV_POPULATE_WRITE) != 0) {
+      VMM_HOST_FAILED("madvise(MADV_POPULATE_WRITE)", ErrorKind::kExhausted);
+    }
+    free_.empty() ? void(++next_page_) : void(free_.erase(free_.begin()));
+    pages_[index + 1] = Page{file_, index * page_bytes_};
+    return Handle{index + 1};
+  }
+
+  void destroy(Handle handle) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Page& page = find(handle);
+    if (page.num_maps > 0) {
+      refuse(ErrorKind::kPageMapped, "a page that is still mapped cannot be destroyed");
+    }
+    if (page.file == file_) {
+      const int punch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+      if (fallocate(file_->get(), punch, static_cast<off_t>(page.offset),
+                    static_cast<off_t>(page_bytes_)) != 0) {
+        VMM_HOST_FAILED("fallocate(FALLOC_FL_PUNCH_HOLE)", ErrorKind::kVendorCall);
+      }
+      free_.insert(page.offset / page_bytes_);
+    }
+    pages_.erase(handle.value);
+  }
+
+  void map(Address address, std::size_t num_bytes, Handle handle) override {
+    check_one_page(num_bytes);
+    map_run(address, num_bytes, {handle});
+  }
+
+  void unmap(Address address, std::size_t num_bytes) override {
+    check_one_page(num_bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    unmap_locked(address);
+  }
+
+  void set_access(Address address, std::size_t num_bytes) override {
+    check_size(num_bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (Address at = address; at < address + num_bytes; at += page_bytes_) {
+      if (!mapped_.count(at)) {
+        refuse(ErrorKind::kInvalidArgument, "access to a range that is not wholly mapped");
+      }
+    }
+    if (mprotect(pointer(address), num_bytes, kReadWrite) != 0) {
+      VMM_HOST_FAILED("mprotect", kind_of_errno());
+    }
+  }
+
+  // As the base class says, but consecutive pages of the memfd cost one system call.
+  void map_run(Address address, std::size_t page_bytes,
+               const std::vector<Handle>& handles) override {
+    check_one_page(page_bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_unmapped(address, handles.size() * page_bytes);
+    for (const Handle handle : handles) find(handle);
+    std::size_t done = 0;
+    try {
+      while (done < handles.size()) done += map_consecutive(address, handles, done);
+    } catch (const VmmError&) {
+      while (done > 0) unmap_locked(address + --done * page_bytes_);
+      throw;
+    }
+  }
+
+  Exported export_handle(Handle handle) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Page& page = find(handle);
+    const int fd = fcntl(page.file->get(), F_DUPFD_CLOEXEC, 0);
+    if (fd < 0) VMM_HOST_FAILED("fcntl(F_DUPFD_CLOEXEC)", ErrorKind::kVendorCall);
+    return Exported{fd, page.offset, page_bytes_};
+  }
+
+  Handle import_handle(const Exported& exported) override {
+    struct stat info;
+    if (fstat(exported.fd, &info) != 0) VMM_HOST_FAILED("fstat", ErrorKind::kInvalidArgument);
+    // An unsealed file could be cut short by its owner, and a read would then end this process.
+    const int seals = fcntl(exported.fd, F_GET_SEALS);
+    const auto size = static_cast<std::size_t>(info.st_size);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || exported.num_bytes != page_bytes_ ||
+        exported.key % page_bytes_ != 0 || exported.key > size || size - exported.key < page_bytes_) {
+      refuse(ErrorKind::kInvalidArgument,
+             "not a page of " + std::to_string(page_bytes_) + " bytes in a sealed memfd");
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::uint64_t value = kImportedBit | ++num_imported_;
+    pages_[value] = Page{imported_file(info, exported.fd), exported.key};
+    return Handle{value};
+  }
+
+  std::optional<std::size_t> resident_bytes() const override {
+    struct stat info;
+    if (fstat(file_->get(), &info) != 0) return std::nullopt;
+    return static_cast<std::size_t>(info.st_blocks) * 512;
+  }
+
+ private:
+  void check_page_bytes() const {
+    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    if (!is_power_of_two(page_bytes_)) {
+      refuse(ErrorKind::kBadGranularity,
+             "page size " + std::to_string(page_bytes_) + " bytes is not a power of two");
+    }
+    if (page_bytes_ < system_page) {
+      refuse(ErrorKind::kBadGranularity, "page size " + std::to_string(page_bytes_) +
+                                             " bytes is below the system's " +
+                                             std::to_string(system_page));
+    }
+  }
+
+  void check_size(std::size_t num_bytes) const {
+    if (num_bytes == 0 || num_bytes % page_bytes_ != 0) {
+      refuse(ErrorKind::kInvalidArgument, std::to_string(num_bytes) +
+                                              " bytes are not a multiple of the page size " +
+                                              std::to_string(page_bytes_));
+    }
+  }
+
+  void check_one_page(std::size_t num_bytes) const {
+    if (num_bytes != page_bytes_) {
+      refuse(ErrorKind::kInvalidArgument, "a handle is one page of " +
+                                              std::to_string(page_bytes_) + " bytes, not " +
+                                              std::to_string(num_bytes));
+    }
+  }
+
+  Page& find(Handle handle) {
+    const auto found = pages_.find(handle.value);
+    if (found == pages_.end()) refuse(ErrorKind::kInvalidArgument, "no such handle");
+    return found->second;
+  }
+
+  void check_unmapped(Address address, std::size_t num_bytes) const {
+    auto range = reserved_.upper_bound(address);
+    if (range == reserved_.begin() || address % page_bytes_ != 0 ||
+        (--range)->first + range->second < address + num_bytes) {
+      refuse(ErrorKind::kInvalidArgument, "map outside a reserved range");
+    }
+    const auto mapped = mapped_.lower_bound(address);
+    if (mapped != mapped_.end() && mapped->first < address + num_bytes) {
+      refuse(ErrorKind::kInvalidArgument, "map over a mapped page");
+    }
+  }
+
+  bool is_at_home(const Page& page) const {
+    return populate_ && page.file == file_ && page.moved_to == 0;
+  }
+
+  // Maps handles[first...] as far as one system call reaches. Returns how many it mapped.
+  std::size_t map_consecutive(Address address, const std::vector<Handle>& handles,
+                              std::size_t first) {
+    const Page start = find(handles[first]);
+    std::size_t count = 1;
+    while (first + count < handles.size() && follows(start, find(handles[first + count]), count)) {
+      ++count;
+    }
+    const Address at = address + first * page_bytes_;
+    const bool moves = is_at_home(start);
+    if (moves) {
+      move_tables(home_ + start.offset, count * page_bytes_, at);
+    } else {
+      map_file(at, count * page_bytes_, *start.file, start.offset, kReadWrite);
+    }
+    for (std::size_t i = 0; i < count; ++i) note_mapped(at + i * page_bytes_, handles[first + i], moves);
+    return count;
+  }
+
+  bool follows(const Page& start, const Page& next, std::size_t distance) const {
+    return next.file == start.file && next.offset == start.offset + distance * page_bytes_ &&
+           is_at_home(next) == is_at_home(start);
+  }
+
+  void note_mapped(Address address, Handle handle, bool moved) {
+    Page& page = find(handle);
+    mapped_[address] = handle;
+    ++page.num_maps;
+    if (moved) page.moved_to = address;
+  }
+
+  void unmap_locked(Address address) {
+    const auto found = mapped_.find(address);
+    if (found == mapped_.end()) {
+      refuse(ErrorKind::kInvalidArgument, "unmap of a page that is not mapped");
+    }
+    Page& page = find(found->second);
+    // Only the last mapping may take the tables home: they would leave another one empty-handed.
+    if (page.moved_to == address && page.num_maps == 1) {
+      move_tables(address, page_bytes_, home_ + page.offset);
+    }
+    reserve_range(page_bytes_, address);
+    if (page.moved_to == address) page.moved_to = 0;
+    --page.num_maps;
+    mapped_.erase(found);
+  }
+
+  void map_file(Address address, std::size_t num_bytes, const FileDescriptor& file,
+                std::size_t offset, int protection) {
+    void* memory = mmap(pointer(address), num_bytes, protection, MAP_SHARED | MAP_FIXED,
+                        file.get(), static_cast<off_t>(offset));
+    if (memory == MAP_FAILED) explain_map_failure("mmap(MAP_FIXED)");
+  }
+
+  void move_tables(Address from, std::size_t num_bytes, Address to) {
+    if (mremap(pointer(from), num_bytes, num_bytes, kMove, pointer(to)) == MAP_FAILED) {
+      explain_map_failure("mremap");
+    }
+  }
+
+  // ENOMEM of a mapping mostly means that the process has too many of them, not too little memory.
+  [[noreturn]] void explain_map_failure(const char* call) const {
+    if (errno == ENOMEM) {
+      refuse(ErrorKind::kExhausted,
+             std::string(call) + " -> ENOMEM: too many mappings; raise vm.max_map_count or the "
+                                 "page size of " + std::to_string(page_bytes_) + " bytes");
+    }
+    VMM_HOST_FAILED(call, ErrorKind::kVendorCall);
+  }
+
+  // One descriptor for each foreign memfd, however many of its pages are imported.
+  FilePtr imported_file(const struct stat& info, int fd) {
+    std::weak_ptr<FileDescriptor>& known = imported_files_[{info.st_dev, info.st_ino}];
+    if (FilePtr file = known.lock()) {
+      close(fd);
+      return file;
+    }
+    auto file = std::make_shared<FileDescriptor>(fd);
+    known = file;
+    return file;
+  }
+
+  const std::size_t page_bytes_;
+  const bool populate_;
+  std::size_t num_pages_ = 0;
+  FilePtr file_;
+  Address home_ = 0;
+
+  mutable std::mutex mutex_;  // guards everything below
+  std::size_t next_page_ = 0;            // pages from here on were never created
+  std::set<std::size_t> free_;           // created once and destroyed since, lowest first
+  std::uint64_t num_imported_ = 0;
+  std::unordered_map<std::uint64_t, Page> pages_;  // by handle
+  std::map<Address, std::size_t> reserved_;        // start -> bytes
+  std::map<Address, Handle> mapped_;               // page address -> its page
+  std::map<std::pair<dev_t, ino_t>, std::weak_ptr<FileDescriptor>> imported_files_;
+};
+
+}  // namespace
+
+BackendPtr open_host(const BackendOptions& options) {
+  return std::make_shared<HostBackend>(options);
+}
+
+}  // namespace sgl_vmm
