@@ -67,6 +67,17 @@ void PagePool::give_back(const std::vector<PageId>& pages) {
   trim_quietly_locked(limits_.max_free_pages);
 }
 
+void PagePool::set_max_pages(std::size_t max_pages) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::size_t num_existing = pages_.size() - absent_.size();
+  if (max_pages < num_existing) {
+    throw VmmError(ErrorKind::kInvalidArgument,
+                   "page pool: a budget of " + std::to_string(max_pages) + " pages is below the " +
+                       std::to_string(num_existing) + " that exist");
+  }
+  limits_.max_pages = max_pages;
+}
+
 void PagePool::preallocate(std::size_t num_free) {
   const std::lock_guard<std::mutex> lock(mutex_);
   grow_locked(num_free);

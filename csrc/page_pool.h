@@ -59,6 +59,9 @@ class PagePool {
   // Throws kInvalidArgument for a page that is free already, before anything happens.
   void give_back(const std::vector<PageId>& pages);
 
+  // From now on at most so many pages; throws kInvalidArgument below those that exist.
+  void set_max_pages(std::size_t max_pages);
+
   // Creates pages until `num_free` are free. All or nothing.
   void preallocate(std::size_t num_free);
   // Destroys free pages until `num_free` are left, but never goes below the low water mark.
@@ -84,9 +87,9 @@ class PagePool {
 
   const BackendPtr backend_;
   const std::size_t page_bytes_;
-  const PoolLimits limits_;
 
   mutable std::mutex mutex_;  // guards everything below
+  PoolLimits limits_;
   std::vector<Page> pages_;   // by id; ids of destroyed pages are used again
   std::set<PageId> free_;
   std::set<PageId> absent_;

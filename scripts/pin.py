@@ -1,4 +1,4 @@
-"""Write `requirements/cpu.txt` and `dev.txt` from an environment that works.
+"""Write `requirements/cpu.txt`, `build.txt` and `dev.txt` from an environment that works.
 
 Run it with that environment's Python: `.venv/bin/python -m scripts.pin`.
 """
@@ -12,11 +12,16 @@ from scripts.closure import Closure, walk
 from scripts.requirements_files import FOLDER, read_left_out, read_pins
 
 ENGINE_ROOTS = ["sglang", "torchvision", "setuptools"]
+BUILD_ROOTS = ["cmake", "ninja", "pybind11", "scikit-build-core"]
 DEV_ROOTS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"]
 
 CPU_HEADER = """\
 # What SGLang 0.5.21 needs on a CPU beside torch and torchvision, closed under its own requirements.
 # Written by `python -m scripts.pin`; setuptools is here to install this project without isolation.
+"""
+BUILD_HEADER = """\
+# What builds the C++ extension in csrc/, with what it needs beyond cpu.txt; also a C++17 compiler.
+# Written by `python -m scripts.pin`.
 """
 DEV_HEADER = """\
 # The tools of `make test` and `make check`, with what they need beyond cpu.txt.
@@ -25,16 +30,18 @@ DEV_HEADER = """\
 
 
 def main() -> int:
-    """Walk, refuse an environment with holes, write both files."""
+    """Walk, refuse an environment with holes, write the files."""
     left_out = set(read_left_out())
-    engine, dev = walk(ENGINE_ROOTS, left_out), walk(DEV_ROOTS, left_out)
-    problems = [*engine.problems, *dev.problems]
+    engine = walk(ENGINE_ROOTS, left_out)
+    build, dev = walk(BUILD_ROOTS, left_out), walk(DEV_ROOTS, left_out)
+    problems = [*engine.problems, *build.problems, *dev.problems]
     if problems:
         print(*problems, sep="\n", file=sys.stderr)
         return 1
     elsewhere = set(read_pins("torch-cpu.txt", "engine.txt"))
     write("cpu.txt", CPU_HEADER, names(engine) - elsewhere)
-    write("dev.txt", DEV_HEADER, names(dev) - names(engine))
+    write("build.txt", BUILD_HEADER, names(build) - names(engine))
+    write("dev.txt", DEV_HEADER, names(dev) - names(engine) - names(build))
     return 0
 
 

@@ -2,6 +2,7 @@
 # Make .venv hold the pinned CPU set and this project. Does nothing when it already does.
 #
 #   requirements/*, pyproject.toml -> [setup.sh] -> .venv, .venv/.setup-<hash of those>
+#   csrc/*                         -> [setup.sh] -> sgl_vmm in .venv, .venv/.csrc-<hash of those>
 #
 # PYTHON=... chooses the interpreter (default: the first of python3, python3.12, python3.11 that
 # fits). pip's own configuration (index, mirror, proxy, find-links) applies.
@@ -10,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly VENV=.venv
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-readonly STEPS=5
+readonly STEPS=6
 step_number=0
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -29,6 +30,11 @@ step() {
 # The folder is part of it: a moved checkout has an editable install that points nowhere.
 wanted_hash() {
     { pwd; cat requirements/*.txt pyproject.toml setup.py scripts/setup.sh; } |
+        sha256sum | cut -c1-16
+}
+
+wanted_csrc_hash() {
+    find csrc -type f -not -path 'csrc/tests/*' -print0 | sort -z | xargs -0 sha256sum |
         sha256sum | cut -c1-16
 }
 
@@ -83,6 +89,17 @@ fail_install() {
         "requirements/README.md says how to pin them."
 }
 
+# Objects stay in build/, so that a changed file costs only its own compilation.
+build_csrc() {
+    command -v "${CXX:-c++}" >/dev/null ||
+        fail "no C++ compiler: the expert memory in csrc/ is C++17" \
+            "on Debian and Ubuntu: apt install g++; or name one: make setup CXX=/path/to/c++"
+    pip_install --no-build-isolation --force-reinstall -C build-dir=build/csrc ./csrc ||
+        fail "building csrc/ failed; the compiler's reason is above"
+    rm -f "$VENV"/.csrc-*
+    touch "$1"
+}
+
 set_up() {
     local stamp=$1 python
     python=$(choose_python)
@@ -91,8 +108,10 @@ set_up() {
     step "torch, CPU build (about 200 MB)"
     install_torch
     step "SGLang and what it needs on a CPU ($(grep -c == requirements/cpu.txt) packages, a few minutes)"
-    pip_install -r requirements/engine.txt -r requirements/cpu.txt -r requirements/dev.txt ||
-        fail_install "the pinned packages"
+    pip_install -r requirements/engine.txt -r requirements/cpu.txt -r requirements/build.txt \
+        -r requirements/dev.txt || fail_install "the pinned packages"
+    step "the C++ extension (half a minute)"
+    build_csrc "$VENV/.csrc-$(wanted_csrc_hash)"
     step "this project, editable"
     pip_install --no-build-isolation --editable . || fail_install "this project"
     step "checking what was installed"
@@ -103,18 +122,22 @@ set_up() {
 }
 
 main() {
-    local stamp
+    local stamp csrc_stamp
     stamp="$VENV/.setup-$(wanted_hash)"
-    if [ -e "$stamp" ]; then
+    csrc_stamp="$VENV/.csrc-$(wanted_csrc_hash)"
+    if [ -e "$stamp" ] && [ -e "$csrc_stamp" ]; then
         return
     fi
-    # `make serve` and `make test` may be started at once: the second waits, then finds the stamp.
+    # `make serve` and `make test` may be started at once: the second waits, then finds the stamps.
     exec 9>.setup.lock
     if command -v flock >/dev/null; then
         flock 9
     fi
     if [ ! -e "$stamp" ]; then
         set_up "$stamp"
+    elif [ ! -e "$csrc_stamp" ]; then
+        say "csrc/ has changed, building it again"
+        build_csrc "$csrc_stamp"
     fi
 }
 

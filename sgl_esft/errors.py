@@ -4,6 +4,8 @@
     ├── UserError                     the caller must change something; nothing was changed
     │   ├── ConfigError               a flag, an environment variable, a port
     │   ├── UnsupportedModelError     the base model cannot be woven
+    │   ├── UnsupportedDeviceError    the device has no virtual memory management that we can use
+    │   ├── DeviceMemoryError         the base model, or one adapter alone, is larger than its memory
     │   ├── AdapterNameError          a name outside [A-Za-z0-9._-]{1,64}
     │   ├── AdapterPathError          a folder that is missing or outside --adapter-root
     │   ├── UnknownAdapterError       a request names an adapter nobody loaded (HTTP 404)
@@ -12,9 +14,11 @@
     │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
     │   └── AdapterMismatchError      an ESFT adapter made for another base model
     ├── RetryLaterError               correct, but not possible now
-    │   └── NoFreeSlotError           every adapter slot is pinned or in use
+    │   ├── NoFreeSlotError           every adapter slot is pinned or in use
+    │   └── OutOfExpertMemoryError    the page pool is dry
     └── InternalError                 a defect here or in an SGLang we do not know
         ├── HookError                 a hook is missing, or its target changed
+        ├── ExpertMemoryError         a vendor's memory call failed
         └── InvariantError            a check of our own state failed
 
 Messages name the thing, the value seen and the remedy. `http_status` is what a
@@ -42,6 +46,14 @@ class ConfigError(UserError):
 
 class UnsupportedModelError(UserError):
     """The base model's architecture or quantisation cannot be woven."""
+
+
+class UnsupportedDeviceError(UserError):
+    """The device has no virtual memory management, or one that we cannot use."""
+
+
+class DeviceMemoryError(UserError):
+    """The base model, or an adapter by itself, is larger than the memory it was given."""
 
 
 class AdapterNameError(UserError):
@@ -86,12 +98,20 @@ class NoFreeSlotError(RetryLaterError):
     """Every adapter slot is pinned or in use."""
 
 
+class OutOfExpertMemoryError(RetryLaterError):
+    """The pool has no page left for an adapter's experts."""
+
+
 class InternalError(EsftError):
     """A defect: please report it."""
 
 
 class HookError(InternalError):
     """A hook into SGLang is missing or its target is not the one we know."""
+
+
+class ExpertMemoryError(InternalError):
+    """A vendor's memory call failed; the message has the call and its code."""
 
 
 class InvariantError(InternalError):

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.closure import walk
-from scripts.pin import DEV_ROOTS, ENGINE_ROOTS
+from scripts.pin import BUILD_ROOTS, DEV_ROOTS, ENGINE_ROOTS
 from scripts.requirements_files import (
     CPU_FILES,
     FOLDER,
@@ -72,11 +72,17 @@ def test_pins_are_closed_under_their_own_requirements() -> None:
     assert set(engine.extras_of) == set(PINS)
 
 
-def test_dev_pins_are_closed_and_apart() -> None:
-    pins = read_pins("dev.txt")
-    dev = walk(DEV_ROOTS, set(LEFT_OUT))
-    assert dev.problems == []
-    assert set(dev.extras_of) - set(PINS) == set(pins)
+@pytest.mark.parametrize(
+    ("file", "roots", "above"),
+    [("build.txt", BUILD_ROOTS, ()), ("dev.txt", DEV_ROOTS, ("build.txt",))],
+)
+def test_further_pins_are_closed_and_apart(
+    file: str, roots: list[str], above: tuple[str, ...]
+) -> None:
+    pins = read_pins(file)
+    found = walk(roots, set(LEFT_OUT))
+    assert found.problems == []
+    assert set(found.extras_of) - set(PINS) - set(read_pins(*above)) == set(pins)
     assert {name: importlib.metadata.version(name) for name in pins} == pins
 
 

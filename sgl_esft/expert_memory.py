@@ -1,0 +1,204 @@
+"""Memory behind the slots of MoE layers: all of it from the start, or pages as adapters come.
+
+    create_weights --> [ExpertArena] --> one SlotMemory a layer --> moe_layer.py maps and unmaps
+                            |
+                        sgl_vmm (csrc/): pool of pages, virtual tensors
+
+An arena belongs to one device of one process. Neither torch nor SGLang is needed here:
+expert_tensor.py makes torch tensors of it, memory_plan.py plans with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import sgl_vmm
+
+from sgl_esft.errors import (
+    ExpertMemoryError,
+    InvariantError,
+    OutOfExpertMemoryError,
+    UnsupportedDeviceError,
+)
+
+MIB = 1 << 20
+MAX_PAGE_BYTES = 2 * MIB
+MIN_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SlotUsage:
+    """Bytes behind one layer's slots, all its tensors together."""
+
+    reserved_bytes: int  # addresses
+    mapped_bytes: int  # of them with memory behind
+    shared_bytes: int  # of them on pages that several slots share
+    used_bytes: int  # what the mapped slots themselves need
+
+
+class SlotMemory(Protocol):
+    """The memory of one layer's slots; every method speaks of all its tensors at once."""
+
+    def choose(self, region: range, count: int) -> range:
+        """Which `count` neighbouring slots of `region`, none of them mapped, to map."""
+
+    def map(self, slots: range) -> None:
+        """Put memory behind the slots, content undefined. All or nothing.
+
+        Raises OutOfExpertMemoryError, or InvariantError when one of them is mapped.
+        """
+
+    def unmap(self, slots: range) -> None:
+        """Take the slots' memory back; those that have none are passed over."""
+
+    def mapped_slots(self) -> set[int]:
+        """Slots that may be read."""
+
+    def usage(self) -> SlotUsage:
+        """Bytes as of now."""
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError when the books do not balance."""
+
+
+class PaddedMemory:
+    """Every slot has memory from the start (the paper's baseline, section 3.1)."""
+
+    def __init__(self, num_slots: int, slot_bytes: Sequence[int]) -> None:
+        self._num_slots = num_slots
+        self._slot_bytes = sum(slot_bytes)
+        self._mapped: set[int] = set()
+
+    def choose(self, region: range, count: int) -> range:
+        return region[:count]
+
+    def map(self, slots: range) -> None:
+        twice = self._mapped.intersection(slots)
+        if twice or not set(slots) <= set(range(self._num_slots)):
+            raise InvariantError(f"slots {slots} of {self._num_slots}: {twice} mapped already")
+        self._mapped.update(slots)
+
+    def unmap(self, slots: range) -> None:
+        self._mapped.difference_update(slots)
+
+    def mapped_slots(self) -> set[int]:
+        return set(self._mapped)
+
+    def usage(self) -> SlotUsage:
+        total = self._num_slots * self._slot_bytes
+        return SlotUsage(total, total, 0, len(self._mapped) * self._slot_bytes)
+
+    def check_integrity(self) -> None:
+        """Nothing is counted twice here."""
+
+
+class VirtualMemory:
+    """Pages behind the mapped slots only (ExpertWeave section 4.2)."""
+
+    def __init__(self, tensors: Sequence[sgl_vmm.VirtualTensor], page_bytes: int) -> None:
+        self.tensors = tuple(tensors)
+        self._page_bytes = page_bytes
+
+    def choose(self, region: range, count: int) -> range:
+        """The run that takes the fewest pages: edge pages shared, or starts on a page's start."""
+        starts = range(region.start, region.stop - count + 1)
+        first = min(starts, key=lambda start: (self.num_missing_pages(range(start, start + count))))
+        return range(first, first + count)
+
+    def num_missing_pages(self, slots: range) -> int:
+        """Pages that `map` would take from the pool."""
+        return sum(t.num_missing_pages(slots.start, len(slots)) for t in self.tensors)
+
+    def map(self, slots: range) -> None:
+        with _translated():
+            for index, tensor in enumerate(self.tensors):
+                try:
+                    tensor.map_slots(slots.start, len(slots))
+                except sgl_vmm.VmmError:
+                    for mapped in self.tensors[:index]:
+                        mapped.unmap_slots(slots.start, len(slots))
+                    raise
+
+    def unmap(self, slots: range) -> None:
+        with _translated():
+            for tensor in self.tensors:
+                tensor.unmap_slots(slots.start, len(slots))
+
+    def mapped_slots(self) -> set[int]:
+        flags = zip(*(tensor.mapped_slots() for tensor in self.tensors), strict=True)
+        return {slot for slot, mapped in enumerate(flags) if all(mapped)}
+
+    def usage(self) -> SlotUsage:
+        states = [tensor.state() for tensor in self.tensors]
+        return SlotUsage(
+            reserved_bytes=sum(state.reserved_bytes for state in states),
+            mapped_bytes=sum(state.num_pages for state in states) * self._page_bytes,
+            shared_bytes=sum(state.num_shared_pages for state in states) * self._page_bytes,
+            used_bytes=sum(state.num_mapped_slots * state.slot_bytes for state in states),
+        )
+
+    def check_integrity(self) -> None:
+        with _translated():
+            for tensor in self.tensors:
+                tensor.check_integrity()
+        flags = [tensor.mapped_slots() for tensor in self.tensors]
+        if any(flag != flags[0] for flag in flags):
+            raise InvariantError("the tensors of a layer have different slots mapped")
+
+
+class ExpertArena:
+    """One device's pages and the layers that use them."""
+
+    def __init__(self, backend: sgl_vmm.Backend, page_bytes: int, budget_bytes: int | None) -> None:
+        self.backend = backend
+        self.page_bytes = page_bytes
+        with _translated():
+            self.pool = sgl_vmm.PagePool(
+                backend, page_bytes=page_bytes, budget_bytes=budget_bytes
+            )
+
+    def make_layer(self, num_slots: int, slot_bytes: Sequence[int]) -> VirtualMemory:
+        """Reserve addresses for a layer: one tensor of `num_slots` for each of `slot_bytes`."""
+        with _translated():
+            tensors = [sgl_vmm.VirtualTensor(self.pool, num_slots, size) for size in slot_bytes]
+        return VirtualMemory(tensors, self.page_bytes)
+
+    def set_free_bytes(self, free_bytes: int) -> None:
+        """Make pages for `free_bytes` more now, and let the pool never grow beyond them."""
+        num_pages = -(-free_bytes // self.page_bytes)
+        with _translated():
+            self.pool.preallocate(num_pages)
+            self.pool.set_budget((self.pool.state().num_used + num_pages) * self.page_bytes)
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError when the pool's books do not balance."""
+        with _translated():
+            self.pool.check_integrity()
+
+
+def choose_page_bytes(slot_bytes: Sequence[int]) -> int:
+    """The host's page size for slots of these sizes: no larger than a slot, 4 KiB to 2 MiB."""
+    page_bytes = MAX_PAGE_BYTES
+    while page_bytes > MIN_PAGE_BYTES and page_bytes > min(slot_bytes):
+        page_bytes //= 2
+    return page_bytes
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """The extension's errors as this package's: who must do what."""
+    try:
+        yield
+    except sgl_vmm.PoolExhaustedError as error:
+        raise OutOfExpertMemoryError(
+            f"{error}: unload an adapter, or raise --adapter-memory"
+        ) from error
+    except (sgl_vmm.UnsupportedDeviceError, sgl_vmm.BadGranularityError) as error:
+        raise UnsupportedDeviceError(f"{error}: choose --expert-memory padded") from error
+    except (sgl_vmm.SlotMappedError, sgl_vmm.IntegrityError) as error:
+        raise InvariantError(str(error)) from error
+    except sgl_vmm.VmmError as error:
+        raise ExpertMemoryError(str(error)) from error
