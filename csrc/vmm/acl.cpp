@@ -12,7 +12,7 @@
 // - one reservation holds handles that were created here, or imported ones, never both at once.
 //
 // Not yet run on hardware; compiled against the vendor's headers and run over a simulator.
-#include <iterator>
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -274,8 +274,8 @@ void AclBackend::unmap(Address address, std::size_t num_bytes) {
   table_.record_unmap(address);
 }
 
-// aclrtMapMem already gives the memory's own device access; the vendor's aclrtMemSetAccess is for
-// other devices, is missing before CANN 8.3, and takes one mapping a call.
+// aclrtMapMem has already given access to the memory's own device. The vendor's aclrtMemSetAccess is
+// for another device, takes one mapping a call, and is missing from older versions.
 void AclBackend::set_access(Address address, std::size_t num_bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   table_.check_mapped(address, num_bytes);
