@@ -274,8 +274,8 @@ void AclBackend::unmap(Address address, std::size_t num_bytes) {
   table_.record_unmap(address);
 }
 
-// aclrtMapMem has already given access to the memory's own device. The vendor's aclrtMemSetAccess is
-// for another device, takes one mapping a call, and is missing from older versions.
+// aclrtMapMem has already given access to the memory's own device. The vendor's aclrtMemSetAccess
+// is for another device, takes one mapping a call, and is missing from older versions.
 void AclBackend::set_access(Address address, std::size_t num_bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   table_.check_mapped(address, num_bytes);
