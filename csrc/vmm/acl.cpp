@@ -108,17 +108,18 @@ void check(abi::Error code, const char* call, const char* file, int line) {
 #define VMM_ACL(function, ...) check(api_.function(__VA_ARGS__), #function, __FILE__, __LINE__)
 
 // The vendor's functions act on the calling thread's device and fail on a thread without one. A
-// thread that has another device gets it back; one that had none keeps ours.
+// thread that has another device gets it back, with that device's default context; one that had
+// none keeps ours. aclrtSetDevice is counted by the runtime, so it is called only where needed.
 class DeviceScope {
  public:
   DeviceScope(const AclApi& api, int device_id) : api_(api) {
-    if (api_.aclrtGetDevice(&previous_) != abi::kSuccess) previous_ = device_id;
-    has_other_ = previous_ != device_id;
-    // A thread without a device fails the first call, and so takes this one too.
+    const bool has_device = api_.aclrtGetDevice(&previous_) == abi::kSuccess;
+    if (has_device && previous_ == device_id) return;
     VMM_ACL(aclrtSetDevice, device_id);
+    restores_ = has_device;
   }
   ~DeviceScope() {
-    if (has_other_) api_.aclrtSetDevice(previous_);
+    if (restores_) api_.aclrtSetDevice(previous_);
   }
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
@@ -126,7 +127,7 @@ class DeviceScope {
  private:
   const AclApi& api_;
   std::int32_t previous_ = -1;
-  bool has_other_ = false;
+  bool restores_ = false;
 };
 
 class AclBackend final : public Backend {
