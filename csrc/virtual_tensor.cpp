@@ -39,7 +39,7 @@ VirtualTensor::VirtualTensor(std::shared_ptr<PagePool> pool, std::size_t num_slo
   page_table_.assign(num_pages, kNoPage);
   num_refs_.assign(num_pages, 0);
   is_mapped_.assign(num_slots_, false);
-  address_ = pool_->backend().reserve(reserved_bytes_, page_bytes_);
+  address_ = pool_->backend().reserve(reserved_bytes_, pool_->backend().granularity());
 }
 
 VirtualTensor::~VirtualTensor() {

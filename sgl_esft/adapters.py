@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,14 +20,17 @@ from sgl_esft.adapter_format import AdapterManifest
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import (
     AdapterExistsError,
+    DeviceMemoryError,
+    EsftError,
     InvariantError,
     NoFreeSlotError,
+    OutOfExpertMemoryError,
     UnknownAdapterError,
 )
 from sgl_esft.host_cache import HostAdapter, read_adapter
 from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
-from sgl_esft.slot_table import SlotTable
+from sgl_esft.slot_table import Placement, SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +69,8 @@ class AdapterPlane:
     With `is_resident` an adapter takes its slot when it is loaded and keeps it
     until it is unloaded: under DP attention the ranks see different batches, and
     only the order of loads is common to them. Otherwise slots are a cache over
-    the host's adapters, least recently used first out.
+    the host's adapters, least recently used first out. `max_pages` bounds the
+    pages behind all adapters' slots, None = as many as the device has.
     """
 
     def __init__(
@@ -75,13 +80,16 @@ class AdapterPlane:
         config: EsftConfig,
         *,
         is_resident: bool,
+        max_pages: int | None = None,
     ) -> None:
         self._layers = layers
         self._spec = spec
         self._config = config
         self._is_resident = is_resident
-        self._slots = SlotTable(config.max_adapters)
+        self._max_pages = max_pages
         self._loaded: dict[str, HostAdapter] = {}
+        self._pages: dict[str, int] = {}  # of each loaded adapter, the most it can take
+        self._slots = SlotTable(config.max_adapters, max_pages, self._pages.__getitem__)
         self._pinned: set[str] = set()
 
     @property
@@ -109,25 +117,56 @@ class AdapterPlane:
         )
 
     def _admit(self, source: AdapterSource, adapter: HostAdapter) -> None:
-        self._check_room(source)
+        num_pages = self._num_pages(adapter.manifest)
+        self._check_room(source, num_pages)
         self._loaded[source.adapter_id] = adapter
+        self._pages[source.adapter_id] = num_pages
+        if self._slots.has_room_for(source.adapter_id):
+            try:
+                self._bring({source.adapter_id}, may_evict=False)
+            except EsftError as error:
+                if self._is_resident or not isinstance(error, OutOfExpertMemoryError):
+                    self._forget(source.adapter_id)
+                    raise
+                logger.info("adapter %s stays on the host for now: %s", source.name, error)
         if source.pinned:
             self._pinned.add(source.adapter_id)
-        if self._slots.num_free:
-            self._bring({source.adapter_id})
 
-    def _check_room(self, source: AdapterSource) -> None:
+    def _num_pages(self, manifest: AdapterManifest) -> int:
+        """The most pages the adapter takes on any rank, the same number on every rank."""
+        num_pages = 0
+        for layer_id, expert_ids in manifest.experts.items():
+            layer = self._layers[layer_id]
+            experts_per_rank = Counter(e // len(layer.shard.expert_ids) for e in expert_ids)
+            num_pages += layer.memory.max_pages(max(experts_per_rank.values(), default=0))
+        return num_pages
+
+    def _check_room(self, source: AdapterSource, num_pages: int) -> None:
+        if self._max_pages is not None and num_pages > self._max_pages:
+            raise DeviceMemoryError(
+                f"adapter {source.name!r} needs up to {num_pages} pages, and adapters have "
+                f"{self._max_pages} in all: raise --adapter-memory"
+            )
         if self._is_resident:
-            if self._slots.num_free:
-                return
+            self._check_resident_room(source, num_pages)
+        elif source.pinned and len(self._pinned) >= self._slots.num_slots - 1:
+            raise NoFreeSlotError(
+                f"adapter {source.name!r} cannot be pinned: one of the {self._slots.num_slots} "
+                "slots must stay for the others; load it unpinned, or raise --max-adapters"
+            )
+
+    def _check_resident_room(self, source: AdapterSource, num_pages: int) -> None:
+        if not self._slots.num_free:
             raise NoFreeSlotError(
                 f"adapter {source.name!r} needs a slot of its own, and all "
                 f"{self._slots.num_slots} are taken: unload an adapter, or raise --max-adapters"
             )
-        if source.pinned and len(self._pinned) >= self._slots.num_slots - 1:
-            raise NoFreeSlotError(
-                f"adapter {source.name!r} cannot be pinned: one of the {self._slots.num_slots} "
-                "slots must stay for the others; load it unpinned, or raise --max-adapters"
+        used = sum(self._pages.values())
+        if self._max_pages is not None and used + num_pages > self._max_pages:
+            raise OutOfExpertMemoryError(
+                f"adapter {source.name!r} needs up to {num_pages} pages of its own, and "
+                f"{self._max_pages - used} of {self._max_pages} are left: unload an adapter, or "
+                "raise --adapter-memory"
             )
 
     def unload(self, adapter_id: str) -> None:
@@ -137,8 +176,12 @@ class AdapterPlane:
         slot = self._slots.remove(adapter_id)
         if slot is not None:
             self._displace(slot)
+        self._forget(adapter_id)
+
+    def _forget(self, adapter_id: str) -> None:
         self._pinned.discard(adapter_id)
         del self._loaded[adapter_id]
+        del self._pages[adapter_id]
 
     def can_run_together(self, adapter_ids: Iterable[str]) -> bool:
         """Whether one batch may hold all of these adapters."""
@@ -151,18 +194,42 @@ class AdapterPlane:
         let in by `can_run_together` before, and must still fit beside the pinned ones.
         """
         wanted = set(adapter_ids)
-        self._bring(wanted)
+        self._bring(wanted, may_evict=not self._is_resident)
         for adapter_id in wanted & self._pinned:
             self._slots.pin(adapter_id)
 
-    def _bring(self, wanted: set[str]) -> None:
+    def _bring(self, wanted: set[str], *, may_evict: bool) -> None:
+        """All or nothing, but for adapters that were evicted to make room."""
         unknown = wanted - self._loaded.keys()
         if unknown:
             raise UnknownAdapterError(f"adapter ids {sorted(unknown)} are not loaded")
-        for placement in self._slots.admit(wanted):
-            if placement.evicted is not None:
-                self._displace(placement.adapter_slot)
-            self._place(placement.adapter_slot, self._loaded[placement.adapter_id])
+        placements = self._slots.admit(wanted)
+        for placement in placements:
+            for slot in placement.evicted_slots:
+                self._displace(slot)
+        for index, placement in enumerate(placements):
+            try:
+                self._place_evicting(placement, wanted if may_evict else None)
+            except EsftError:
+                for unplaced in placements[index:]:
+                    self._slots.remove(unplaced.adapter_id)
+                raise
+
+    def _place_evicting(self, placement: Placement, wanted: set[str] | None) -> None:
+        """Place one adapter; while memory is short, evict any but the `wanted` (None: evict none).
+
+        Memory can be short though slots and pages were counted: without --adapter-memory the
+        device may have less left than adapters need.
+        """
+        while True:
+            try:
+                self._place(placement.adapter_slot, self._loaded[placement.adapter_id])
+                return
+            except OutOfExpertMemoryError:
+                slot = None if wanted is None else self._slots.evict_one(wanted)
+                if slot is None:
+                    raise
+                self._displace(slot)
 
     def slot_of(self, adapter_id: str) -> int:
         """The adapter slot to tag tokens with. Raises InvariantError if it has none."""
@@ -172,15 +239,23 @@ class AdapterPlane:
         return slot
 
     def _place(self, slot: int, adapter: HostAdapter) -> None:
-        for layer_id, layer in self._layers.items():
-            layer.place(slot, adapter.experts.get(layer_id, {}))
+        """All layers or none."""
+        placed: list[WovenLayer] = []
+        try:
+            for layer_id, layer in self._layers.items():
+                layer.place(slot, adapter.experts.get(layer_id, {}))
+                placed.append(layer)
+        except EsftError:
+            for layer in placed:
+                layer.displace(slot)
+            raise
 
     def _displace(self, slot: int) -> None:
         for layer in self._layers.values():
             layer.displace(slot)
 
     def check_integrity(self) -> None:
-        """Raises InvariantError when a map names an unmapped slot or the slot table is wrong."""
+        """Raises InvariantError when a map, a layer's memory or the slot table is wrong."""
         self._slots.check_integrity()
         for layer in self._layers.values():
-            layer.expert_map.check_integrity(layer.mapped_slots)
+            layer.check_integrity()

@@ -15,7 +15,10 @@ from typing import Any, Literal, Self, get_args
 from sgl_esft import env
 from sgl_esft.errors import ConfigError
 
-ExpertMemoryKind = Literal["padded"]
+ExpertMemoryKind = Literal["virtual", "padded"]
+MAX_PAGE_BYTES = 2 << 20
+MIN_PAGE_BYTES = 4 << 10
+
 RerouteKind = Literal["unfused"]
 
 EXPERT_MEMORY_KINDS: tuple[str, ...] = get_args(ExpertMemoryKind)
@@ -28,14 +31,25 @@ class EsftConfig:
 
     max_adapters: int  # N: adapter slots on the device
     max_experts_per_adapter: int  # E_max: slots reserved per adapter and layer
-    expert_memory: str = "padded"
+    expert_memory: str = "virtual"
+    expert_page_bytes: int | None = None  # on the host; None = by the experts' size
+    adapter_memory_bytes: int | None = None  # pages for adapters, made at start; None = as needed
     reroute: str = "unfused"
     adapter_root: str | None = None  # adapters may only lie below; None = anywhere
 
     def __post_init__(self) -> None:
         _check_positive("--max-adapters", self.max_adapters)
         _check_positive("--max-experts-per-adapter", self.max_experts_per_adapter)
+        if self.adapter_memory_bytes is not None:
+            _check_positive("--adapter-memory", self.adapter_memory_bytes)
+        if self.expert_page_bytes is not None:
+            _check_page_bytes(self.expert_page_bytes)
         _check_choice("--expert-memory", self.expert_memory, EXPERT_MEMORY_KINDS)
+        if self.expert_memory == "padded" and (self.expert_page_bytes or self.adapter_memory_bytes):
+            raise ConfigError(
+                "--expert-page-size and --adapter-memory belong to --expert-memory virtual: "
+                "padded memory has no pages"
+            )
         _check_choice("--reroute", self.reroute, REROUTE_KINDS)
 
     @property
@@ -74,6 +88,14 @@ def required_config() -> EsftConfig:
 def _check_positive(flag: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{flag} {value!r}: must be a whole number of at least 1")
+
+
+def _check_page_bytes(page_bytes: int) -> None:
+    _check_positive("--expert-page-size", page_bytes)
+    if page_bytes & (page_bytes - 1) or not MIN_PAGE_BYTES <= page_bytes <= MAX_PAGE_BYTES:
+        raise ConfigError(
+            f"--expert-page-size {page_bytes} bytes: must be a power of two from 4KiB to 2MiB"
+        )
 
 
 def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:

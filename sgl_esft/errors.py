@@ -4,8 +4,8 @@
     ├── UserError                     the caller must change something; nothing was changed
     │   ├── ConfigError               a flag, an environment variable, a port
     │   ├── UnsupportedModelError     the base model cannot be woven
-    │   ├── UnsupportedDeviceError    the device has no virtual memory management that we can use
-    │   ├── DeviceMemoryError         the base model, or one adapter alone, is larger than its memory
+    │   ├── UnsupportedDeviceError    a device without virtual memory management
+    │   ├── DeviceMemoryError         the base, or one adapter alone, is larger than its memory
     │   ├── AdapterNameError          a name outside [A-Za-z0-9._-]{1,64}
     │   ├── AdapterPathError          a folder that is missing or outside --adapter-root
     │   ├── UnknownAdapterError       a request names an adapter nobody loaded (HTTP 404)

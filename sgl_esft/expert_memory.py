@@ -17,16 +17,13 @@ from typing import Protocol
 
 import sgl_vmm
 
+from sgl_esft.config import MAX_PAGE_BYTES, MIN_PAGE_BYTES
 from sgl_esft.errors import (
     ExpertMemoryError,
     InvariantError,
     OutOfExpertMemoryError,
     UnsupportedDeviceError,
 )
-
-MIB = 1 << 20
-MAX_PAGE_BYTES = 2 * MIB
-MIN_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,9 @@ class SlotMemory(Protocol):
 
     def unmap(self, slots: range) -> None:
         """Take the slots' memory back; those that have none are passed over."""
+
+    def max_pages(self, count: int) -> int:
+        """The most pages that `count` neighbouring slots take, wherever they lie."""
 
     def mapped_slots(self) -> set[int]:
         """Slots that may be read."""
@@ -84,6 +84,9 @@ class PaddedMemory:
     def unmap(self, slots: range) -> None:
         self._mapped.difference_update(slots)
 
+    def max_pages(self, count: int) -> int:
+        return 0
+
     def mapped_slots(self) -> set[int]:
         return set(self._mapped)
 
@@ -105,7 +108,7 @@ class VirtualMemory:
     def choose(self, region: range, count: int) -> range:
         """The run that takes the fewest pages: edge pages shared, or starts on a page's start."""
         starts = range(region.start, region.stop - count + 1)
-        first = min(starts, key=lambda start: (self.num_missing_pages(range(start, start + count))))
+        first = min(starts, key=lambda start: self.num_missing_pages(range(start, start + count)))
         return range(first, first + count)
 
     def num_missing_pages(self, slots: range) -> int:
@@ -126,6 +129,10 @@ class VirtualMemory:
         with _translated():
             for tensor in self.tensors:
                 tensor.unmap_slots(slots.start, len(slots))
+
+    def max_pages(self, count: int) -> int:
+        sizes = (count * tensor.state().slot_bytes for tensor in self.tensors)
+        return sum(max_run_pages(size, self._page_bytes) for size in sizes)
 
     def mapped_slots(self) -> set[int]:
         flags = zip(*(tensor.mapped_slots() for tensor in self.tensors), strict=True)
@@ -152,13 +159,13 @@ class VirtualMemory:
 class ExpertArena:
     """One device's pages and the layers that use them."""
 
-    def __init__(self, backend: sgl_vmm.Backend, page_bytes: int, budget_bytes: int | None) -> None:
+    def __init__(
+        self, backend: sgl_vmm.Backend, page_bytes: int, budget_bytes: int | None = None
+    ) -> None:
         self.backend = backend
         self.page_bytes = page_bytes
         with _translated():
-            self.pool = sgl_vmm.PagePool(
-                backend, page_bytes=page_bytes, budget_bytes=budget_bytes
-            )
+            self.pool = sgl_vmm.PagePool(backend, page_bytes=page_bytes, budget_bytes=budget_bytes)
 
     def make_layer(self, num_slots: int, slot_bytes: Sequence[int]) -> VirtualMemory:
         """Reserve addresses for a layer: one tensor of `num_slots` for each of `slot_bytes`."""
@@ -166,17 +173,34 @@ class ExpertArena:
             tensors = [sgl_vmm.VirtualTensor(self.pool, num_slots, size) for size in slot_bytes]
         return VirtualMemory(tensors, self.page_bytes)
 
-    def set_free_bytes(self, free_bytes: int) -> None:
-        """Make pages for `free_bytes` more now, and let the pool never grow beyond them."""
-        num_pages = -(-free_bytes // self.page_bytes)
+    def reserve_pages(self, num_bytes: int) -> int:
+        """Make pages for `num_bytes` more now, and let the pool never grow beyond them.
+
+        Returns their number. Raises OutOfExpertMemoryError when the device has less.
+        """
+        num_pages = -(-num_bytes // self.page_bytes)
         with _translated():
             self.pool.preallocate(num_pages)
             self.pool.set_budget((self.pool.state().num_used + num_pages) * self.page_bytes)
+        return num_pages
 
     def check_integrity(self) -> None:
         """Raises InvariantError when the pool's books do not balance."""
         with _translated():
             self.pool.check_integrity()
+
+
+def open_arena(
+    backend_name: str, device_id: int, page_bytes: int, budget_bytes: int | None = None
+) -> ExpertArena:
+    """An arena on a device: backend "host", "cuda" or "acl".
+
+    `page_bytes` is the host's page; a device's own granularity wins where it is larger.
+    `budget_bytes` bounds all pages. Raises UnsupportedDeviceError.
+    """
+    with _translated():
+        backend = sgl_vmm.open_backend(backend_name, device_id=device_id, page_bytes=page_bytes)
+    return ExpertArena(backend, max(page_bytes, backend.granularity), budget_bytes)
 
 
 def choose_page_bytes(slot_bytes: Sequence[int]) -> int:
@@ -185,6 +209,11 @@ def choose_page_bytes(slot_bytes: Sequence[int]) -> int:
     while page_bytes > MIN_PAGE_BYTES and page_bytes > min(slot_bytes):
         page_bytes //= 2
     return page_bytes
+
+
+def max_run_pages(num_bytes: int, page_bytes: int) -> int:
+    """The most pages that `num_bytes` bytes in a row can touch, wherever they begin."""
+    return 0 if num_bytes == 0 else (num_bytes + page_bytes - 2) // page_bytes + 1
 
 
 @contextmanager

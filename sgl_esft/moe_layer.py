@@ -5,7 +5,7 @@
                                   reroute.py (reads expert_map)
 
 SGLang keeps owning the parameters; they are only longer than it knows, by the
-slots of the adapters (the paper's padding baseline, section 3.1).
+slots of the adapters. Which of them have memory is expert_memory.py's to say.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sgl_esft import expert_tensor
 from sgl_esft.errors import InvariantError, UnsupportedModelError
 from sgl_esft.expert_map import ExpertMap, base_row
+from sgl_esft.expert_memory import SlotMemory
 from sgl_esft.slot_layout import SlotLayout
 
 
@@ -52,11 +54,15 @@ class WovenLayer:
     w13: torch.Tensor  # [num_slots, 2 * I_local, H], device; SGLang's parameter
     w2: torch.Tensor  # [num_slots, H, I_local], device; SGLang's parameter
     expert_map: ExpertMap
-    mapped_slots: set[int] = field(default_factory=set)
+    memory: SlotMemory
+    adapter_runs: dict[int, range] = field(default_factory=dict)  # adapter slot -> mapped slots
 
     @classmethod
     def bind(cls, fused_moe: torch.nn.Module, layout: SlotLayout) -> WovenLayer:
-        """Take over a FusedMoE whose parameters were created with `layout`."""
+        """Take over a FusedMoE whose parameters were created with `layout`.
+
+        Raises UnsupportedModelError when SGLang has replaced them since.
+        """
         w13, w2 = fused_moe.w13_weight, fused_moe.w2_weight
         assert isinstance(w13, torch.Tensor)
         assert isinstance(w2, torch.Tensor)
@@ -64,6 +70,8 @@ class WovenLayer:
             raise InvariantError(
                 f"layer {fused_moe.layer_id}: {w13.shape[0]} slots, planned {layout.num_slots}"
             )
+        memory = fused_moe.esft_memory
+        expert_tensor.check_still_there(fused_moe, memory)  # type: ignore[arg-type]
         shard = _shard_of(fused_moe)
         row = base_row(
             num_experts=_int(fused_moe.num_experts),
@@ -78,28 +86,54 @@ class WovenLayer:
             w13=w13.data,
             w2=w2.data,
             expert_map=ExpertMap(row, layout, w13.device),
-            mapped_slots=set(range(layout.num_base)),
+            memory=memory,  # type: ignore[arg-type]
         )
 
+    @property
+    def mapped_slots(self) -> set[int]:
+        """Slots that may be read."""
+        return self.memory.mapped_slots()
+
     def place(self, adapter_slot: int, experts: dict[int, ExpertWeights]) -> None:
-        """Copy the adapter's experts in, then publish them in the expert map.
+        """Map slots, copy the adapter's experts in, then publish them in the expert map.
 
         `experts` holds this rank's experts of the layer, by expert id; it may be empty.
+        Raises OutOfExpertMemoryError; whatever it raises, nothing is changed.
         """
-        slots = self.layout.adapter_range(adapter_slot)
-        if len(experts) > len(slots):
-            raise InvariantError(f"{len(experts)} experts for {len(slots)} slots")
-        expert_to_slot = dict(zip(sorted(experts), slots, strict=False))
-        for expert_id, slot in expert_to_slot.items():
-            self.w13[slot].copy_(experts[expert_id].w13)
-            self.w2[slot].copy_(experts[expert_id].w2)
-        self.mapped_slots.update(expert_to_slot.values())
+        region = self.layout.adapter_range(adapter_slot)
+        if len(experts) > len(region):
+            raise InvariantError(f"{len(experts)} experts for {len(region)} slots")
+        run = self.memory.choose(region, len(experts))
+        expert_to_slot = dict(zip(sorted(experts), run, strict=True))
+        self.memory.map(run)
+        try:
+            for expert_id, slot in expert_to_slot.items():
+                self.w13[slot].copy_(experts[expert_id].w13)
+                self.w2[slot].copy_(experts[expert_id].w2)
+        except BaseException:
+            self.memory.unmap(run)
+            raise
+        self.adapter_runs[adapter_slot] = run
         self.expert_map.write(adapter_slot, expert_to_slot)
 
     def displace(self, adapter_slot: int) -> None:
-        """The reverse of `place`: the map first, then the slots."""
+        """The reverse of `place`: the map first, then the slots' memory."""
         self.expert_map.clear(adapter_slot)
-        self.mapped_slots.difference_update(self.layout.adapter_range(adapter_slot))
+        run = self.adapter_runs.pop(adapter_slot, None)
+        if run:
+            _wait_for_readers(self.w13.device)
+            self.memory.unmap(run)
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError when the map names an unmapped slot or the memory's books lie."""
+        self.memory.check_integrity()
+        self.expert_map.check_integrity(self.memory.mapped_slots())
+
+
+def _wait_for_readers(device: torch.device) -> None:
+    """Memory must outlive the kernels that were started on it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def plan_layout(

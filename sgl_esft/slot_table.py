@@ -3,13 +3,14 @@
     adapter id --admit--> adapter slot 0..N-1 --evict/remove--> free
 
 Least recently used first out; pinned adapters and those of the batch at hand
-stay. Every rank runs the same calls in the same order and so gets the same slots.
+stay. Besides the slots, the pages of all adapters on the device may be bounded.
+Every rank runs the same calls in the same order and so gets the same slots.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from sgl_esft.errors import InvariantError, NoFreeSlotError
@@ -17,18 +18,28 @@ from sgl_esft.errors import InvariantError, NoFreeSlotError
 
 @dataclass(frozen=True)
 class Placement:
-    """One step of an admission: `evicted` (if any) leaves the slot, `adapter_id` enters it."""
+    """One step of an admission: the `evicted` leave their slots, then `adapter_id` enters one."""
 
     adapter_id: str
     adapter_slot: int
-    evicted: str | None = None
+    evicted_slots: tuple[int, ...] = ()
 
 
 class SlotTable:
-    """N adapter slots, who is in them, and in which order they were last used."""
+    """N adapter slots, who is in them, and in which order they were last used.
 
-    def __init__(self, num_slots: int) -> None:
+    `max_pages` bounds the sum of `pages_of(adapter_id)` over the adapters in slots, None = nothing.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_pages: int | None = None,
+        pages_of: Callable[[str], int] = lambda _: 0,
+    ) -> None:
         self.num_slots = num_slots
+        self._max_pages = max_pages
+        self._pages_of = pages_of
         self._slot_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._pinned: set[str] = set()
 
@@ -40,13 +51,18 @@ class SlotTable:
     def num_free(self) -> int:
         return self.num_slots - len(self._slot_of)
 
-    @property
-    def num_pinned(self) -> int:
-        return len(self._pinned)
+    def can_admit(self, adapter_ids: Iterable[str]) -> bool:
+        """Whether all of `adapter_ids` fit beside the pinned adapters."""
+        return self._fit(set(adapter_ids) | self._pinned)
 
-    def can_admit(self, adapter_ids: Iterable[str], pinned: Iterable[str] = ()) -> bool:
-        """Whether all of `adapter_ids` fit beside the adapters pinned here and `pinned`."""
-        return len(set(adapter_ids) | self._pinned | set(pinned)) <= self.num_slots
+    def has_room_for(self, adapter_id: str) -> bool:
+        """Whether the adapter fits without an eviction."""
+        return self._fit({*self._slot_of, adapter_id})
+
+    def _fit(self, adapter_ids: set[str]) -> bool:
+        if len(adapter_ids) > self.num_slots:
+            return False
+        return self._max_pages is None or sum(map(self._pages_of, adapter_ids)) <= self._max_pages
 
     def admit(self, adapter_ids: Iterable[str]) -> list[Placement]:
         """Give each adapter a slot, evicting others if need be; mark all as just used.
@@ -57,7 +73,8 @@ class SlotTable:
         if not self.can_admit(wanted):
             raise NoFreeSlotError(
                 f"{len(wanted)} adapters are needed at once beside {len(self._pinned)} pinned "
-                f"ones, but there are {self.num_slots} slots: raise --max-adapters or unpin"
+                f"ones, but there are {self.num_slots} slots and pages for {self._max_pages}: "
+                "raise --max-adapters or --adapter-memory, or unpin"
             )
         for adapter_id in wanted:
             if adapter_id in self._slot_of:
@@ -65,16 +82,22 @@ class SlotTable:
         return [self._place(name, wanted) for name in wanted if name not in self._slot_of]
 
     def _place(self, adapter_id: str, wanted: list[str]) -> Placement:
-        evicted = None if self.num_free else self._victim(wanted)
-        slot = self._lowest_free() if evicted is None else self._slot_of.pop(evicted)
+        evicted: list[int] = []
+        while not self.has_room_for(adapter_id):
+            slot = self.evict_one(wanted)
+            if slot is None:
+                raise InvariantError("can_admit said there is room, but every slot is taken")
+            evicted.append(slot)
+        slot = evicted[0] if evicted else self._lowest_free()
         self._slot_of[adapter_id] = slot
-        return Placement(adapter_id, slot, evicted)
+        return Placement(adapter_id, slot, tuple(evicted))
 
-    def _victim(self, wanted: list[str]) -> str:
+    def evict_one(self, wanted: Collection[str]) -> int | None:
+        """The slot left by the adapter used longest ago, neither pinned nor wanted; else None."""
         for adapter_id in self._slot_of:
             if adapter_id not in self._pinned and adapter_id not in wanted:
-                return adapter_id
-        raise InvariantError("can_admit said there is room, but every slot is taken")
+                return self._slot_of.pop(adapter_id)
+        return None
 
     def _lowest_free(self) -> int:
         taken = set(self._slot_of.values())

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from sgl_esft import sglang_api
+from sgl_esft import expert_tensor, sglang_api
 from sgl_esft.adapters import AdapterPlane
 from sgl_esft.batch_tags import BatchTags
 from sgl_esft.config import EsftConfig
-from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.errors import DeviceMemoryError, OutOfExpertMemoryError, UnsupportedModelError
 from sgl_esft.lora_seat import EsftManager, GatherTags
 from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
@@ -37,12 +37,27 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
     tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
-    plane = AdapterPlane(layers, spec, config, is_resident=gather is not None)
+    max_pages = reserve_adapter_pages(torch.device(runner.device), config)
+    plane = AdapterPlane(layers, spec, config, is_resident=gather is not None, max_pages=max_pages)
     manager = EsftManager(plane, tags, sglang_api.make_lora_result, gather)
     manager.load_initial(sglang_api.initial_adapters())
     attach_rerouters(runner.model, layers, tags)
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
+
+
+def reserve_adapter_pages(device: torch.device, config: EsftConfig) -> int | None:
+    """Make the pages of --adapter-memory before SGLang sizes its KV cache by what is left.
+
+    Returns their number, None for no bound. Raises DeviceMemoryError when there are fewer.
+    """
+    arena = expert_tensor.arena_of(device)
+    if arena is None or config.adapter_memory_bytes is None:
+        return None
+    try:
+        return arena.reserve_pages(config.adapter_memory_bytes)
+    except OutOfExpertMemoryError as error:
+        raise DeviceMemoryError(f"--adapter-memory does not fit: {error}") from error
 
 
 def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:

@@ -5,13 +5,14 @@ create_weights (longer) ... init_lora_manager (bind) ... each forward: dispatch 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sgl_esft import moe_layer, weave
+from sgl_esft import expert_tensor, moe_layer, weave
 from sgl_esft.adapter_format import content_digest
 from sgl_esft.config import required_config
 from sgl_esft.errors import UnsupportedModelError
@@ -25,13 +26,17 @@ def create_weights_with_adapter_slots(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Create the layer's expert weights with the adapters' slots behind the base's."""
+    """Create the layer's expert weights with the adapters' slots behind the base's.
+
+    The layout and the memory behind the slots go with the layer, for `weave.bind_layers`.
+    """
     config = required_config()
     layout = moe_layer.plan_layout(
         layer, num_experts, config.max_adapters, config.max_experts_per_adapter
     )
     layer.esft_layout = layout  # type: ignore[assignment]
-    original(method, layer, layout.num_slots, *args, **kwargs)
+    create = functools.partial(original, method, layer, layout.num_slots, *args, **kwargs)
+    layer.esft_memory = expert_tensor.create_experts(layer, layout, config, create)  # type: ignore[assignment]
 
 
 def install_esft_manager(runner: Any) -> None:

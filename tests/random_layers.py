@@ -11,8 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_esft.config import EsftConfig
+from sgl_esft.expert_tensor import create_experts
 from sgl_esft.moe_layer import ExpertShard, ExpertWeights, WovenLayer, plan_layout
 from sgl_esft.slot_layout import SlotLayout
+
+PADDED = EsftConfig(1, 1, expert_memory="padded")
+VIRTUAL = EsftConfig(1, 1, expert_memory="virtual")
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class FakeFusedMoE(torch.nn.Module):
         num_shared: int = 0,
         max_adapters: int = 0,
         max_experts: int = 0,
+        config: EsftConfig | None = None,
     ) -> None:
         super().__init__()
         num_routed = experts.w13.shape[0] - num_shared
@@ -103,22 +109,26 @@ class FakeFusedMoE(torch.nn.Module):
         self.esft_layout = plan_layout(self, self.num_local_experts, max_adapters, max_experts)
         first = rank.ep_rank * per_rank
         ids = [*range(first, first + per_rank), *range(num_routed, num_routed + num_shared)]
-        self._fill([cut(w, self.rows) for w in experts.chosen(*ids).values()])
+        self._fill([cut(w, self.rows) for w in experts.chosen(*ids).values()], config or PADDED)
 
     @property
     def rows(self) -> range:
         width = self.intermediate_size_per_partition
         return range(self.moe_tp_rank * width, (self.moe_tp_rank + 1) * width)
 
-    def _fill(self, base: list[ExpertWeights]) -> None:
-        num_slots = self.esft_layout.num_slots
-        for name, parts in (
-            ("w13_weight", [b.w13 for b in base]),
-            ("w2_weight", [b.w2 for b in base]),
-        ):
-            data = parts[0].new_full((num_slots, *parts[0].shape), float("nan"))
-            data[: len(parts)] = torch.stack(parts)
-            setattr(self, name, torch.nn.Parameter(data, requires_grad=False))
+    def _fill(self, base: list[ExpertWeights], config: EsftConfig) -> None:
+        """Weights as SGLang creates and then loads them; NaN where padding is not used yet."""
+        parts = {"w13_weight": [b.w13 for b in base], "w2_weight": [b.w2 for b in base]}
+
+        def create() -> None:
+            for name, (first, *_) in parts.items():
+                shape = (self.esft_layout.num_slots, *first.shape)
+                data = torch.full(shape, float("nan"), dtype=first.dtype)
+                self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+
+        self.esft_memory = create_experts(self, self.esft_layout, config, create)
+        for name, experts in parts.items():
+            getattr(self, name).data[: len(experts)] = torch.stack(experts)
 
     def woven(self) -> WovenLayer:
         return WovenLayer.bind(self, self.esft_layout)

@@ -35,7 +35,8 @@ class Device:
             dtype=torch.float32,
         )
         sizes = {"max_adapters": config.max_adapters, "max_experts": config.max_experts_per_adapter}
-        return FakeFusedMoE(experts, self.rank, layer_id=layer_id, **sizes).woven()
+        module = FakeFusedMoE(experts, self.rank, layer_id=layer_id, config=config, **sizes)
+        return module.woven()
 
     def load(self, folder: Path, *, pinned: bool = False, adapter_id: str | None = None) -> None:
         """Load an adapter under its folder's name, its id by default the same."""
@@ -73,6 +74,11 @@ class Device:
     def snapshot(self) -> list[object]:
         """All that a failed call must leave as it was."""
         tables = [layer.expert_map.table.clone() for layer in self.layers.values()]
-        weights = [layer.w13.nan_to_num(7).clone() for layer in self.layers.values()]
-        mapped = [set(layer.mapped_slots) for layer in self.layers.values()]
-        return [self.plane.names, self.slots(), mapped, *(t.tolist() for t in tables + weights)]
+        mapped = [sorted(layer.mapped_slots) for layer in self.layers.values()]
+        weights = [
+            layer.w13[slots].clone()
+            for layer, slots in zip(self.layers.values(), mapped, strict=True)
+        ]
+        usage = [layer.memory.usage() for layer in self.layers.values()]
+        state = [self.plane.names, self.slots(), mapped, usage]
+        return [*state, *(t.tolist() for t in tables + weights)]

@@ -58,7 +58,9 @@ class Backend {
   // Smallest unit of create and map, in bytes; a power of two, checked when a backend is opened.
   virtual std::size_t granularity() const = 0;
 
+  // `alignment` is a power of two; a larger one than the granularity may be refused.
   virtual Address reserve(std::size_t num_bytes, std::size_t alignment) = 0;
+  // The whole of one reservation. Refuses (kPageMapped) while something in it is mapped.
   virtual void release(Address address, std::size_t num_bytes) = 0;
 
   virtual Handle create(std::size_t num_bytes) = 0;
@@ -73,6 +75,7 @@ class Backend {
   // For a run of mapped handles at once: on a GPU it costs ten times a map.
   virtual void set_access(Address address, std::size_t num_bytes) = 0;
 
+  // For another process: AscendCL refuses to import where it exported.
   virtual Exported export_handle(Handle handle) = 0;
   // Takes ownership of `exported.fd` when it returns.
   virtual Handle import_handle(const Exported& exported) = 0;

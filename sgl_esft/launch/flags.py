@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import EXPERT_MEMORY_KINDS, REROUTE_KINDS
 from sgl_esft.errors import ConfigError
 
@@ -33,6 +34,8 @@ class LaunchFlags:
     max_adapters: int | None
     max_experts_per_adapter: int | None
     expert_memory: str
+    expert_page_bytes: int | None
+    adapter_memory_bytes: int | None
     reroute: str
     adapter_root: str | None
     weave: bool
@@ -83,8 +86,22 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--expert-memory",
         choices=EXPERT_MEMORY_KINDS,
-        default="padded",
-        help="padded: every slot is memory from the start (the paper's baseline)",
+        default="virtual",
+        help="virtual (default): pages come and go with adapters; padded: every slot is memory "
+        "from the start (the paper's baseline)",
+    )
+    group.add_argument(
+        "--adapter-memory",
+        metavar="SIZE",
+        help="device memory for adapters' experts, such as 4GiB, taken at start before the KV "
+        "cache is sized (default: pages are taken as adapters come; on accelerators set it "
+        "if adapters are loaded later)",
+    )
+    group.add_argument(
+        "--expert-page-size",
+        metavar="SIZE",
+        help="page size of virtual expert memory on a CPU, 4KiB to 2MiB (default: the largest "
+        "that is not larger than an expert's smallest tensor); accelerators have their own",
     )
     group.add_argument(
         "--reroute",
@@ -118,8 +135,18 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     if found.no_esft and found.esft_adapters:
         raise ConfigError("--no-esft and --esft-adapters exclude each other")
     fields = {name: getattr(found, name) for name in _COPIED}
-    adapters = tuple(found.esft_adapters)
-    return LaunchFlags(esft_adapters=adapters, weave=not found.no_esft, **fields), rest
+    flags = LaunchFlags(
+        esft_adapters=tuple(found.esft_adapters),
+        weave=not found.no_esft,
+        expert_page_bytes=_bytes_of("--expert-page-size", found.expert_page_size),
+        adapter_memory_bytes=_bytes_of("--adapter-memory", found.adapter_memory),
+        **fields,
+    )
+    return flags, rest
+
+
+def _bytes_of(flag: str, text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text, flag)
 
 
 _COPIED = (

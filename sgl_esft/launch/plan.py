@@ -153,6 +153,8 @@ def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) ->
             flags.max_experts_per_adapter, needed or DEFAULT_MAX_EXPERTS
         ),
         expert_memory=flags.expert_memory,
+        expert_page_bytes=flags.expert_page_bytes,
+        adapter_memory_bytes=flags.adapter_memory_bytes,
         reroute=flags.reroute,
         adapter_root=None
         if flags.adapter_root is None

@@ -10,18 +10,23 @@ from sgl_esft.errors import InvariantError, NoFreeSlotError
 from sgl_esft.slot_table import Placement, SlotTable
 
 IDS = st.sampled_from("abcdefg")
+PAGES = {name: size for size, name in enumerate("abcdefg")}
 
 
 class Model:
     """What the table promises, written down the slow way."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, max_pages: int | None) -> None:
+        self.max_pages = max_pages
         self.slots: list[str | None] = [None] * num_slots
         self.oldest_first: list[str] = []
         self.pinned: set[str] = set()
 
-    def fits(self, wanted: set[str]) -> bool:
-        return len(wanted | self.pinned) <= len(self.slots)
+    def fits(self, wanted: set[str], pinned: set[str] | None = None) -> bool:
+        needed = wanted | (self.pinned if pinned is None else pinned)
+        pages = sum(PAGES[name] for name in needed)
+        has_pages = self.max_pages is None or pages <= self.max_pages
+        return has_pages and len(needed) <= len(self.slots)
 
     def admit(self, wanted: set[str]) -> list[Placement]:
         newcomers = sorted(wanted - set(self.oldest_first))
@@ -31,24 +36,24 @@ class Model:
         return [self._enter(name, wanted) for name in newcomers]
 
     def _enter(self, name: str, wanted: set[str]) -> Placement:
-        evicted = None
-        if None not in self.slots:
+        evicted = []
+        while None not in self.slots or not self.fits({*self.oldest_first, name}, pinned=set()):
             stay = wanted | self.pinned
-            evicted = next(other for other in self.oldest_first if other not in stay)
-            self.leave(evicted)
-        slot = self.slots.index(None) if evicted is None else self._freed
+            victim = next(other for other in self.oldest_first if other not in stay)
+            evicted.append(self.leave(victim))
+        slot = evicted[0] if evicted else self.slots.index(None)
         self.slots[slot] = name
         self.oldest_first.append(name)
-        return Placement(name, slot, evicted)
+        return Placement(name, slot, tuple(evicted))
 
     def leave(self, name: str) -> int | None:
         if name not in self.oldest_first:
             return None
         self.oldest_first.remove(name)
         self.pinned.discard(name)
-        self._freed = self.slots.index(name)
-        self.slots[self._freed] = None
-        return self._freed
+        slot = self.slots.index(name)
+        self.slots[slot] = None
+        return slot
 
 
 def places(table: SlotTable) -> dict[str, int | None]:
@@ -56,10 +61,11 @@ def places(table: SlotTable) -> dict[str, int | None]:
 
 
 class TableMachine(RuleBasedStateMachine):
-    @initialize(num_slots=st.integers(1, 5))
-    def start(self, num_slots: int) -> None:
-        self.model = Model(num_slots)
-        self.table, self.twin = SlotTable(num_slots), SlotTable(num_slots)
+    @initialize(num_slots=st.integers(1, 5), max_pages=st.none() | st.integers(0, 20))
+    def start(self, num_slots: int, max_pages: int | None) -> None:
+        self.model = Model(num_slots, max_pages)
+        self.table = SlotTable(num_slots, max_pages, PAGES.__getitem__)
+        self.twin = SlotTable(num_slots, max_pages, PAGES.__getitem__)
 
     @rule(wanted=st.lists(IDS, max_size=6))
     def admit(self, wanted: list[str]) -> None:
@@ -102,9 +108,17 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.remove(name) == expected
         assert self.twin.remove(name) == expected
 
-    @rule(asked=st.sets(IDS), beside=st.sets(IDS))
-    def can_admit_beside(self, asked: set[str], beside: set[str]) -> None:
-        assert self.table.can_admit(asked, beside) == self.model.fits(asked | beside)
+    @rule(name=IDS)
+    def has_room_for(self, name: str) -> None:
+        needed = {*self.model.oldest_first, name}
+        assert self.table.has_room_for(name) == self.model.fits(needed, pinned=set())
+
+    @rule(wanted=st.sets(IDS))
+    def evict_one(self, wanted: set[str]) -> None:
+        stay = wanted | self.model.pinned
+        victim = next((name for name in self.model.oldest_first if name not in stay), None)
+        expected = None if victim is None else self.model.leave(victim)
+        assert self.table.evict_one(wanted) == self.twin.evict_one(wanted) == expected
 
     @invariant()
     def agrees(self) -> None:
@@ -112,7 +126,6 @@ class TableMachine(RuleBasedStateMachine):
         expected |= {name: i for i, name in enumerate(self.model.slots) if name is not None}
         assert places(self.table) == places(self.twin) == expected
         assert self.table.num_free == self.model.slots.count(None)
-        assert self.table.num_pinned == len(self.model.pinned)
         self.table.check_integrity()
 
 
@@ -129,14 +142,14 @@ def filled(names: Iterable[str], num_slots: int) -> SlotTable:
 
 def test_least_recently_used_goes_first() -> None:
     table = filled("abca", 3)
-    assert table.admit(["d"]) == [Placement("d", 1, evicted="b")]
-    assert table.admit(["e"]) == [Placement("e", 2, evicted="c")]
+    assert table.admit(["d"]) == [Placement("d", 1, evicted_slots=(1,))]
+    assert table.admit(["e"]) == [Placement("e", 2, evicted_slots=(2,))]
 
 
 def test_wanted_and_pinned_stay() -> None:
     table = filled("abc", 3)
     table.pin("b")
-    assert table.admit(["d", "a"]) == [Placement("d", 2, evicted="c")]
+    assert table.admit(["d", "a"]) == [Placement("d", 2, evicted_slots=(2,))]
     with pytest.raises(NoFreeSlotError, match="3 adapters are needed at once beside 1 pinned"):
         table.admit(["a", "c", "d"])
 
@@ -147,9 +160,18 @@ def test_a_removed_pin_pins_nothing() -> None:
     table.remove("a")
     assert table.admit(["a"]) == [Placement("a", 0)]
     assert table.admit(["c", "d"]) == [
-        Placement("c", 1, evicted="b"),
-        Placement("d", 0, evicted="a"),
+        Placement("c", 1, evicted_slots=(1,)),
+        Placement("d", 0, evicted_slots=(0,)),
     ]
+
+
+def test_pages_run_out_before_slots() -> None:
+    table = SlotTable(4, 5, {"a": 3, "b": 2, "c": 4, "d": 6}.__getitem__)
+    table.admit(["a"])
+    table.admit(["b"])
+    assert not table.has_room_for("c")
+    assert not table.can_admit(["d"])
+    assert table.admit(["c"]) == [Placement("c", 0, evicted_slots=(0, 1))]
 
 
 def test_lowest_free_slot_is_taken() -> None:
