@@ -12,7 +12,9 @@
     │   ├── AdapterExistsError        the name is taken
     │   ├── AdapterFormatError        the folder is not an ESFT adapter
     │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
-    │   └── AdapterMismatchError      an ESFT adapter made for another base model
+    │   ├── AdapterMismatchError      an ESFT adapter made for another base model
+    │   ├── ServerUnreachableError    (command line) nothing answers at the address
+    │   └── ServerAnswerError         (command line) what answers is not a server of this package
     ├── RetryLaterError               correct, but not possible now
     │   ├── NoFreeSlotError           every adapter slot is pinned or in use
     │   └── OutOfExpertMemoryError    the page pool is dry
@@ -86,6 +88,14 @@ class UnsupportedAdapterError(UserError):
 
 class AdapterMismatchError(UserError):
     """A well-formed ESFT adapter that does not fit the base model or the reserved slots."""
+
+
+class ServerUnreachableError(UserError):
+    """Nothing answers at the address that a command line tool was given."""
+
+
+class ServerAnswerError(UserError):
+    """What answers at the address is an error, or not what this package's server says."""
 
 
 class RetryLaterError(EsftError):

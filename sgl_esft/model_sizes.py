@@ -147,7 +147,7 @@ def _moe_block(config: Config, spec: MoeSpec) -> int:
 
 
 def _int(config: Config, key: str, default: int | None = None) -> int:
-    """A count of at least 1 in the config; `default` (which may be 0) where it is missing or null."""
+    """A count in the config; `default` where it is missing or null. Zero only if that is 0."""
     value = config.get(key)
     value = default if value is None else value
     minimum = 0 if default == 0 else 1
