@@ -1,6 +1,6 @@
-"""`sgl-esft`: look at, merge, extract and select ESFT adapters, without a server.
+"""`sgl-esft`: tools for ESFT adapters, and for the memory that serving them takes.
 
-    command line -> [main] -> one function of adapter_report, merge, extract or select
+    command line -> [main] -> one function of adapter_report, merge, extract, select or memory_cli
 
 Needs neither SGLang nor a GPU. A subcommand is one function that adds its parser and one that
 runs it; `_COMMANDS` lists them.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sgl_esft import __version__
+from sgl_esft import __version__, memory_cli
 from sgl_esft.adapter_config import write_expert_config
 from sgl_esft.adapter_report import inspect_adapter
 from sgl_esft.errors import ConfigError, EsftError
@@ -192,6 +192,21 @@ _COMMANDS: Final = (
         "expert_cfg.json.",
         _configure_select,
         _run_select,
+    ),
+    Command(
+        "memory",
+        "show the experts' memory of a running server",
+        "Ask a server for its memory report: pages, slots and fragmentation of every device.",
+        memory_cli.configure_memory,
+        memory_cli.run_memory,
+    ),
+    Command(
+        "plan",
+        "compute how many adapters fit, and the KV cache they leave",
+        "Lay a base model and adapters out in memory, without weights or an accelerator: merged, "
+        "padded and virtual. Sizes are numbers with a unit: 64GB is 10^9, 64GiB 2^30 bytes each.",
+        memory_cli.configure_plan,
+        memory_cli.run_plan,
     ),
 )
 

@@ -15,8 +15,9 @@ import sgl_vmm
 
 from sgl_esft.adapter_shapes import AdapterShape
 from sgl_esft.byte_size import gigabytes
+from sgl_esft.config import MIN_PAGE_BYTES
 from sgl_esft.errors import ConfigError, InvariantError
-from sgl_esft.expert_memory import MIN_PAGE_BYTES, ExpertArena, SlotUsage
+from sgl_esft.expert_memory import ExpertArena, SlotUsage
 from sgl_esft.model_sizes import ModelSizes
 from sgl_esft.slot_layout import SlotLayout
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
+from sgl_esft.config import EXPERT_MEMORY_KINDS
 from sgl_esft.errors import InvariantError, ServerAnswerError
 from sgl_esft.slot_layout import SlotLayout
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:  # so that a client needs no extension module
     from sgl_esft.expert_memory import SlotUsage
 
 BASE_OWNER: Final = -1
-EXPERT_MEMORY_KINDS: Final = ("virtual", "padded")
 
 
 @dataclass(frozen=True)
