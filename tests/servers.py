@@ -47,7 +47,9 @@ class ServerSpec:
             argv.append("--no-esft")
         if self.adapters:
             argv += ["--esft-adapters", *(f"{name}={path}" for name, path in self.adapters)]
-        argv += ["--log-level", "warning", "--max-total-tokens", "32768", "--skip-server-warmup"]
+        argv += ["--log-level", "warning", "--skip-server-warmup"]
+        if "--device-memory" not in self.args:
+            argv += ["--max-total-tokens", "32768"]
         return [*argv, *self.args]
 
 
@@ -135,6 +137,11 @@ class Server:
         """Loaded adapters as clients see them."""
         models = requests.get(f"{self.url}/v1/models", timeout=30).json()["data"]
         return sorted(model["id"] for model in models if model["parent"])
+
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        info = requests.get(f"{self.url}/server_info", timeout=30).json()
+        return int(info["max_total_num_tokens"])
 
     def use_weights(self, model_path: Path) -> None:
         """Replace all weights by another checkpoint's of the same shape (plain SGLang's route)."""

@@ -38,6 +38,8 @@ class LaunchFlags:
     adapter_memory_bytes: int | None
     reroute: str
     adapter_root: str | None
+    device_memory_bytes: int | None
+    device_ledger: str | None
     weave: bool
     host: str
     port: int
@@ -55,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_esft_flags(parser.add_argument_group("ESFT"))
+    _add_device_flags(parser.add_argument_group("the CPU reference platform"))
     _add_shared_flags(parser.add_argument_group("SGLang flags that the launcher reads too"))
     return parser
 
@@ -119,6 +122,21 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_device_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="memory of each rank's device, such as 512MiB: model, expert pages and KV cache must "
+        "fit, and SGLang sizes the KV cache by it (default: the machine's memory)",
+    )
+    group.add_argument(
+        "--device-ledger",
+        metavar="FILE",
+        help="several servers that name the same file share the devices, as processes on one GPU "
+        "do (default: each has devices of its own)",
+    )
+
+
 def _add_shared_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model-path", "--model", metavar="DIR", help="the base model (default: the demo zoo)"
@@ -140,6 +158,7 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
         weave=not found.no_esft,
         expert_page_bytes=_bytes_of("--expert-page-size", found.expert_page_size),
         adapter_memory_bytes=_bytes_of("--adapter-memory", found.adapter_memory),
+        device_memory_bytes=_bytes_of("--device-memory", found.device_memory),
         **fields,
     )
     return flags, rest
@@ -156,6 +175,7 @@ _COPIED = (
     "expert_memory",
     "reroute",
     "adapter_root",
+    "device_ledger",
     "host",
     "port",
     "tp_size",

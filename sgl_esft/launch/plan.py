@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_esft import adapter_format, platform, zoo
+from sgl_esft import adapter_format, env, platform, zoo
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.launch.flags import LaunchFlags
 from sgl_esft.launch.ports import check_port_free
 from sgl_esft.model_spec import MoeSpec, read_moe_spec
+from sgl_esft.platform.device_ledger import DeviceLedger
 
 DEFAULT_MAX_ADAPTERS = 4
 DEFAULT_MAX_EXPERTS = 13  # the most any adapter of the paper's table 1 has in a layer
@@ -40,12 +41,15 @@ _NO_DP_ATTENTION = frozenset({"MixtralForCausalLM"})
 # Otherwise SGLang would take most of the machine's memory for the KV cache.
 _CPU_KV_TOKENS = 65536
 
+# Of a device with a byte budget: the rest is for activations, and for adapters that come later.
+# SGLang would leave some gigabytes, whatever the device has.
+_DEVICE_FRACTION = 0.9
+
 _CPU_DEFAULTS = (
     ("--device", "cpu"),
     ("--attention-backend", "torch_native"),
     ("--sampling-backend", "pytorch"),
     ("--sleep-on-idle",),
-    ("--max-total-tokens", str(_CPU_KV_TOKENS)),
 )
 
 
@@ -58,6 +62,7 @@ class LaunchPlan:
     config: EsftConfig | None  # None = weaving off
     sglang_argv: tuple[str, ...]
     environment: Mapping[str, str]  # set where the user has not
+    device_environment: Mapping[str, str]  # set whatever the user has
     host: str
     port: int
 
@@ -67,6 +72,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     _refuse(sglang_argv, flags.weave)
     _check_sizes(flags)
     check_port_free(flags.host, flags.port)
+    device_environment = _device_environment(flags)
     model_path = flags.model_path or str(zoo.base_path())
     adapters = _named_adapters(flags)
     config = None
@@ -82,10 +88,11 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         sglang_argv=(
             *_own_argv(flags, model_path),
             *(_weave_argv(config, adapters) if config else ()),
-            *_platform_argv(sglang_argv, Path(model_path)),
+            *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *sglang_argv,
         ),
         environment=_platform_environment(flags.tp_size),
+        device_environment=device_environment,
         host=flags.host,
         port=flags.port,
     )
@@ -205,11 +212,33 @@ def _weave_argv(config: EsftConfig, adapters: Mapping[str, Path]) -> list[str]:
     return argv
 
 
-def _platform_argv(sglang_argv: Sequence[str], model_path: Path) -> list[str]:
+def _device_environment(flags: LaunchFlags) -> dict[str, str]:
+    """A device's byte budget, by flags or by the environment. Raises ConfigError."""
+    num_bytes = flags.device_memory_bytes or env.device_memory()
+    ledger = env.device_ledger()
+    if flags.device_ledger is not None:
+        ledger = Path(flags.device_ledger).absolute()
+    if num_bytes is None:
+        if ledger is not None:
+            raise ConfigError(f"--device-ledger {ledger}: give the devices' --device-memory too")
+        return {}
+    if not platform.is_active():
+        raise ConfigError("--device-memory is for the CPU platform; an accelerator has its own")
+    if ledger is None:
+        return {env.DEVICE_MEMORY: f"{num_bytes}B"}
+    DeviceLedger(ledger).check(num_bytes)
+    return {env.DEVICE_MEMORY: f"{num_bytes}B", env.DEVICE_LEDGER: str(ledger)}
+
+
+def _platform_argv(sglang_argv: Sequence[str], model_path: Path, *, has_budget: bool) -> list[str]:
     """Defaults of the CPU platform, where the user has not chosen."""
     if not platform.is_active():
         return []
-    defaults = [*_CPU_DEFAULTS]
+    defaults: list[tuple[str, ...]] = [*_CPU_DEFAULTS]
+    if has_budget:
+        defaults.append(("--mem-fraction-static", str(_DEVICE_FRACTION)))
+    else:
+        defaults.append(("--max-total-tokens", str(_CPU_KV_TOKENS)))
     if _is_float32(model_path):
         # SGLang would cast it to float16, which a CPU computes slowly and less exactly.
         defaults.append(("--dtype", "float32"))

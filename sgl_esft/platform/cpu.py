@@ -27,6 +27,20 @@ class CpuReferencePlatform(CpuSRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        from sgl_esft.platform import device_memory
+
+        budget = device_memory.budget_bytes()
+        return int(super().get_device_total_memory(device_id)) if budget is None else budget
+
+    def get_current_memory_usage(self, device: Any = None) -> float:
+        from sgl_esft.platform import device_memory
+
+        available = device_memory.available_bytes()
+        if available is None:
+            return float(super().get_current_memory_usage(device))
+        return float(self.get_device_total_memory() - available)
+
     def get_mha_kv_pool_cls(self) -> type:
         from sgl_esft.platform.kv_pools import MHATokenToKVPool
 

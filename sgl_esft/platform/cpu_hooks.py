@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import zmq
 
-from sgl_esft.platform import moe
+from sgl_esft.platform import device_memory, moe
 
 DP_CONTROLLER_POLL_MS = 1000  # the longest the controller sleeps; its watchdog wants more often
 
@@ -73,6 +73,39 @@ def add_gated_shared_expert(
     """
     gate = torch.sigmoid(hidden_states.float() @ gate_weight.float().reshape(-1, 1))
     final_hidden_states.copy_(gate * shared_output.float() + final_hidden_states.float())
+
+
+def available_memory(
+    original: Callable[..., float],
+    device: str,
+    gpu_id: int,
+    distributed: bool = False,
+    empty_cache: bool = True,
+    cpu_group: Any = None,
+) -> float:
+    """GiB that are left of a device with a byte budget; without one, SGLang's own answer."""
+    available = None
+    if device == "cpu":
+        available = device_memory.least_available_bytes(gpu_id, cpu_group, over_ranks=distributed)
+    if available is None:
+        return original(device, gpu_id, distributed, empty_cache, cpu_group)
+    return available / (1 << 30)
+
+
+def load_model_on_device(original: Callable[..., None], runner: Any) -> None:
+    """The model counts from now on. Raises DeviceMemoryError when it does not fit."""
+    device_memory.add_runner(runner)
+    original(runner)
+    device_memory.charge()
+
+
+def alloc_memory_pool_on_device(
+    original: Callable[..., None], runner: Any, memory_pool_config: Any = None
+) -> None:
+    """The KV pool counts too; what then is left, expert pages may still take."""
+    original(runner, memory_pool_config)
+    device_memory.charge()
+    device_memory.limit_expert_pools()
 
 
 def wait_for_request(original: Callable[..., None], controller: Any) -> None:
