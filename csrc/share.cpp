@@ -93,8 +93,9 @@ Exported receive_page(int socket_fd) {
   if (received < 0) VMM_SOCKET_FAILED("recvmsg");
   if (received == 0) throw VmmError(ErrorKind::kPeerGone, "socket: the peer has closed it");
   const int fd = received_fd(message);
+  const bool has_ancillary = CMSG_FIRSTHDR(&message) != nullptr;
   if (received != sizeof(record) || record.magic != kMagic || (message.msg_flags & MSG_CTRUNC) ||
-      (record.has_fd != 0) != (fd >= 0)) {
+      (record.has_fd != 0) != (fd >= 0) || has_ancillary != (fd >= 0)) {
     close_received(message);
     throw VmmError(ErrorKind::kInvalidArgument, "socket: not a page message of this version");
   }

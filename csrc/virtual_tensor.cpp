@@ -157,25 +157,21 @@ std::vector<std::size_t> VirtualTensor::missing_locked(PageRange range) const {
   return missing;
 }
 
-// All or nothing: runs that were mapped before a failure are unmapped, every page goes back.
+// All or nothing: what was mapped before a failure is unmapped, every page goes back. Where the
+// unmapping fails too, the page stays idle: given back, it would be handed out while still mapped.
 void VirtualTensor::back_pages_locked(const std::vector<std::size_t>& missing) {
   const std::vector<PageId> pages = pool_->take(missing.size());
   for (std::size_t i = 0; i < missing.size(); ++i) page_table_[missing[i]] = pages[i];
-  std::size_t num_mapped = 0;
   try {
     for_each_run(missing, [&](std::size_t begin, std::size_t end) {
       std::vector<Handle> handles;
       for (std::size_t i = begin; i < end; ++i) handles.push_back(pool_->handle(pages[i]));
       pool_->backend().map_run(address_ + missing[begin] * page_bytes_, page_bytes_, handles);
-      num_mapped = end;
     });
   } catch (const VmmError&) {
-    const auto middle = static_cast<std::ptrdiff_t>(num_mapped);
-    for (std::size_t i = num_mapped; i < missing.size(); ++i) page_table_[missing[i]] = kNoPage;
-    pool_->give_back({pages.begin() + middle, pages.end()});
     try {
-      unmap_run_locked({missing.begin(), missing.begin() + middle});
-    } catch (const VmmError&) {  // those pages stay idle; the first failure is the one to tell
+      unmap_run_locked(missing, Are::kMaybeMapped);
+    } catch (const VmmError&) {  // the first failure is the one to tell
     }
     throw;
   }
@@ -198,21 +194,26 @@ void VirtualTensor::release_idle_locked(PageRange range) {
   for (std::size_t position = range.begin; position < range.end; ++position) {
     if (num_refs_[position] == 0 && page_table_[position] != kNoPage) idle.push_back(position);
   }
-  unmap_run_locked(idle);
+  unmap_run_locked(idle, Are::kMapped);
 }
 
 // Unmaps and gives back as many of these pages as the backend lets go, then tells what failed.
-void VirtualTensor::unmap_run_locked(const std::vector<std::size_t>& positions) {
+void VirtualTensor::unmap_run_locked(const std::vector<std::size_t>& positions, Are expected) {
   std::vector<PageId> freed;
   std::unique_ptr<VmmError> failure;
   for (const std::size_t position : positions) {
     try {
       pool_->backend().unmap(address_ + position * page_bytes_, page_bytes_);
-      freed.push_back(page_table_[position]);
-      page_table_[position] = kNoPage;
     } catch (const VmmError& error) {
-      if (!failure) failure = std::make_unique<VmmError>(error);
+      // The backend's own refusal, before any vendor's call: nothing is mapped there.
+      const bool is_unmapped = error.kind == ErrorKind::kInvalidArgument && error.call.empty();
+      if (expected == Are::kMapped || !is_unmapped) {
+        if (!failure) failure = std::make_unique<VmmError>(error);
+        continue;
+      }
     }
+    freed.push_back(page_table_[position]);
+    page_table_[position] = kNoPage;
   }
   pool_->give_back(freed);
   if (failure) throw *failure;

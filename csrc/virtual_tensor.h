@@ -82,7 +82,8 @@ class VirtualTensor {
   void add_refs_locked(std::size_t slot);
   void drop_refs_locked(std::size_t slot);
   void release_idle_locked(PageRange range);
-  void unmap_run_locked(const std::vector<std::size_t>& positions);
+  enum class Are { kMapped, kMaybeMapped };
+  void unmap_run_locked(const std::vector<std::size_t>& positions, Are expected);
 
   const std::shared_ptr<PagePool> pool_;
   const std::size_t num_slots_;

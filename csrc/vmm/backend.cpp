@@ -13,7 +13,10 @@ void Backend::map_run(Address address, std::size_t page_bytes,
   } catch (const VmmError&) {
     while (num_mapped > 0) {
       --num_mapped;
-      unmap(address + num_mapped * page_bytes, page_bytes);
+      try {
+        unmap(address + num_mapped * page_bytes, page_bytes);
+      } catch (const VmmError&) {  // stays mapped; the first failure is the one to tell
+      }
     }
     throw;
   }

@@ -84,7 +84,8 @@ class Backend {
   virtual std::optional<std::size_t> resident_bytes() const { return std::nullopt; }
 
   // Maps `handles` one after the other from `address` on, each `page_bytes` long, then gives
-  // access to the whole run. A failure unmaps what was mapped.
+  // access to the whole run. A failure unmaps what was mapped, and is the one that is thrown; a page
+  // that then cannot be unmapped stays mapped, and `unmap` of it may be tried again.
   virtual void map_run(Address address, std::size_t page_bytes, const std::vector<Handle>& handles);
 
  protected:

@@ -16,6 +16,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <set>
@@ -117,7 +118,10 @@ class HostBackend final : public Backend {
     madvise(pointer(home_), num_pages_ * page_bytes_, MADV_DONTDUMP);  // advice only
   }
 
-  ~HostBackend() override { munmap(pointer(home_), num_pages_ * page_bytes_); }
+  ~HostBackend() override {
+    for (const auto& [address, num_bytes] : reserved_) munmap(pointer(address), num_bytes);
+    munmap(pointer(home_), num_pages_ * page_bytes_);
+  }
 
   const char* name() const override { return "host"; }
   DeviceType device_type() const override { return DeviceType::kCpu; }
@@ -221,7 +225,12 @@ class HostBackend final : public Backend {
     try {
       while (done < handles.size()) done += map_consecutive(address, handles, done);
     } catch (const VmmError&) {
-      while (done > 0) unmap_locked(address + --done * page_bytes_);
+      while (done > 0) {
+        try {
+          unmap_locked(address + --done * page_bytes_);
+        } catch (const VmmError&) {  // stays mapped, as backend.h says
+        }
+      }
       throw;
     }
   }
@@ -294,9 +303,10 @@ class HostBackend final : public Backend {
   }
 
   void check_unmapped(Address address, std::size_t num_bytes) const {
-    auto range = reserved_.upper_bound(address);
-    if (range == reserved_.begin() || address % page_bytes_ != 0 ||
-        (--range)->first + range->second < address + num_bytes) {
+    const auto after = reserved_.upper_bound(address);
+    const auto range = after == reserved_.begin() ? reserved_.end() : std::prev(after);
+    if (range == reserved_.end() || address % page_bytes_ != 0 ||
+        range->first + range->second < address + num_bytes) {
       refuse(ErrorKind::kInvalidArgument, "map outside a reserved range");
     }
     const auto mapped = mapped_.lower_bound(address);
