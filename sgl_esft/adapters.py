@@ -97,6 +97,17 @@ class AdapterPlane:
         """Adapter name -> folder, of everything loaded."""
         return {a.name: str(a.manifest.path) for a in self._loaded.values()}
 
+    @property
+    def layers(self) -> Mapping[int, WovenLayer]:
+        """The woven layers by layer id."""
+        return self._layers
+
+    @property
+    def adapter_slots(self) -> dict[str, int]:
+        """Adapter name -> adapter slot, of everything on the device."""
+        slots = {a.name: self._slots.slot_of(adapter_id) for adapter_id, a in self._loaded.items()}
+        return {name: slot for name, slot in slots.items() if slot is not None}
+
     def load(self, source: AdapterSource) -> None:
         """Validate and read an adapter; give it a slot if one is free.
 

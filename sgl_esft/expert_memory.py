@@ -25,6 +25,8 @@ from sgl_esft.errors import (
     UnsupportedDeviceError,
 )
 
+NO_LIMIT = (1 << 64) - 1  # the extension's max_pages of a pool without a budget
+
 
 @dataclass(frozen=True)
 class SlotUsage:
@@ -172,6 +174,12 @@ class ExpertArena:
         with _translated():
             tensors = [sgl_vmm.VirtualTensor(self.pool, num_slots, size) for size in slot_bytes]
         return VirtualMemory(tensors, self.page_bytes)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What all pages together may take; None = whatever the device has."""
+        max_pages = self.pool.state().max_pages
+        return None if max_pages == NO_LIMIT else max_pages * self.page_bytes
 
     def reserve_pages(self, num_bytes: int) -> int:
         """Make pages for `num_bytes` more now, and let the pool never grow beyond them.

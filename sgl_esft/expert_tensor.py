@@ -72,7 +72,7 @@ def _create_padded(
 def _create_virtual(
     layer: torch.nn.Module, layout: SlotLayout, config: EsftConfig, create: Callable[[], None]
 ) -> VirtualMemory:
-    device = torch.get_default_device()
+    device = _default_device()
     with torch.device("meta"):
         create()
     weights = _weights(layer)
@@ -90,6 +90,14 @@ def _create_virtual(
     for name, weight, tensor in zip(WEIGHT_NAMES, weights, memory.tensors, strict=True):
         _replace_parameter(layer, name, weight, tensor)
     return memory
+
+
+def _default_device() -> torch.device:
+    """Where SGLang's loader has tensors made; always with an index but on the CPU."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return torch.empty(0, device=device).device
 
 
 def _open(device: torch.device, slot_bytes: Sequence[int], config: EsftConfig) -> ExpertArena:

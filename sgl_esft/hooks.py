@@ -7,10 +7,11 @@ installs them and refuses to serve when one is not in place.
 
 from __future__ import annotations
 
-from sgl_esft import registry_hooks, weave_hooks
+from sgl_esft import memory_hooks, registry_hooks, weave_hooks
 from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.platform import collectives, cpu_hooks
 
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -105,6 +106,30 @@ CPU_HOOKS: tuple[Hook, ...] = (
         why="the loop spins a whole core with non-blocking receives; ranks need that core",
         remove_when="SGLang's controller polls its socket",
     ),
+    Hook(
+        target="sglang.srt.utils.common.get_available_gpu_memory",
+        kind=HookKind.AROUND,
+        function=cpu_hooks.available_memory,
+        parameters=("device", "gpu_id", "distributed", "empty_cache", "cpu_group"),
+        why="with --device-memory the KV cache is sized by what the device has left",
+        remove_when="SGLang asks the platform for a CPU's free memory, per device",
+    ),
+    Hook(
+        target=f"{_RUNNER}.load_model",
+        kind=HookKind.AROUND,
+        function=cpu_hooks.load_model_on_device,
+        parameters=("self",),
+        why="with --device-memory the books must know the model, and refuse one that does not fit",
+        remove_when="allocations on the platform's device go through the platform",
+    ),
+    Hook(
+        target=f"{_RUNNER}.alloc_memory_pool",
+        kind=HookKind.AROUND,
+        function=cpu_hooks.alloc_memory_pool_on_device,
+        parameters=("self", "memory_pool_config"),
+        why="with --device-memory the books must know the KV pool",
+        remove_when="allocations on the platform's device go through the platform",
+    ),
 )
 
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
@@ -143,6 +168,14 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         parameters=("self",),
         why="the ESFT manager takes LoRA's seat in SGLang's adapter machinery",
         remove_when="SGLang lets a plugin supply the adapter manager class",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind=HookKind.AFTER,
+        function=memory_hooks.add_memory_report,
+        parameters=("self", "recv_req"),
+        why="GET /v1/memory asks every rank for its expert memory",
+        remove_when="SGLang lets a plugin add to a scheduler's internal state",
     ),
     Hook(
         target="sglang.srt.lora.lora_registry.LoRARef.deterministic_id",

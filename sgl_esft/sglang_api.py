@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.dp_attention import (
     dp_gather_replicate,
     get_global_dp_buffer_len,
@@ -21,6 +22,7 @@ from sglang.srt.runtime_context import get_lora, get_model, get_parallel
 from transformers import PretrainedConfig
 
 from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.memory_report import KvMemory
 
 
 def served_model() -> tuple[str, str | None]:
@@ -76,3 +78,51 @@ def dp_buffer_lengths() -> tuple[int, int]:
 def dp_gather(gathered: torch.Tensor, local: torch.Tensor, forward_batch: Any) -> None:
     """gathered [num_global, ...] becomes all ranks' rows, placed as hidden states are."""
     dp_gather_replicate(gathered, local, forward_batch)
+
+
+def adapter_manager(scheduler: Any) -> Any:
+    """What sits in LoRA's seat on this rank."""
+    return scheduler.tp_worker.model_runner.lora_manager
+
+
+def device_of(scheduler: Any) -> torch.device:
+    """The device of this rank's weights."""
+    return runner_device(scheduler.tp_worker.model_runner)
+
+
+def runner_device(runner: Any) -> torch.device:
+    """The device that a model runner's weights are created on."""
+    index = None if runner.device == "cpu" else runner.gpu_id
+    return torch.device(runner.device, index)
+
+
+def kv_memory(scheduler: Any) -> KvMemory:
+    """Size of this rank's KV cache."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    found = pool.get_kv_size_bytes()
+    num_bytes = sum(found) if isinstance(found, tuple) else found
+    num_rows = pool.size + pool.page_size
+    # SGLang counts with numpy, JSON does not.
+    return KvMemory(int(scheduler.max_total_num_tokens), int(num_bytes) // int(num_rows))
+
+
+def tp_rank() -> int:
+    """This process's number among the ranks that share the experts."""
+    return int(get_tp_group().rank_in_group)
+
+
+def gather_bytes(payload: bytes) -> list[bytes]:
+    """Every rank's payload, by rank. All ranks must call it."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [payload]
+    lengths = torch.zeros(group.world_size, dtype=torch.int64)
+    lengths[group.rank_in_group] = len(payload)
+    torch.distributed.all_reduce(lengths, group=group.cpu_group)
+    parts = [torch.zeros(int(lengths.max()), dtype=torch.uint8) for _ in lengths]
+    own = torch.zeros_like(parts[0])
+    own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    torch.distributed.all_gather(parts, own, group=group.cpu_group)
+    return [
+        bytes(part[:length].tolist()) for part, length in zip(parts, lengths.tolist(), strict=True)
+    ]

@@ -37,7 +37,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
     tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
-    max_pages = reserve_adapter_pages(torch.device(runner.device), config)
+    max_pages = reserve_adapter_pages(sglang_api.runner_device(runner), config)
     plane = AdapterPlane(layers, spec, config, is_resident=gather is not None, max_pages=max_pages)
     manager = EsftManager(plane, tags, sglang_api.make_lora_result, gather)
     manager.load_initial(sglang_api.initial_adapters())

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 from sgl_esft import platform, plugin, zoo
 from sgl_esft.errors import EsftError
@@ -54,6 +55,12 @@ def _run(launch: LaunchPlan, server_args: object, started: float) -> int:
 
     if launch.config is not None:
         http_server.app.add_middleware(AdapterMiddleware, known_names=_known_names)
+        http_server.app.add_api_route(
+            "/v1/memory",
+            _memory,
+            methods=["GET"],
+            summary="Expert memory of every device: reserved, mapped, shared; who has which slots",
+        )
     try:
         http_server.launch_server(
             server_args, launch_callback=lambda: _announce(launch, time.monotonic() - started)
@@ -63,11 +70,22 @@ def _run(launch: LaunchPlan, server_args: object, started: float) -> int:
     return 0
 
 
-def _known_names() -> KnownNames:
-    """What requests may name now, from SGLang's own registry in this process."""
+async def _memory() -> dict[str, object]:
+    """The memory report; `sgl-esft memory` shows it as a table or a picture."""
+    from sgl_esft import memory_hooks
+
+    return (await memory_hooks.fetch_report(_tokenizer_manager())).to_json()
+
+
+def _tokenizer_manager() -> Any:
     from sglang.srt.entrypoints import http_server
 
-    manager = http_server._global_state.tokenizer_manager
+    return http_server._global_state.tokenizer_manager
+
+
+def _known_names() -> KnownNames:
+    """What requests may name now, from SGLang's own registry in this process."""
+    manager = _tokenizer_manager()
     loaded = manager.lora_registry.get_all_adapters()
     return KnownNames(
         # lora_ref_cache holds adapters that were evicted; SGLang loads them again on demand.
@@ -79,6 +97,7 @@ def _known_names() -> KnownNames:
 def _prepare_environment(launch: LaunchPlan) -> None:
     for name, value in launch.environment.items():
         os.environ.setdefault(name, value)
+    os.environ.update(launch.device_environment)
     if launch.config is not None:
         launch.config.export()
 

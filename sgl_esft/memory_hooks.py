@@ -1,0 +1,39 @@
+"""The way of a memory report from the ranks to HTTP.
+
+    GET /v1/memory -> SGLang's get_internal_state -> [add_memory_report] on every rank -> reply
+
+SGLang asks every scheduler for its state; the reports of all ranks travel in that reply.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sgl_esft import sglang_api
+from sgl_esft.config import required_config
+from sgl_esft.memory_report import MemoryReport
+from sgl_esft.memory_usage import device_memory
+
+STATE_KEY = "esft_memory"
+
+
+def add_memory_report(reply: Any, scheduler: Any, _request: Any) -> Any:
+    """Gather all ranks' reports into the reply; every rank handles the request, so all meet."""
+    manager = sglang_api.adapter_manager(scheduler)
+    own = device_memory(
+        manager.plane,
+        required_config().expert_memory,
+        sglang_api.tp_rank(),
+        sglang_api.device_of(scheduler),
+        sglang_api.kv_memory(scheduler),
+    )
+    reports = sglang_api.gather_bytes(json.dumps(own.to_json()).encode())
+    reply.internal_state[STATE_KEY] = {"devices": [json.loads(report) for report in reports]}
+    return reply
+
+
+async def fetch_report(tokenizer_manager: Any) -> MemoryReport:
+    """The server's report, asked from the process that serves HTTP."""
+    states = await tokenizer_manager.get_internal_state()
+    return MemoryReport.from_json(states[0][STATE_KEY])
