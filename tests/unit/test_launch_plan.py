@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -147,6 +148,49 @@ def test_the_users_choice_beats_the_platforms(make: Make) -> None:
     assert "--attention-backend" not in chosen.sglang_argv
     assert "--attention-backend=triton" in chosen.sglang_argv
     assert chosen.sglang_argv.count("--sleep-on-idle") == 1
+
+
+def test_a_device_with_a_byte_budget(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for weaving in ("", "--no-esft"):
+        plain = make(f"--model-path BASE {weaving}")
+        assert plain.device_environment == {}
+        assert "--mem-fraction-static" not in plain.sglang_argv
+        assert option(plain, "--max-total-tokens") == "65536"
+        bound = make(f"--model-path BASE {weaving} --device-memory 2MiB")
+        assert bound.device_environment == {"ESFT_DEVICE_MEMORY": f"{2 << 20}B"}
+        assert option(bound, "--mem-fraction-static") == "0.9"
+        assert "--max-total-tokens" not in bound.sglang_argv
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ESFT_DEVICE_MEMORY", "1MiB")
+    assert make("--model-path BASE").device_environment == {"ESFT_DEVICE_MEMORY": f"{1 << 20}B"}
+    line = "--model-path BASE --device-memory 2MiB --device-ledger ledger"
+    assert make(f"{line} --mem-fraction-static 0.5").device_environment == {
+        "ESFT_DEVICE_MEMORY": f"{2 << 20}B",
+        "ESFT_DEVICE_LEDGER": str(tmp_path / "ledger"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("--device-memory 64gb", "--device-memory is '64gb'"),
+        ("--device-memory 0B", "at least 1B"),
+        ("--device-ledger ROOT/ledger", "give the devices' --device-memory"),
+        ("--device-memory 1GB --device-ledger ROOT", "--device-ledger ROOT: "),
+        ("--device-memory 1GB --device-ledger BASE/config.json", "is not a ledger"),
+    ],
+)
+def test_refused_device_flags(line: str, reason: str, make: Make, root: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason.replace("ROOT", str(root)))):
+        make(f"--model-path BASE {line}")
+
+
+def test_an_accelerator_has_its_own_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "is_active", lambda: False)
+    with pytest.raises(ConfigError, match="for the CPU platform"):
+        make("--model-path BASE --device-memory 1GB")
 
 
 def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +362,9 @@ def test_flags_fill_every_field() -> None:
         *flags._COPIED,
         "esft_adapters",
         "weave",
+        "expert_page_bytes",
+        "adapter_memory_bytes",
+        "device_memory_bytes",
     }
 
 
