@@ -21,6 +21,7 @@ _LEFT, _RIGHT = 76, 96  # beside the slots: layer numbers, bytes
 _ROW, _BAR = 18, 14  # heights, pixels
 _MAX_SLOT_WIDTH: Final = 24.0
 _LEGEND_COLUMNS: Final = 3
+_LEGEND_NAME: Final = 28  # characters; the rows' hints have names in full
 _BASE_COLOUR: Final = ("#e5e7eb", "#6b7280")
 _STYLE: Final = """\
 text { font-family: "Segoe UI", "Helvetica Neue", Arial, sans-serif; font-size: 13px;
@@ -106,7 +107,7 @@ def _legend_entries(device: DeviceMemory) -> list[tuple[str, str]]:
     entries = [(_kind(BASE_OWNER), f"base, {gigabytes(device.owner_bytes(BASE_OWNER))}")]
     for owner in sorted((used | set(named)) - {BASE_OWNER}):
         name = named.get(owner, f"adapter slot {owner}")
-        entries.append((_kind(owner), f"{name}, {gigabytes(device.owner_bytes(owner))}"))
+        entries.append((_kind(owner), f"{_short(name)}, {gigabytes(device.owner_bytes(owner))}"))
     return [*entries, (_kind(None), "no memory of its own")]
 
 
@@ -194,6 +195,10 @@ def _rect(
 
 def _text(x: float, y: float, words: str, kind: str = "") -> str:
     return f'<text class="{kind}" x="{x:g}" y="{y:g}">{_plain(words)}</text>'
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LEGEND_NAME else name[: _LEGEND_NAME - 1] + "…"
 
 
 def _plain(words: str) -> str:

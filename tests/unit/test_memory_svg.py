@@ -102,6 +102,14 @@ def test_names_that_xml_cannot_hold() -> None:
     )
 
 
+def test_long_names_are_cut_in_the_legend_only() -> None:
+    name = "n" * 64
+    root = parsed(MemoryReport((replace(memory_reports.virtual_device(), adapters={name: 0}),)))
+    assert f"{'n' * 27}…, 0.06 MB" in words(root)
+    hints = [rect.findtext(f"{SVG}title") or "" for rect in rects(root)]
+    assert any(hint.endswith(f": {name}") for hint in hints)
+
+
 def test_no_devices_and_no_layers() -> None:
     assert parsed(MemoryReport(())).tag == f"{SVG}svg"
     bare = replace(memory_reports.padded_device(), layers=(), adapters={})
