@@ -155,7 +155,8 @@ def test_launcher_commands_parse() -> None:
 
 def test_tool_commands_parse() -> None:
     lines = arguments_of("sgl-esft")
-    assert {arguments[0] for arguments in lines} == {"inspect", "merge", "extract", "select"}
+    named = {arguments[0] for arguments in lines}
+    assert named == {"inspect", "merge", "extract", "select", "memory", "plan"}
     for arguments in lines:
         if len(arguments) > 1:
             cli.build_parser().parse_args(arguments)

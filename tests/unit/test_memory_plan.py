@@ -1,12 +1,10 @@
 """Plans: pages are counted, the paper's numbers come out, and nothing real is used."""
 
-import re
 from pathlib import Path
 
 import pytest
 
 from sgl_esft.adapter_shapes import TABLE_1, AdapterShape, profile_shapes, read_adapter_shape
-from sgl_esft.cli import main
 from sgl_esft.errors import (
     AdapterFormatError,
     AdapterMismatchError,
@@ -19,7 +17,6 @@ from sgl_esft.model_sizes import ModelSizes, read_model_sizes
 from tests.base_factory import random_base_config
 
 DATA = Path(__file__).parents[1] / "data"
-ROOT = Path(__file__).parents[2]
 V2_LITE = read_model_sizes(DATA / "deepseek-v2-lite.json")
 REAL = ("gate-law", "token-law", "gate-intent", "token-intent")
 PAGE = 2 << 20
@@ -111,19 +108,6 @@ def test_figure_9_of_the_paper() -> None:
         (found[n].virtual.kv_tokens or 0) / (found[n].padded.kv_tokens or 1) - 1 for n in (2, 3)
     ]
     assert gains == pytest.approx([0.228, 0.634], rel=0.05)
-
-
-def test_the_documents_table_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commands in docs/memory.md print what stands below them there."""
-    monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / "memory.md").read_text()
-    examples = re.findall(r"\$ \.venv/bin/sgl-esft (plan .*?[^\\])\n(.*?)```", text, re.DOTALL)
-    assert examples
-    for command, printed in examples:
-        assert main(command.replace("\\\n", " ").split()) == 0
-        assert capsys.readouterr().out == printed
 
 
 def test_adapters_are_used_again_in_order() -> None:
