@@ -94,7 +94,7 @@ build_csrc() {
     command -v "${CXX:-c++}" >/dev/null ||
         fail "no C++ compiler: the expert memory in csrc/ is C++17" \
             "on Debian and Ubuntu: apt install g++; or name one: make setup CXX=/path/to/c++"
-    pip_install --no-build-isolation --force-reinstall -C build-dir=build/csrc ./csrc ||
+    pip_install --no-build-isolation --force-reinstall -C build-dir="$PWD/build/csrc" ./csrc ||
         fail "building csrc/ failed; the compiler's reason is above"
     rm -f "$VENV"/.csrc-*
     touch "$1"

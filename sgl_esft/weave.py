@@ -69,7 +69,19 @@ def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
             f"{spec.architecture}: config.json has MoE layers {spec.moe_layer_ids}, "
             f"the loaded model has {sorted(layer.layer_id for layer in bound)}"
         )
+    for layer in bound:
+        _check_width(layer, spec)
     return layers
+
+
+def _check_width(layer: WovenLayer, spec: MoeSpec) -> None:
+    """On a CPU, SGLang rounds an expert's width up; an adapter has no rows for the rest."""
+    width = layer.shard.intermediate.stop
+    if width > spec.expert_intermediate_size:
+        raise UnsupportedModelError(
+            f"layer {layer.layer_id}: SGLang made experts {spec.expert_intermediate_size} wide "
+            f"at least {width} wide: only widths that it does not pad can be woven here"
+        )
 
 
 def _layout_of(fused_moe: Any) -> SlotLayout:

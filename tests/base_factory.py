@@ -26,6 +26,11 @@ SERVED_ARCHITECTURES = (
 )
 BOS, EOS, PAD = 256, 257, 258
 
+# An expert's w13 and w2 are then 1.5 and 0.75 pages of 64 KiB (of 2 MiB, DeepSeek-V2-Lite's are
+# 5.5 and 2.75), and SGLang pads no expert on a CPU, where it wants multiples of 32.
+MOE_WIDTH = 96
+AWKWARD_PAGE = "64KiB"
+
 _COMMON: Mapping[str, Any] = {
     "dtype": "float32",
     "vocab_size": 512,
@@ -51,7 +56,7 @@ _DEEPSEEK_V2: Mapping[str, Any] = {
     "intermediate_size": 256,
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": MOE_WIDTH,
     "n_routed_experts": 16,
     "n_shared_experts": 2,
     "num_experts_per_tok": 4,
@@ -81,7 +86,7 @@ _QWEN: Mapping[str, Any] = {
     "num_attention_heads": 8,
     "head_dim": 16,
     "intermediate_size": 256,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": MOE_WIDTH,
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
@@ -117,7 +122,7 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "MixtralForCausalLM": {
         "model_type": "mixtral",
         "num_attention_heads": 8,
-        "intermediate_size": 64,
+        "intermediate_size": MOE_WIDTH,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "sliding_window": None,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.base_factory import AWKWARD_PAGE
 from tests.families import Families, Family
 from tests.references import NUM_NEW_TOKENS, Answers, Reference, Tokens, reference_of
 from tests.servers import Server, ServerPool, ServerSpec
@@ -59,6 +60,7 @@ def one_rank(families: Families, server_pool: ServerPool) -> OneRank:
             *("--max-adapters", str(NUM_SLOTS), "--max-experts-per-adapter", str(MAX_EXPERTS)),
             *("--adapter-root", str(family.base.parent)),
             *("--max-loaded-loras", str(MAX_LOADED)),
+            *("--expert-page-size", AWKWARD_PAGE),
         ),
     )
     return OneRank(server_pool.get(spec), family, reference)

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from tests.base_factory import SERVED_ARCHITECTURES
+from tests.base_factory import AWKWARD_PAGE, SERVED_ARCHITECTURES
 from tests.families import Families
 from tests.references import NUM_NEW_TOKENS, Answers, reference_of
 from tests.servers import DP2_EP2, TP2_EP2, ServerPool, ServerSpec
@@ -21,7 +21,14 @@ pytestmark = pytest.mark.server
 # Small chunks and few running requests, so that prefills are chunked and batches turn over.
 CHUNKED = ("--chunked-prefill-size", "64", "--max-running-requests", "24")
 DP_ARCHITECTURE = "Qwen2MoeForCausalLM"  # last, so that its server still runs for the last test
-LAYOUTS = {"one-rank": CHUNKED, "tp2-ep2": TP2_EP2, "dp2-ep2": DP2_EP2}
+# Expert memory is virtual: experts that end within a page, or many on one page. "padded" is the
+# baseline that gives every slot its memory.
+LAYOUTS = {
+    "one-rank": (*CHUNKED, "--expert-page-size", AWKWARD_PAGE),
+    "tp2-ep2": TP2_EP2,
+    "dp2-ep2": (*DP2_EP2, "--expert-page-size", "2MiB"),
+    "padded": (*CHUNKED, "--expert-memory", "padded"),
+}
 BATCH = 40
 # SGLang's own Mixtral has no DP attention; test_launch_refusals.py has that case.
 CASES = [
@@ -29,7 +36,11 @@ CASES = [
     ("MixtralForCausalLM", "tp2-ep2"),
     ("DeepseekV3ForCausalLM", "one-rank"),
     ("DeepseekV3ForCausalLM", "tp2-ep2"),
-    *itertools.product(("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM", DP_ARCHITECTURE), LAYOUTS),
+    ("DeepseekV2ForCausalLM", "padded"),
+    *itertools.product(
+        ("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM", DP_ARCHITECTURE),
+        ("one-rank", "tp2-ep2", "dp2-ep2"),
+    ),
 ]
 
 
