@@ -97,13 +97,21 @@ def load_model_on_device(original: Callable[..., None], runner: Any) -> None:
     device_memory.add_runner(runner)
     original(runner)
     device_memory.charge()
+    device_memory.limit_expert_pools()
 
 
 def alloc_memory_pool_on_device(
     original: Callable[..., None], runner: Any, memory_pool_config: Any = None
 ) -> None:
-    """The KV pool counts too; what then is left, expert pages may still take."""
-    original(runner, memory_pool_config)
+    """The KV pool counts too; what then is left, expert pages may still take.
+
+    Raises DeviceMemoryError, or SGLang's ValueError when nothing is left for the pool.
+    """
+    try:
+        original(runner, memory_pool_config)
+    except Exception as error:
+        device_memory.explain(error)
+        raise
     device_memory.charge()
     device_memory.limit_expert_pools()
 

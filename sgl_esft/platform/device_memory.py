@@ -80,11 +80,23 @@ def charge() -> None:
     own = usage()
     others = _record(None, own.total, budget)
     if own.total + others > budget:
-        raise DeviceMemoryError(
-            f"device {_own_device()} has {budget} bytes: others use {others}, and this process "
-            f"needs {own.weights} for weights, {own.expert_pages} for expert pages and "
-            f"{own.kv_cache} for the KV cache: raise --device-memory, or stop another server"
-        )
+        raise DeviceMemoryError(_described(budget, own, others))
+
+
+def explain(error: Exception) -> None:
+    """Add to SGLang's error what the device holds, if it has a budget."""
+    budget = budget_bytes()
+    if budget is not None:
+        own = usage()
+        error.add_note(_described(budget, own, _record(None, own.total, budget)))
+
+
+def _described(budget: int, own: DeviceUsage, others: int) -> str:
+    return (
+        f"device {_own_device()} has {budget} bytes: others use {others}, and this process needs "
+        f"{own.weights} for weights, {own.expert_pages} for expert pages and {own.kv_cache} for "
+        "the KV cache: raise --device-memory, or stop another server"
+    )
 
 
 def limit_expert_pools() -> None:

@@ -7,7 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,15 +68,13 @@ def ledger(tmp_path: Path) -> DeviceLedger:
 
 
 @pytest.fixture
-def device(
-    ledger: DeviceLedger, monkeypatch: pytest.MonkeyPatch, runner: Any
-) -> Iterator[DeviceLedger]:
+def device(ledger: DeviceLedger, monkeypatch: pytest.MonkeyPatch, runner: Any) -> DeviceLedger:
     """This process as a rank on device 3 of the ledger's."""
     monkeypatch.setattr(platform, "is_active", lambda: True)
     monkeypatch.setenv(env.DEVICE_MEMORY, f"{BUDGET}B")
     monkeypatch.setenv(env.DEVICE_LEDGER, str(ledger.path))
     monkeypatch.setattr(device_memory, "_runners", {runner})
-    yield ledger
+    return ledger
 
 
 @pytest.fixture
