@@ -116,6 +116,24 @@ TEST(page_tables_move_so_nothing_is_faulted_in_again) {
   }
 }
 
+// Where the kernel gives huge pages, these are some; where it does not, nobody may notice.
+TEST(pages_of_2_mib_and_more_are_whole_zeroed_and_written_without_a_fault) {
+  for (const std::size_t num_bytes : {std::size_t{2} << 20, std::size_t{4} << 20}) {
+    const BackendPtr host = open_backend("host", host_of(num_bytes));
+    const Address at = host->reserve(num_bytes, num_bytes);
+    for (int life = 0; life < 2; ++life) {
+      const Handle page = host->create(num_bytes);
+      CHECK_EQ(*host->resident_bytes(), num_bytes);
+      host->map(at, num_bytes, page);
+      for (std::size_t i = 0; i < num_bytes; i += 512) CHECK_EQ(int{bytes_at(at)[i]}, 0);
+      CHECK(faults_of_touching(at, num_bytes) < 16);  // the test itself may have some
+      host->unmap(at, num_bytes);
+      host->destroy(page);
+      CHECK_EQ(*host->resident_bytes(), std::size_t{0});
+    }
+  }
+}
+
 TEST(one_page_at_two_addresses_is_one_memory_in_either_order_of_unmapping) {
   for (const bool populate : {true, false}) {
     for (const int unmapped_first : {0, 1}) {

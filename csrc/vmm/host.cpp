@@ -32,6 +32,8 @@ namespace {
 
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+constexpr int kMadvCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older headers do not have it
 constexpr std::uint64_t kImportedBit = std::uint64_t{1} << 63;
 
 std::uint8_t* pointer(Address address) { return reinterpret_cast<std::uint8_t*>(address); }
@@ -165,9 +167,7 @@ class HostBackend final : public Backend {
                                         std::to_string(page_bytes_) + " bytes are in use");
     }
     const Address home = home_ + index * page_bytes_;
-    if (populate_ && madvise(pointer(home), page_bytes_, MADV_POPULATE_WRITE) != 0) {
-      VMM_HOST_FAILED("madvise(MADV_POPULATE_WRITE)", ErrorKind::kExhausted);
-    }
+    if (populate_) fill(home);
     free_.empty() ? void(++next_page_) : void(free_.erase(free_.begin()));
     pages_[index + 1] = Page{file_, index * page_bytes_};
     return Handle{index + 1};
@@ -312,6 +312,26 @@ class HostBackend final : public Backend {
     const auto mapped = mapped_.lower_bound(address);
     if (mapped != mapped_.end() && mapped->first < address + num_bytes) {
       refuse(ErrorKind::kInvalidArgument, "map over a mapped page");
+    }
+  }
+
+  // Memory and page tables for one page at home, zeroed.
+  void fill(Address home) const {
+    for (Address at = home; at + kHugePageBytes <= home + page_bytes_; at += kHugePageBytes) {
+      collapse(at);
+    }
+    if (madvise(pointer(home), page_bytes_, MADV_POPULATE_WRITE) != 0) {
+      VMM_HOST_FAILED("madvise(MADV_POPULATE_WRITE)", ErrorKind::kExhausted);
+    }
+  }
+
+  // Tries to make 2 MiB one huge page: a tenth of the cost of 512 small ones, and fewer TLB misses
+  // afterwards. Unlike faults it does not need shmem_enabled, which is mostly `never`; but it wants
+  // one small page to be there. Where it fails, populating makes small pages.
+  void collapse(Address address) const {
+    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    if (madvise(pointer(address), system_page, MADV_POPULATE_WRITE) == 0) {
+      madvise(pointer(address), kHugePageBytes, kMadvCollapse);
     }
   }
 
