@@ -277,6 +277,18 @@ def test_platform_class_is_sglangs_own_out_of_tree(monkeypatch: pytest.MonkeyPat
     assert issubclass(active.get_mla_kv_pool_cls(), MLATokenToKVPool)
 
 
+def test_platform_class_knows_the_device_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_esft.platform.cpu import CpuReferencePlatform
+
+    monkeypatch.setenv(platform.env.PLATFORM, "cpu")
+    machine = CpuReferencePlatform()
+    assert machine.get_device_total_memory() > 1 << 28
+    assert machine.get_current_memory_usage() > 1 << 24
+    monkeypatch.setenv(platform.env.DEVICE_MEMORY, "1MiB")
+    assert machine.get_device_total_memory() == 1 << 20
+    assert machine.get_current_memory_usage() == 0
+
+
 def allocator(page_size: int) -> Any:
     from sgl_esft.platform.kv_pools import make_kv_allocator
 

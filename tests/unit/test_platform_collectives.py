@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sgl_esft.errors import InvariantError
-from sgl_esft.platform import collectives
+from sgl_esft.platform import collectives, device_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
@@ -125,6 +127,15 @@ def check_rows_that_were_not_announced(group: Group) -> None:
         collectives.all_gatherv(group, torch.zeros(2, 3), sizes=[3] * group.world_size)
 
 
+def check_the_least_memory_of_all_ranks(group: Group) -> None:
+    """Bytes, exact where a float32 would not be."""
+    own = (1 << 36) + 7 - group.rank_in_group
+    with mock.patch.object(device_memory, "available_bytes", return_value=own):
+        ask = partial(device_memory.least_available_bytes, 0, group.device_group)
+        assert ask(over_ranks=False) == own
+        assert ask(over_ranks=True) == (1 << 36) + 7 - (group.world_size - 1)
+
+
 CHECKS: tuple[Callable[[Group], None], ...] = (
     check_all_gather_into_tensor,
     check_an_input_that_is_not_contiguous,
@@ -135,6 +146,7 @@ CHECKS: tuple[Callable[[Group], None], ...] = (
     check_all_gatherv_of_several_tensors,
     check_all_gatherv_into_an_output,
     check_rows_that_were_not_announced,
+    check_the_least_memory_of_all_ranks,
 )
 
 
