@@ -122,7 +122,7 @@ class VirtualMemoryMachine(RuleBasedStateMachine):
         if self.simulator is None:
             capacity = CAPACITY_PAGES * PAGE
             return sgl_vmm.open_backend("host", page_bytes=PAGE, capacity_bytes=capacity)
-        # A failed example's traceback may keep its backend open, and the report of it is worth more.
+        # A failed example may keep its backend open in its traceback, which is worth more.
         if self.simulator.live() == (0, 0, 0):
             self.simulator.reset(PAGE)
         return self.simulator.open()
