@@ -11,10 +11,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
+NO_DEVICE = "none (CPU reference platform)"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -23,27 +24,47 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "q1": low, "median": median, "q3": high, "max": max(values)}
 
 
-def write_result(name: str, figures: Mapping[str, object]) -> Path:
-    """Write bench/results/<name>.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"name": name, **_context(), **figures}, indent=2) + "\n")
+def write_result(
+    name: str, figures: Mapping[str, object], *, device: str = NO_DEVICE, folder: Path = RESULTS
+) -> Path:
+    """Write <folder>/<name>.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"name": name, **_context(device), **figures}, indent=2) + "\n")
     return path
 
 
-def _context() -> dict[str, object]:
+def _context(device: str) -> dict[str, object]:
     return {
         "command": shlex.join(["python", "-m", *_module_and_arguments()]),
-        "commit": _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
+        "commit": _commit(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
-            "device": "none (CPU reference platform)",
+            "device": device,
             "python": platform.python_version(),
         },
-        "versions": {package: version(package) for package in ("sglang", "torch", "sgl-esft")},
+        "versions": {package: _version(package) for package in ("sglang", "torch", "sgl-esft")},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """BENCH_COMMIT is for a copy of the tree without its repository."""
+    try:
+        head, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    except OSError:
+        head = changes = ""
+    if not head:
+        return os.environ.get("BENCH_COMMIT", "unknown")
+    return head + ("+changes" if changes else "")
 
 
 def _module_and_arguments() -> list[str]:
