@@ -160,10 +160,27 @@ class AdapterPlane:
             )
         if self._is_resident:
             self._check_resident_room(source, num_pages)
-        elif source.pinned and len(self._pinned) >= self._slots.num_slots - 1:
+        else:
+            self._check_room_beside_pinned(source, num_pages)
+
+    def _check_room_beside_pinned(self, source: AdapterSource, num_pages: int) -> None:
+        """Requests of an adapter that never fits beside the pinned ones would wait for ever."""
+        if source.pinned and len(self._pinned) >= self._slots.num_slots - 1:
             raise NoFreeSlotError(
                 f"adapter {source.name!r} cannot be pinned: one of the {self._slots.num_slots} "
                 "slots must stay for the others; load it unpinned, or raise --max-adapters"
+            )
+        pinned = sum(self._pages[adapter_id] for adapter_id in self._pinned)
+        largest = max((n for i, n in self._pages.items() if i not in self._pinned), default=0)
+        if source.pinned:
+            pinned += num_pages
+        else:
+            largest = max(largest, num_pages)
+        if self._max_pages is not None and pinned + largest > self._max_pages:
+            raise OutOfExpertMemoryError(
+                f"with adapter {source.name!r}, pinned adapters would take {pinned} pages and "
+                f"another one up to {largest}, of {self._max_pages}: pin fewer, or raise "
+                "--adapter-memory"
             )
 
     def _check_resident_room(self, source: AdapterSource, num_pages: int) -> None:

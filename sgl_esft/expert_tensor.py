@@ -45,16 +45,25 @@ def arena_of(device: torch.device) -> ExpertArena | None:
 
 
 def create_experts(
-    layer: torch.nn.Module, layout: SlotLayout, config: EsftConfig, create: Callable[[], None]
+    layer: torch.nn.Module,
+    layout: SlotLayout,
+    config: EsftConfig,
+    create: Callable[[], None],
+    budget_bytes: int | None = None,
 ) -> SlotMemory:
     """Create the layer's expert weights by `create`, then give the base's slots their memory.
 
     `create` registers the parameters WEIGHT_NAMES [layout.num_slots, ...] on the default device.
+    `budget_bytes` bounds the pages of all layers; the first layer of a device decides it.
     Raises DeviceMemoryError when the base does not fit, UnsupportedDeviceError, or
     UnsupportedModelError for a layer with parameters that we do not know.
     """
-    make = _create_padded if config.expert_memory == "padded" else _create_virtual
-    memory = make(layer, layout, config, create)
+    memory: SlotMemory
+    if config.expert_memory == "padded":
+        create()
+        memory = PaddedMemory(layout.num_slots, _slot_bytes(_weights(layer)))
+    else:
+        memory = _create_virtual(layer, layout, create, config.expert_page_bytes, budget_bytes)
     try:
         memory.map(range(layout.num_base))
     except OutOfExpertMemoryError as error:
@@ -62,34 +71,36 @@ def create_experts(
     return memory
 
 
-def _create_padded(
-    layer: torch.nn.Module, layout: SlotLayout, _config: EsftConfig, create: Callable[[], None]
-) -> PaddedMemory:
-    create()
-    return PaddedMemory(layout.num_slots, _slot_bytes(_weights(layer)))
-
-
 def _create_virtual(
-    layer: torch.nn.Module, layout: SlotLayout, config: EsftConfig, create: Callable[[], None]
+    layer: torch.nn.Module,
+    layout: SlotLayout,
+    create: Callable[[], None],
+    page_bytes: int | None,
+    budget_bytes: int | None,
 ) -> VirtualMemory:
     device = _default_device()
     with torch.device("meta"):
         create()
     weights = _weights(layer)
+    _refuse_unknown_parameters(layer)
+    slot_bytes = _slot_bytes(weights)
+    if device not in _arenas:
+        backend = _BACKENDS.get(device.type, device.type)
+        page_bytes = page_bytes or choose_page_bytes(slot_bytes)
+        _arenas[device] = open_arena(backend, device.index or 0, page_bytes, budget_bytes)
+    memory = _arenas[device].make_layer(layout.num_slots, slot_bytes)
+    for name, weight, tensor in zip(WEIGHT_NAMES, weights, memory.tensors, strict=True):
+        _replace_parameter(layer, name, weight, tensor)
+    return memory
+
+
+def _refuse_unknown_parameters(layer: torch.nn.Module) -> None:
     unknown = {name for name, _ in layer.named_parameters(recurse=False)} - set(WEIGHT_NAMES)
     if unknown:
         raise UnsupportedModelError(
             f"experts with {', '.join(sorted(unknown))} have no virtual memory yet: choose "
             "--expert-memory padded"
         )
-    slot_bytes = _slot_bytes(weights)
-    arena = _arenas.get(device)
-    if arena is None:
-        arena = _arenas[device] = _open(device, slot_bytes, config)
-    memory = arena.make_layer(layout.num_slots, slot_bytes)
-    for name, weight, tensor in zip(WEIGHT_NAMES, weights, memory.tensors, strict=True):
-        _replace_parameter(layer, name, weight, tensor)
-    return memory
 
 
 def _default_device() -> torch.device:
@@ -98,11 +109,6 @@ def _default_device() -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.empty(0, device=device).device
-
-
-def _open(device: torch.device, slot_bytes: Sequence[int], config: EsftConfig) -> ExpertArena:
-    page_bytes = config.expert_page_bytes or choose_page_bytes(slot_bytes)
-    return open_arena(_BACKENDS.get(device.type, device.type), device.index or 0, page_bytes)
 
 
 def _weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:

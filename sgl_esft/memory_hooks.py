@@ -18,7 +18,7 @@ from sgl_esft.memory_usage import device_memory
 STATE_KEY = "esft_memory"
 
 
-def add_memory_report(reply: Any, scheduler: Any, _request: Any) -> Any:
+def add_memory_report(reply: Any, scheduler: Any, recv_req: Any) -> Any:
     """Gather all ranks' reports into the reply; every rank handles the request, so all meet."""
     manager = sglang_api.adapter_manager(scheduler)
     own = device_memory(

@@ -92,8 +92,9 @@ def device_of(scheduler: Any) -> torch.device:
 
 def runner_device(runner: Any) -> torch.device:
     """The device that a model runner's weights are created on."""
-    index = None if runner.device == "cpu" else runner.gpu_id
-    return torch.device(runner.device, index)
+    if runner.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(runner.device, runner.gpu_id)
 
 
 def kv_memory(scheduler: Any) -> KvMemory:

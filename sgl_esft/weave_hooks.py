@@ -16,6 +16,7 @@ from sgl_esft import expert_tensor, moe_layer, weave
 from sgl_esft.adapter_format import content_digest
 from sgl_esft.config import required_config
 from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.platform import device_memory
 
 
 def create_weights_with_adapter_slots(
@@ -36,7 +37,10 @@ def create_weights_with_adapter_slots(
     )
     layer.esft_layout = layout  # type: ignore[assignment]
     create = functools.partial(original, method, layer, layout.num_slots, *args, **kwargs)
-    layer.esft_memory = expert_tensor.create_experts(layer, layout, config, create)  # type: ignore[assignment]
+    memory = expert_tensor.create_experts(
+        layer, layout, config, create, device_memory.available_bytes()
+    )
+    layer.esft_memory = memory  # type: ignore[assignment]
 
 
 def install_esft_manager(runner: Any) -> None:

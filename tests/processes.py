@@ -11,13 +11,13 @@ from typing import Any
 from tests.servers import ROOT
 
 
-def run_module(module: str, **environment: str) -> dict[str, Any]:
+def run_module(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """The JSON object the module prints, run on the CPU platform with nothing else configured."""
     prefixes = ("SGL_", "SGLANG_", "ESFT_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
     platform = {"SGLANG_PLATFORM": "sgl_esft_cpu", "ESFT_PLATFORM": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module],
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
         cwd=ROOT,
         env={**kept, **platform, **environment},
         capture_output=True,

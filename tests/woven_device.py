@@ -20,10 +20,20 @@ from tests.random_layers import FakeFusedMoE, RandomExperts, Rank
 class Device:
     """One rank's layers and plane, and what a request of an adapter would really meet there."""
 
-    def __init__(self, spec: MoeSpec, config: EsftConfig, rank: Rank, *, is_resident: bool) -> None:
+    def __init__(
+        self,
+        spec: MoeSpec,
+        config: EsftConfig,
+        rank: Rank,
+        *,
+        is_resident: bool,
+        max_pages: int | None = None,
+    ) -> None:
         self.spec, self.rank = spec, rank
         self.layers = {layer: self._layer(layer, config) for layer in spec.moe_layer_ids}
-        self.plane = AdapterPlane(self.layers, spec, config, is_resident=is_resident)
+        self.plane = AdapterPlane(
+            self.layers, spec, config, is_resident=is_resident, max_pages=max_pages
+        )
 
     def _layer(self, layer_id: int, config: EsftConfig) -> WovenLayer:
         spec = self.spec

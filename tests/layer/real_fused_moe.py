@@ -1,6 +1,6 @@
 """SGLang's FusedMoE, woven, against SGLang's FusedMoE with merged weights; in one process.
 
-    python -m tests.layer.real_fused_moe  ->  JSON, which test_woven_layer.py judges
+    python -m tests.layer.real_fused_moe virtual|padded  ->  JSON, which test_woven_layer.py judges
 
 A layer reads its place among ranks off SGLang's runtime context and sums up nothing itself, so any
 rank of any TP and EP degree can be built here, one after the other. The plain layers run before
@@ -20,6 +20,7 @@ from sgl_esft import hook_ledger, hooks, weave
 from sgl_esft.batch_tags import BatchTags
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import EsftError
+from sgl_esft.expert_memory import VirtualMemory
 from sgl_esft.model_spec import MoeSpec
 from tests.layer.test_woven_layer import (
     HIDDEN,
@@ -98,8 +99,7 @@ def make_layer(experts: RandomExperts, rank: Rank) -> Any:
     )
     assert (layer.moe_ep_rank, layer.moe_ep_size) == (rank.ep_rank, rank.ep_size)
     assert (layer.moe_tp_rank, layer.moe_tp_size) == (rank.tp_rank, rank.tp_size)
-    for parameter in (layer.w13_weight, layer.w2_weight):
-        parameter.data.fill_(float("nan"))
+    fill_with_nan(layer)
     for expert in range(NUM_EXPERTS):
         gate, up = experts.w13[expert].chunk(2)
         load = layer.weight_loader
@@ -108,6 +108,17 @@ def make_layer(experts: RandomExperts, rank: Rank) -> Any:
         down = experts.w2[expert]
         load(layer.w2_weight, down, f"experts.{expert}.down_proj.weight", "w2", expert)
     return layer
+
+
+def fill_with_nan(layer: Any) -> None:
+    """Every row that has memory, so that one which nobody wrote is seen."""
+    for parameter in (layer.w13_weight, layer.w2_weight):
+        memory = getattr(layer, "esft_memory", None)
+        rows = range(len(parameter))
+        if isinstance(memory, VirtualMemory):
+            rows = sorted(memory.mapped_slots())
+        for row in rows:
+            parameter.data[row].fill_(float("nan"))
 
 
 @torch.no_grad()
@@ -189,7 +200,7 @@ def main() -> None:
     plain = make_layer(cases[0].base, Rank())
     without_slots = refusal(lambda: weave.bind_layers(torch.nn.ModuleList([plain]), SPEC))
 
-    EsftConfig(MAX_ADAPTERS, MAX_EXPERTS).export()
+    EsftConfig(MAX_ADAPTERS, MAX_EXPERTS, expert_memory=sys.argv[1]).export()
     hook_ledger.install(hooks.WEAVE_HOOKS)
     results = {
         "comparisons": {case.name: compare_woven(case) for case in cases},

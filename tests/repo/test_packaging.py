@@ -87,7 +87,8 @@ def test_console_script_loads() -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Only what setup.sh reads, with no .venv."""
-    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    for folder in ("requirements", "csrc"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "scripts").mkdir()
     for path in ("pyproject.toml", "setup.py", "scripts/setup.sh"):
         shutil.copy(ROOT / path, tmp_path / path)
@@ -102,10 +103,11 @@ def test_setup_refuses_a_python_that_does_not_fit(checkout: Path) -> None:
 
 
 def test_setup_does_nothing_when_the_stamp_fits(checkout: Path) -> None:
-    command = ["bash", "-c", "source scripts/setup.sh; wanted_hash"]
-    stamp = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
+    command = ["bash", "-c", "source scripts/setup.sh; wanted_hash; wanted_csrc_hash"]
+    done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
     (checkout / ".venv").mkdir()
-    (checkout / f".venv/.setup-{stamp.stdout.strip()}").touch()
+    for kind, stamp in zip(("setup", "csrc"), done.stdout.split(), strict=True):
+        (checkout / f".venv/.{kind}-{stamp}").touch()
     done = run_setup(checkout, python="/bin/false")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -29,6 +29,7 @@ from tests.adapter_factory import (
     write_random_adapter,
     write_random_base,
 )
+from tests.base_factory import MOE_WIDTH
 
 EXPERTS = {1: (3,), 2: (0, 5, 15)}
 
@@ -192,7 +193,7 @@ def test_read_slice(manifest: AdapterManifest) -> None:
         whole = reader.read(2, 5, "gate")
         assert torch.equal(reader.read_slice(2, 5, "gate", 0, 16, 32), whole[16:32])
         assert torch.equal(reader.read_slice(2, 5, "gate", 1, 0, 7), whole[:, :7])
-        assert reader.read_slice(2, 5, "gate", 0, 64, 64).shape == (0, 128)
+        assert reader.read_slice(2, 5, "gate", 0, MOE_WIDTH, MOE_WIDTH).shape == (0, 128)
 
 
 def test_reading_copies_nothing(manifest: AdapterManifest) -> None:
@@ -204,7 +205,9 @@ def test_reading_copies_nothing(manifest: AdapterManifest) -> None:
     assert torch.isfinite(first).all(), "valid after the reader is closed"
 
 
-@pytest.mark.parametrize("bounds", [(0, 0, 65), (0, -1, 3), (1, 5, 4), (2, 0, 1), (-1, 0, 1)])
+@pytest.mark.parametrize(
+    "bounds", [(0, 0, MOE_WIDTH + 1), (0, -1, 3), (1, 5, 4), (2, 0, 1), (-1, 0, 1)]
+)
 def test_slice_out_of_range(bounds: tuple[int, int, int], manifest: AdapterManifest) -> None:
     with AdapterReader(manifest) as reader, pytest.raises(InvariantError):
         reader.read_slice(2, 5, "gate", *bounds)

@@ -15,6 +15,7 @@ from tests.adapter_factory import (
     write_random_adapter,
     write_random_base,
 )
+from tests.base_factory import MOE_WIDTH
 
 DATA = Path(__file__).parents[1] / "data" / "esft"
 EXPERTS = {1: (3,), 2: (0, 5, 15)}
@@ -57,7 +58,7 @@ def test_inspect_json(base: Path, adapter: Path, capsys: Capture) -> None:
         "path": str(adapter.resolve()),
         "base": str(base),
         "dtype": "float32",
-        "num_bytes": 4 * 3 * 64 * 128 * 4,
+        "num_bytes": 4 * 3 * MOE_WIDTH * 128 * 4,
         "num_experts": 4,
         "num_moe_layers": 3,
         "max_experts_per_layer": 3,

@@ -50,7 +50,8 @@ def test_function_takes_every_call_its_target_takes(hook: Hook) -> None:
     """By position and by keyword; `self`, and a class method's class, always by position."""
     owner, name = hook.owner()
     is_class_method = isinstance(owner, type) and isinstance(vars(owner)[name], classmethod)
-    positional = ["original"] if hook.kind is HookKind.AROUND else []
+    first = {HookKind.AROUND: ["original"], HookKind.AFTER: ["result"]}
+    positional = list(first.get(hook.kind, []))
     positional += ["cls"] if is_class_method else []
     named = list(hook.parameters)
     if named[0] == "self":

@@ -3,16 +3,21 @@
 import pytest
 import torch
 
+from sgl_esft.config import EsftConfig
 from sgl_esft.errors import InvariantError, UnsupportedModelError
 from sgl_esft.moe_layer import ExpertShard, ExpertWeights, WovenLayer, plan_layout
-from tests.random_layers import FakeFusedMoE, RandomExperts, Rank, cut, share_of
+from tests.random_layers import PADDED, FakeFusedMoE, RandomExperts, Rank, cut, share_of
 
 BASE = RandomExperts.draw(num_experts=8, hidden=6, width=4, seed=0, dtype=torch.float32)
 OTHER = RandomExperts.draw(num_experts=8, hidden=6, width=4, seed=1, dtype=torch.float32)
 
 
 def fused_moe(
-    rank: Rank | None = None, *, max_adapters: int = 2, num_shared: int = 0
+    rank: Rank | None = None,
+    *,
+    max_adapters: int = 2,
+    num_shared: int = 0,
+    config: EsftConfig = PADDED,
 ) -> FakeFusedMoE:
     return FakeFusedMoE(
         BASE,
@@ -21,6 +26,7 @@ def fused_moe(
         max_adapters=max_adapters,
         max_experts=3,
         num_shared=num_shared,
+        config=config,
     )
 
 
