@@ -101,12 +101,15 @@ def pooled_round(subject: Subject, timer: Timer) -> None:
     timer.call("trim_run", lambda: pool.trim(0), count)
 
 
-KINDS = {
-    "raw": ("reserve", "create", "map", "set_access", "unmap", "map_run", "set_access_run")
-    + ("destroy", "release"),
-    "pooled": ("map_slots_cold_run", "unmap_slots_run", "map_slots_run", "map_slots")
-    + ("unmap_slots", "trim_run"),
-}
+RAW = (
+    *("reserve", "create", "map", "set_access", "unmap", "map_run", "set_access_run"),
+    *("destroy", "release"),
+)
+POOLED = (
+    *("map_slots_cold_run", "map_slots_run", "unmap_slots_run", "map_slots", "unmap_slots"),
+    "trim_run",
+)
+KINDS = {"raw": RAW, "pooled": POOLED}
 
 
 def measure(

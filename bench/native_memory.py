@@ -68,7 +68,7 @@ def memory_of(backend: sgl_vmm.Backend, library: str) -> NativeMemory:
 
 
 def is_host_memory(backend_name: str, library: str) -> bool:
-    """Whether this process can use the addresses itself; simulators are the only named libraries."""
+    """Whether this process can use the addresses; only simulators are opened by their path."""
     return backend_name == "host" or bool(library)
 
 
