@@ -1,4 +1,6 @@
 // vmm/cuda.cpp and vmm/acl.cpp over their simulators: refusals, failures of each call, rollback.
+#include <fcntl.h>
+
 #include <optional>
 #include <thread>
 
@@ -331,4 +333,48 @@ TEST(any_thread_may_call) {
     CHECK(!failure);
     world.check_books();
   });
+}
+
+TEST(an_import_takes_its_descriptor_and_a_refused_one_does_not) {
+  const Vendor& cuda = vendors()[0];
+  cuda.reset();
+  const BackendPtr backend = cuda.open();
+  const std::size_t num_fds = count_fds();
+  Exported exported = backend->export_handle(backend->create(kPage));
+  backend->import_handle(exported);
+  CHECK_EQ(fcntl(exported.fd, F_GETFD), -1);
+  exported.fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+  CHECK_THROWS(kVendorCall, backend->import_handle(exported));
+  CHECK_EQ(close(exported.fd), 0);
+  CHECK(count_fds() <= num_fds + 2);  // the simulator's own, of the two handles
+}
+
+TEST(a_page_is_exported_as_often_as_wanted) {
+  for_each_vendor([](const Vendor& vendor) {
+    const BackendPtr backend = vendor.open();
+    const Handle page = backend->create(kPage);
+    for (int i = 0; i < 3; ++i) {
+      const Exported exported = backend->export_handle(page);
+      CHECK_EQ(exported.num_bytes, kPage);
+      if (exported.fd >= 0) close(exported.fd);
+    }
+  });
+}
+
+// The caller's own device, of another library on the same thread, is what it was.
+TEST(a_threads_own_device_stays_its_own) {
+  const Vendor& acl = vendors()[1];
+  acl.reset();
+  const BackendPtr backend = acl.open();
+  std::int32_t device = -1;
+  std::thread([&] {
+    auto* set_device = acl.control<int(std::int32_t)>("aclrtSetDevice");
+    auto* get_device = acl.control<int(std::int32_t*)>("aclrtGetDevice");
+    set_device(2);
+    const Address address = backend->reserve(kPage, kPage);
+    backend->map(address, kPage, backend->create(kPage));
+    backend->unmap(address, kPage);
+    get_device(&device);
+  }).join();
+  CHECK_EQ(device, 2);
 }
