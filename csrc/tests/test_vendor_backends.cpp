@@ -366,6 +366,7 @@ TEST(a_threads_own_device_stays_its_own) {
   const Vendor& acl = vendors()[1];
   acl.reset();
   const BackendPtr backend = acl.open();
+  const int num_before = acl.count("aclrtSetDevice");
   std::int32_t device = -1;
   std::thread([&] {
     auto* set_device = acl.control<int(std::int32_t)>("aclrtSetDevice");
@@ -377,4 +378,5 @@ TEST(a_threads_own_device_stays_its_own) {
     get_device(&device);
   }).join();
   CHECK_EQ(device, 2);
+  CHECK_EQ(acl.count("aclrtSetDevice") - num_before, 1 + 2 * 4);  // there and back, four calls
 }
