@@ -1,7 +1,8 @@
-"""The README's two pictures: `python -m scripts.draw_pictures` writes docs/pictures/*.svg.
+"""The README's pictures: `python -m scripts.draw_pictures` writes docs/pictures/*.svg.
 
     SlotLayout, ExpertMap (a small example) -> [draw] -> docs/pictures/shared.svg
     the steps of docs/data_flow.md          -> [draw] -> docs/pictures/request.svg
+    the demo's slots (draw_memory.py)                 -> docs/pictures/memory.svg
 
 Each picture brings its own background, so it reads on a light page and on a dark one.
 """
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from scripts.draw_memory import memory_picture
 from sgl_esft.expert_map import ExpertMap, base_row
 from sgl_esft.slot_layout import SlotLayout
 
@@ -302,7 +304,11 @@ def main() -> None:
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
-    return {"request.svg": request_picture(), "shared.svg": shared_picture()}
+    return {
+        "memory.svg": memory_picture(),
+        "request.svg": request_picture(),
+        "shared.svg": shared_picture(),
+    }
 
 
 if __name__ == "__main__":
