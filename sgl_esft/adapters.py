@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from sgl_esft import adapter_format
 from sgl_esft.adapter_format import AdapterManifest
+from sgl_esft.adapter_pages import pages_needed
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import (
     AdapterExistsError,
@@ -128,7 +128,7 @@ class AdapterPlane:
         )
 
     def _admit(self, source: AdapterSource, adapter: HostAdapter) -> None:
-        num_pages = self._num_pages(adapter.manifest)
+        num_pages = pages_needed(adapter.manifest, self._layers)
         self._check_room(source, num_pages)
         self._loaded[source.adapter_id] = adapter
         self._pages[source.adapter_id] = num_pages
@@ -142,15 +142,6 @@ class AdapterPlane:
                 logger.info("adapter %s stays on the host for now: %s", source.name, error)
         if source.pinned:
             self._pinned.add(source.adapter_id)
-
-    def _num_pages(self, manifest: AdapterManifest) -> int:
-        """The most pages the adapter takes on any rank, the same number on every rank."""
-        num_pages = 0
-        for layer_id, expert_ids in manifest.experts.items():
-            layer = self._layers[layer_id]
-            experts_per_rank = Counter(e // len(layer.shard.expert_ids) for e in expert_ids)
-            num_pages += layer.memory.max_pages(max(experts_per_rank.values(), default=0))
-        return num_pages
 
     def _check_room(self, source: AdapterSource, num_pages: int) -> None:
         if self._max_pages is not None and num_pages > self._max_pages:

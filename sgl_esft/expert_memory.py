@@ -181,16 +181,14 @@ class ExpertArena:
         max_pages = self.pool.state().max_pages
         return None if max_pages == NO_LIMIT else max_pages * self.page_bytes
 
-    def reserve_pages(self, num_bytes: int) -> int:
-        """Make pages for `num_bytes` more now, and let the pool never grow beyond them.
+    def reserve_pages(self, num_pages: int) -> None:
+        """Make so many free pages now, and let the pool never grow beyond them.
 
-        Returns their number. Raises OutOfExpertMemoryError when the device has less.
+        Raises OutOfExpertMemoryError when the device has fewer.
         """
-        num_pages = -(-num_bytes // self.page_bytes)
         with _translated():
             self.pool.preallocate(num_pages)
             self.pool.set_budget((self.pool.state().num_used + num_pages) * self.page_bytes)
-        return num_pages
 
     def check_integrity(self) -> None:
         """Raises InvariantError when the pool's books do not balance."""

@@ -6,18 +6,22 @@ model runner -> woven layers -> adapter plane -> manager, rerouters
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_esft import expert_tensor, sglang_api
+from sgl_esft.adapter_format import read_manifest
+from sgl_esft.adapter_pages import bound_pages
 from sgl_esft.adapters import AdapterPlane
 from sgl_esft.batch_tags import BatchTags
 from sgl_esft.config import EsftConfig
-from sgl_esft.errors import DeviceMemoryError, OutOfExpertMemoryError, UnsupportedModelError
+from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.lora_seat import EsftManager, GatherTags
 from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
+from sgl_esft.platform import device_memory
 from sgl_esft.plugin import verify
 from sgl_esft.reroute import Rerouter
 from sgl_esft.slot_layout import SlotLayout
@@ -37,7 +41,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
     tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
-    max_pages = reserve_adapter_pages(sglang_api.runner_device(runner), config)
+    max_pages = _adapter_pages(layers, spec, config, sglang_api.runner_device(runner))
     plane = AdapterPlane(layers, spec, config, is_resident=gather is not None, max_pages=max_pages)
     manager = EsftManager(plane, tags, sglang_api.make_lora_result, gather)
     manager.load_initial(sglang_api.initial_adapters())
@@ -46,18 +50,14 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     return manager
 
 
-def reserve_adapter_pages(device: torch.device, config: EsftConfig) -> int | None:
-    """Make the pages of --adapter-memory before SGLang sizes its KV cache by what is left.
-
-    Returns their number, None for no bound. Raises DeviceMemoryError when there are fewer.
-    """
+def _adapter_pages(
+    layers: dict[int, WovenLayer], spec: MoeSpec, config: EsftConfig, device: torch.device
+) -> int | None:
+    """The rank's bound on adapters' pages; makes them, where they are not made as needed."""
+    initial = (read_manifest(Path(ref.lora_path), spec) for ref in sglang_api.initial_adapters())
+    has_limit = device.type != "cpu" or device_memory.budget_bytes() is not None
     arena = expert_tensor.arena_of(device)
-    if arena is None or config.adapter_memory_bytes is None:
-        return None
-    try:
-        return arena.reserve_pages(config.adapter_memory_bytes)
-    except OutOfExpertMemoryError as error:
-        raise DeviceMemoryError(f"--adapter-memory does not fit: {error}") from error
+    return bound_pages(arena, layers, config, initial, has_limit=has_limit)
 
 
 def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:

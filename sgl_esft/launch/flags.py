@@ -97,8 +97,8 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
         "--adapter-memory",
         metavar="SIZE",
         help="device memory for adapters' experts, such as 4GiB, taken at start before the KV "
-        "cache is sized (default: pages are taken as adapters come; on accelerators set it "
-        "if adapters are loaded later)",
+        "cache is sized (default: on a CPU as much as they want; where memory is limited what "
+        "--esft-adapters need, or all slots without any)",
     )
     group.add_argument(
         "--expert-page-size",

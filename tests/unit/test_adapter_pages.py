@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from sgl_esft import errors, expert_tensor
+from sgl_esft.adapter_format import read_manifest
+from sgl_esft.adapter_pages import bound_pages
 from sgl_esft.adapters import AdapterSource
 from sgl_esft.config import EsftConfig
 from sgl_esft.expert_memory import ExpertArena, open_arena
@@ -207,3 +209,51 @@ def test_ranks_decide_alike(make: Make, root: Path) -> None:
     assert admitted[0] == admitted[1]
     assert True in admitted[0]
     assert False in admitted[0]
+
+
+def bound(
+    device: Device, config: EsftConfig, *names: str, root: Path, has_limit: bool
+) -> int | None:
+    initial = [read_manifest(root / name, device.spec) for name in names]
+    arena = arena_of_test()
+    return bound_pages(arena, device.layers, config, initial, has_limit=has_limit)
+
+
+def test_the_bound_of_the_initial_adapters(make: Make, root: Path) -> None:
+    """On a device with limited memory: as many as there are slots; nothing is made for them yet."""
+    device = make()
+    before = arena_of_test().pool.state().num_pages
+    for max_adapters, num_counted in ((1, 1), (2, 2), (8, 3)):
+        config = EsftConfig(max_adapters, 2)
+        names = NAMES[:3]
+        assert bound(device, config, *names, root=root, has_limit=False) is None
+        found = bound(device, config, *names, root=root, has_limit=True)
+        assert found == num_counted * PAGES_AT_MOST
+    assert arena_of_test().pool.state().num_pages == before
+
+
+def test_the_bound_without_initial_adapters_is_made_at_once(make: Make, root: Path) -> None:
+    device = make()
+    assert bound(device, EsftConfig(4, 2), root=root, has_limit=False) is None
+    found = bound(device, EsftConfig(4, 2), root=root, has_limit=True)
+    assert found == arena_of_test().pool.state().num_free == 4 * PAGES_AT_MOST
+
+
+def test_adapter_memory_decides(make: Make, root: Path) -> None:
+    device = make()
+    config = EsftConfig(4, 2, adapter_memory_bytes=10 * PAGE - 1)
+    assert bound(device, config, "math", root=root, has_limit=False) == 10
+    assert arena_of_test().pool.state().num_free == 10
+
+
+def test_no_room_for_adapters(make: Make, root: Path) -> None:
+    device = make(pool_pages=9)
+    config = EsftConfig(4, 2, adapter_memory_bytes=10 * PAGE)
+    with pytest.raises(errors.DeviceMemoryError, match="set a smaller --adapter-memory"):
+        bound(device, config, root=root, has_limit=True)
+    assert arena_of_test().pool.state().num_free == 0
+
+
+def test_padded_memory_has_no_pages(make: Make, root: Path) -> None:
+    device = make()
+    assert bound_pages(None, device.layers, EsftConfig(4, 2), [], has_limit=True) is None
