@@ -19,13 +19,18 @@
 #include <vector>
 
 #include "check.h"
+#include "tests/device.h"
 #include "virtual_tensor.h"
 
 namespace support {
 
 using namespace sgl_vmm;
 
+#ifdef SGL_VMM_TEST_PAGE_BYTES  // tests/device.h
+constexpr std::size_t kPage = SGL_VMM_TEST_PAGE_BYTES;
+#else
 constexpr std::size_t kPage = std::size_t{64} << 10;
+#endif
 
 inline std::uint8_t* bytes_at(Address address) { return reinterpret_cast<std::uint8_t*>(address); }
 
@@ -127,7 +132,8 @@ inline BackendPtr open_host_pages(std::size_t num_pages, std::size_t page_bytes 
   return open_backend("host", options);
 }
 
-// Runs a test over host memory and over both simulators. All have pages of `page_bytes`.
+// Runs a test over host memory, over both simulators, and on a device if one is named. All have
+// pages of `page_bytes`.
 inline void for_each_backend(const std::function<void(const BackendPtr&)>& run,
                              std::size_t page_bytes = kPage) {
   run(open_host_pages(256, page_bytes));
@@ -135,6 +141,7 @@ inline void for_each_backend(const std::function<void(const BackendPtr&)>& run,
     vendor.reset(page_bytes);
     run(vendor.open());
   });
+  on_device(run);
 }
 
 inline std::shared_ptr<PagePool> make_pool(BackendPtr backend, PoolLimits limits = {}) {
@@ -160,13 +167,19 @@ inline const std::uint8_t* pattern(std::size_t seed, std::size_t num_bytes) {
 }
 
 inline void fill_slot(const VirtualTensor& tensor, std::size_t slot, std::size_t seed) {
-  std::memcpy(bytes_at(tensor.address() + slot * tensor.slot_bytes()),
-              pattern(seed, tensor.slot_bytes()), tensor.slot_bytes());
+  const Address to = tensor.address() + slot * tensor.slot_bytes();
+  const std::uint8_t* wanted = pattern(seed, tensor.slot_bytes());
+  if (device_copies) return device_copies->write(to, wanted, tensor.slot_bytes());
+  std::memcpy(bytes_at(to), wanted, tensor.slot_bytes());
 }
 
 inline bool slot_holds(const VirtualTensor& tensor, std::size_t slot, std::size_t seed) {
-  return !std::memcmp(bytes_at(tensor.address() + slot * tensor.slot_bytes()),
-                      pattern(seed, tensor.slot_bytes()), tensor.slot_bytes());
+  const Address from = tensor.address() + slot * tensor.slot_bytes();
+  const std::uint8_t* wanted = pattern(seed, tensor.slot_bytes());
+  if (!device_copies) return !std::memcmp(bytes_at(from), wanted, tensor.slot_bytes());
+  std::vector<std::uint8_t> found(tensor.slot_bytes());
+  return device_copies->read(found.data(), from, found.size()) &&
+         !std::memcmp(found.data(), wanted, found.size());
 }
 
 // Runs `child(socket)` in a process of its own and `parent(socket)` here; the child's checks count.
@@ -202,8 +215,13 @@ inline int run_in_child(const std::function<void(int)>& child,
   return status;
 }
 
-// The signal that reading this address ends a process with; 0 = it was served.
+// The signal that reading this address ends a process with; 0 = it was served. A device's driver
+// refuses to read it, which counts as SIGSEGV.
 inline int signal_of_reading(Address address) {
+  if (device_copies) {
+    std::uint8_t byte;
+    return device_copies->read(&byte, address, 1) ? 0 : SIGSEGV;
+  }
   const int status = run_in_child([address](int) {
     const rlimit no_core{0, 0};
     setrlimit(RLIMIT_CORE, &no_core);

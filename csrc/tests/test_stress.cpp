@@ -121,12 +121,13 @@ class Stress {
 
   void check(const Layer& layer) const {
     const VirtualTensor& tensor = *layer.tensor;
+    const std::size_t page_bytes = pool_->page_bytes();
     tensor.check_integrity();
     std::vector<std::uint32_t> refs(tensor.page_refs().size(), 0);
     for (const auto& [slot, version] : layer.versions) {
       CHECK(slot_holds(tensor, slot, version));
-      const std::size_t last = ((slot + 1) * tensor.slot_bytes() - 1) / kSmallPage;
-      for (std::size_t at = slot * tensor.slot_bytes() / kSmallPage; at <= last; ++at) ++refs[at];
+      const std::size_t last = ((slot + 1) * tensor.slot_bytes() - 1) / page_bytes;
+      for (std::size_t at = slot * tensor.slot_bytes() / page_bytes; at <= last; ++at) ++refs[at];
     }
     CHECK(tensor.page_refs() == refs);
     for (std::size_t slot = 0; slot < kNumSlots; ++slot) {
@@ -184,6 +185,14 @@ TEST(random_loads_unloads_and_failures_over_the_simulators) {
     check_sizes([&](std::size_t slot_bytes, unsigned seed) {
       vendor.reset(kSmallPage);
       Stress(vendor.open(), &vendor, slot_bytes, seed + 100).run();
+    });
+  });
+}
+
+TEST(random_loads_and_unloads_on_the_device) {
+  on_device([](const BackendPtr& device) {
+    check_sizes([&](std::size_t slot_bytes, unsigned seed) {
+      Stress(device, nullptr, slot_bytes * (kPage / kSmallPage), seed + 200).run();
     });
   });
 }

@@ -69,6 +69,16 @@ struct World {
   Snapshot before;
 };
 
+// Of reading each part of it, in a process that may die of that.
+int signal_of_reading_slot(const World& world, std::size_t slot) {
+  int found = 0;
+  for (Address at = world.tensor.address() + slot * kSlotBytes;
+       !found && at < world.tensor.address() + (slot + 1) * kSlotBytes; at += kPage / 4) {
+    found = signal_of_reading(at);
+  }
+  return found;
+}
+
 // Maps slots [2, 6), 10 pages, with the n-th call of `call` failing; false when n is too high.
 bool map_with_failure(World& world, const char* call, int nth, ErrorKind kind, int code) {
   world.vendor.fail(call, nth, code);
@@ -155,6 +165,26 @@ TEST(a_map_that_meets_idle_pages_uses_them) {
     world.check_books();
     world.tensor.unmap_slots(2, 4);
     world.check_unchanged();
+  });
+}
+
+// A page that stayed mapped when its run failed never got access, or may have lost it.
+TEST(idle_pages_of_a_failed_map_can_be_written_once_they_are_mapped) {
+  for_each_vendor([](const Vendor& vendor) {
+    World world(vendor);
+    vendor.fail(vendor.map, 10, vendor.out_of_memory);
+    for (const int nth : {3, 6, 7, 10, 11, 12}) vendor.fail(vendor.unmap, nth, vendor.broken);
+    CHECK_THROWS(kExhausted, world.tensor.map_slots(2, 4));
+    CHECK_EQ(world.tensor.state().num_pages, world.before.num_pages + 3);
+    world.before = world.snapshot();
+    if (*vendor.set_access) {
+      vendor.fail(vendor.set_access, 2, vendor.broken);
+      CHECK_THROWS(kVendorCall, world.tensor.map_slots(2, 4));
+      world.check_unchanged();
+    }
+    world.tensor.map_slots(2, 4);
+    for (std::size_t slot = 2; slot < 6; ++slot) CHECK_EQ(signal_of_reading_slot(world, slot), 0);
+    world.check_books();
   });
 }
 

@@ -67,7 +67,7 @@ TEST(pages_are_referred_to_by_the_mapped_slots_that_lie_on_them) {
 TEST(many_slots_a_page_share_it) {
   for_each_backend([](const BackendPtr& backend) {
     const auto pool = make_pool(backend);
-    VirtualTensor tensor(pool, 300, 1021);  // a prime: the last lies on pages 4 only
+    VirtualTensor tensor(pool, 300, kPage / 64 - 3);  // 300 of them are 4.7 pages
     tensor.map_slots(0, 300);
     fill(tensor, 0, 300);
     CHECK_EQ(pool->state().num_used, std::size_t{5});

@@ -3,6 +3,8 @@
 // lists for each function; where it lists none for a mistake, CUDA_ERROR_INVALID_VALUE.
 #include <sys/mman.h>
 
+#include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "tests/simulators/simulator.h"
@@ -214,5 +216,52 @@ abi::Result cuMemImportFromShareableHandle(abi::MemHandle* handle, void* shareab
   auto memory = Memory::import(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
   REQUIRE(memory);
   *handle = state().add_handle(std::move(memory));
+  return abi::kSuccess;
+}
+
+// Of the rest of the driver, what tests on a device copy with (tests/device.h): one context, and
+// copies that refuse an address without access.
+SIM_EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+  ENTER("cuDevicePrimaryCtxRetain");
+  REQUIRE(context && is_device(device));
+  static int only_context;
+  *context = &only_context;
+  return abi::kSuccess;
+}
+
+SIM_EXPORT int cuCtxSetCurrent(void*) {
+  ENTER("cuCtxSetCurrent");
+  return abi::kSuccess;
+}
+
+namespace {
+
+// Whether every byte of the range is mapped; access to it is the caller's to have set.
+bool is_mapped_throughout(std::uint64_t address, std::size_t num_bytes) {
+  const std::uint64_t end = address + num_bytes;
+  const auto& mappings = state().space.mappings();
+  while (address < end) {
+    const auto after = mappings.upper_bound(address);
+    if (after == mappings.begin()) return false;
+    const auto& [start, mapping] = *std::prev(after);
+    if (start + mapping.num_bytes <= address) return false;
+    address = start + mapping.num_bytes;
+  }
+  return true;
+}
+
+}  // namespace
+
+SIM_EXPORT int cuMemcpyHtoD_v2(std::uint64_t to, const void* from, std::size_t num_bytes) {
+  ENTER("cuMemcpyHtoD_v2");
+  REQUIRE(from && is_mapped_throughout(to, num_bytes));
+  std::memcpy(reinterpret_cast<void*>(to), from, num_bytes);
+  return abi::kSuccess;
+}
+
+SIM_EXPORT int cuMemcpyDtoH_v2(void* to, std::uint64_t from, std::size_t num_bytes) {
+  ENTER("cuMemcpyDtoH_v2");
+  REQUIRE(to && is_mapped_throughout(from, num_bytes));
+  std::memcpy(to, reinterpret_cast<const void*>(from), num_bytes);
   return abi::kSuccess;
 }
