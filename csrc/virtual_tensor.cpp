@@ -59,7 +59,7 @@ void VirtualTensor::map_slots(std::size_t first, std::size_t count) {
                                                  slot_range(first, count) + " is mapped already");
     }
   }
-  back_pages_locked(missing_locked(pages_of(first, count)));
+  back_pages_locked(pages_of(first, count));
   for (std::size_t slot = first; slot < first + count; ++slot) add_refs_locked(slot);
 }
 
@@ -69,7 +69,7 @@ void VirtualTensor::unmap_slots(std::size_t first, std::size_t count) {
   for (std::size_t slot = first; slot < first + count; ++slot) {
     if (is_mapped_[slot]) drop_refs_locked(slot);
   }
-  release_idle_locked(pages_of(first, count));
+  unmap_run_locked(idle_locked(pages_of(first, count)), Are::kMapped);
 }
 
 std::size_t VirtualTensor::num_missing_pages(std::size_t first, std::size_t count) const {
@@ -159,7 +159,13 @@ std::vector<std::size_t> VirtualTensor::missing_locked(PageRange range) const {
 
 // All or nothing: what was mapped before a failure is unmapped, every page goes back. Where the
 // unmapping fails too, the page stays idle: given back, it would be handed out while still mapped.
-void VirtualTensor::back_pages_locked(const std::vector<std::size_t>& missing) {
+// An idle page of an earlier failure may be mapped without access.
+void VirtualTensor::back_pages_locked(PageRange range) {
+  const std::vector<std::size_t> missing = missing_locked(range);
+  const std::vector<std::size_t> idle = idle_locked(range);
+  for_each_run(idle, [&](std::size_t begin, std::size_t end) {
+    pool_->backend().set_access(address_ + idle[begin] * page_bytes_, (end - begin) * page_bytes_);
+  });
   const std::vector<PageId> pages = pool_->take(missing.size());
   for (std::size_t i = 0; i < missing.size(); ++i) page_table_[missing[i]] = pages[i];
   try {
@@ -189,12 +195,12 @@ void VirtualTensor::drop_refs_locked(std::size_t slot) {
   is_mapped_[slot] = false;
 }
 
-void VirtualTensor::release_idle_locked(PageRange range) {
+std::vector<std::size_t> VirtualTensor::idle_locked(PageRange range) const {
   std::vector<std::size_t> idle;
   for (std::size_t position = range.begin; position < range.end; ++position) {
     if (num_refs_[position] == 0 && page_table_[position] != kNoPage) idle.push_back(position);
   }
-  unmap_run_locked(idle, Are::kMapped);
+  return idle;
 }
 
 // Unmaps and gives back as many of these pages as the backend lets go, then tells what failed.

@@ -78,10 +78,10 @@ class VirtualTensor {
   PageRange pages_of(std::size_t first, std::size_t count) const;
   void check_slots(std::size_t first, std::size_t count) const;
   std::vector<std::size_t> missing_locked(PageRange range) const;
-  void back_pages_locked(const std::vector<std::size_t>& missing);
+  std::vector<std::size_t> idle_locked(PageRange range) const;
+  void back_pages_locked(PageRange range);
   void add_refs_locked(std::size_t slot);
   void drop_refs_locked(std::size_t slot);
-  void release_idle_locked(PageRange range);
   enum class Are { kMapped, kMaybeMapped };
   void unmap_run_locked(const std::vector<std::size_t>& positions, Are expected);
 

@@ -106,7 +106,7 @@ TEST(rolls_back_when_the_nth_call_fails_for_every_n) {
     };
     for (const Case& each : {Case{vendor.create, false, 6}, Case{vendor.create, true, 3},
                              Case{vendor.map, false, 10}, Case{vendor.map, true, 7},
-                             Case{vendor.set_access, false, 1}, Case{vendor.set_access, true, 3}}) {
+                             Case{vendor.set_access, false, 1}, Case{vendor.set_access, true, 5}}) {
       if (!*each.call) continue;
       for (int nth = 1; nth <= each.num_calls + 1; ++nth) {
         vendor.reset();
