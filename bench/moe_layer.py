@@ -16,6 +16,7 @@ import argparse
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,22 @@ from sgl_esft.slot_layout import SlotLayout
 
 GOAL = 1.03  # virtual over plain on a CPU; 1.01 on a GPU
 PLAIN, VIRTUAL = "plain", "virtual"
-LAYOUT = SlotLayout(num_base=8, num_routed=8, num_adapters=2, slots_per_adapter=4)
-ADAPTERS = (3, 2)  # experts of each, so that holes follow both
 TOP_K = 6
 
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 14, 15
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
-Forward = Callable[[WovenLayer, "Batch"], torch.Tensor]
+
+@dataclass(frozen=True)
+class Slots:
+    """A layer's slots and how many experts each adapter has; fewer than its slots leave holes."""
+
+    layout: SlotLayout
+    adapters: tuple[int, ...]
+
+
+SMALL = Slots(SlotLayout(8, 8, 2, 4), (3, 2))
+V2_LITE = Slots(SlotLayout(64, 64, 4, 13), (9, 12, 8, 10))
 
 
 @dataclass(frozen=True)
@@ -67,40 +76,39 @@ def cpu_forward(layer: WovenLayer, batch: Batch) -> torch.Tensor:
     return moe_forward(batch.hidden, layer.w13, layer.w2, batch.topk_weights, batch.slot_ids)
 
 
-def make_layers(subject: Subject, shape: ExpertShape, *, on_host: bool) -> dict[str, WovenLayer]:
+def make_layers(subject: Subject, shape: ExpertShape, slots: Slots) -> dict[str, WovenLayer]:
     """A layer for each kind of memory; adapters lie where virtual memory put them."""
-    pages = sum(-(-LAYOUT.num_slots * size // subject.page_bytes) for size in shape.slot_bytes)
+    layout = slots.layout
+    pages = sum(-(-layout.num_slots * size // subject.page_bytes) for size in shape.slot_bytes)
     capacity = pages * subject.page_bytes
     layers = {
-        PLAIN: make_layer(subject, LAYOUT, shape, None),
-        VIRTUAL: make_layer(subject, LAYOUT, shape, subject.open_arena(capacity_bytes=capacity)),
+        PLAIN: make_layer(subject, layout, shape, None),
+        VIRTUAL: make_layer(subject, layout, shape, subject.open_arena(capacity_bytes=capacity)),
     }
-    if on_host:
+    if subject.backend == "host":
         for name, advice in (("small", _MADV_NOHUGEPAGE), ("huge", _MADV_HUGEPAGE)):
-            layers[f"plain_{name}_pages"] = make_layer(subject, LAYOUT, shape, None)
+            layers[f"plain_{name}_pages"] = make_layer(subject, layout, shape, None)
             _advise(layers[f"plain_{name}_pages"], advice)
         arena = subject.open_arena(capacity_bytes=capacity, populate=False)
-        layers["virtual_small_pages"] = make_layer(subject, LAYOUT, shape, arena)
-    base = random_experts(LAYOUT.num_base, shape, seed=1)
-    adapters = [random_experts(count, shape, seed=2 + i) for i, count in enumerate(ADAPTERS)]
-    runs = _map_all(layers[VIRTUAL])
+        layers["virtual_small_pages"] = make_layer(subject, layout, shape, arena)
+    runs = _map_all(layers[VIRTUAL], slots)
+    experts = random_experts(max(map(len, runs)), shape, seed=1)
     for name, layer in layers.items():
-        if name != VIRTUAL:
-            for run in [range(LAYOUT.num_base), *runs]:
+        for run in runs:
+            if name != VIRTUAL:
                 layer.memory.map(run)
-        for run, experts in zip([range(LAYOUT.num_base), *runs], [base, *adapters], strict=True):
-            for slot, weights in zip(run, experts.values(), strict=True):
+            for slot, weights in zip(run, experts.values(), strict=False):
                 layer.w13[slot].copy_(weights.w13)
                 layer.w2[slot].copy_(weights.w2)
     return layers
 
 
-def _map_all(layer: WovenLayer) -> list[range]:
-    """Map the base and choose the adapters' runs as `place` does."""
-    layer.memory.map(range(LAYOUT.num_base))
-    runs = []
-    for adapter_slot, count in enumerate(ADAPTERS):
-        run = layer.memory.choose(LAYOUT.adapter_range(adapter_slot), count)
+def _map_all(layer: WovenLayer, slots: Slots) -> list[range]:
+    """Map the base, and the adapters' runs where `place` would put them."""
+    runs = [range(slots.layout.num_base)]
+    layer.memory.map(runs[0])
+    for adapter_slot, count in enumerate(slots.adapters):
+        run = layer.memory.choose(slots.layout.adapter_range(adapter_slot), count)
         layer.memory.map(run)
         runs.append(run)
     return runs
@@ -118,22 +126,21 @@ def _advise(layer: WovenLayer, advice: int) -> None:
 
 def compare(
     layers: Mapping[str, WovenLayer],
-    batch: Batch,
-    forward: Forward,
+    forward: Callable[[WovenLayer], torch.Tensor],
     rounds: int,
     *,
     repeats: int = 1,
     wait: Callable[[], object],
 ) -> dict[str, Any]:
     """Every layer over the plain one. Raises RuntimeError when their outputs are not equal."""
-    outputs = {name: forward(layer, batch) for name, layer in layers.items()}
+    outputs = {name: forward(layer) for name, layer in layers.items()}
     unequal = [name for name, out in outputs.items() if not torch.equal(out, outputs[PLAIN])]
     if unequal:
         raise RuntimeError(f"other outputs than the plain tensor's on {', '.join(unequal)}")
 
     def run(layer: WovenLayer) -> None:
         for _ in range(repeats):
-            forward(layer, batch)
+            forward(layer)
 
     runs: dict[str, Callable[[], Taken]] = {}
     for name, layer in layers.items():
@@ -155,15 +162,16 @@ def measure(
     subject: Subject, shape: ExpertShape, batch_sizes: Sequence[int], rounds: int
 ) -> dict[str, Any]:
     """A row for each number of tokens."""
-    layers = make_layers(subject, shape, on_host=subject.backend == "host")
+    layers = make_layers(subject, shape, SMALL)
     slots = sorted(layers[VIRTUAL].mapped_slots)
     rows = []
     for num_tokens in batch_sizes:
         batch = make_batch(num_tokens, slots, shape.hidden, subject.device)
-        over = compare(layers, batch, cpu_forward, rounds, wait=subject.synchronize)
+        forward = partial(cpu_forward, batch=batch)
+        over = compare(layers, forward, rounds, wait=subject.synchronize)
         rows.append({"num_tokens": num_tokens, "over_plain": over})
     return {
-        "num_slots": LAYOUT.num_slots,
+        "num_slots": SMALL.layout.num_slots,
         "mapped_slots": slots,
         "top_k": TOP_K,
         "threads": torch.get_num_threads(),
