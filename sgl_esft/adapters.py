@@ -91,6 +91,7 @@ class AdapterPlane:
         self._pages: dict[str, int] = {}  # of each loaded adapter, the most it can take
         self._slots = SlotTable(config.max_adapters, max_pages, self._pages.__getitem__)
         self._pinned: set[str] = set()
+        self.num_changes = 0  # of what is on the device, ever
 
     @property
     def names(self) -> dict[str, str]:
@@ -259,6 +260,7 @@ class AdapterPlane:
 
     def _place(self, slot: int, adapter: HostAdapter) -> None:
         """All layers or none."""
+        self.num_changes += 1
         placed: list[WovenLayer] = []
         try:
             for layer_id, layer in self._layers.items():
@@ -270,6 +272,7 @@ class AdapterPlane:
             raise
 
     def _displace(self, slot: int) -> None:
+        self.num_changes += 1
         for layer in self._layers.values():
             layer.displace(slot)
 

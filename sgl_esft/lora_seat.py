@@ -48,12 +48,18 @@ class EsftManager:
         tags: BatchTags,
         make_result: MakeResult,
         gather_tags: GatherTags | None,
+        publish: Callable[[], None] | None = None,
     ) -> None:
-        """gather_tags: given under DP attention, where tokens of all ranks meet in the MoE."""
+        """gather_tags: given under DP attention, where tokens of all ranks meet in the MoE.
+
+        publish: called whenever other adapters are on the device than before.
+        """
         self.plane = plane
         self.tags = tags
         self._make_result = make_result
         self._gather_tags = gather_tags
+        self._publish = publish
+        self._num_published = -1
 
     @property
     def enable_dp_attention(self) -> bool:
@@ -65,6 +71,7 @@ class EsftManager:
         """Load what the server was started with. Raises EsftError: do not start without it."""
         for ref in refs:
             self.plane.load(_source_of(ref))
+        self._publish_changes()
 
     def load_lora_adapter(self, lora_ref: AdapterRef) -> Any:
         """Load; a failure is reported to the caller by name and changes nothing."""
@@ -84,7 +91,13 @@ class EsftManager:
             action()
         except EsftError as error:
             return self._make_result(False, f"{type(error).__name__}: {error}", self.plane.names)
+        self._publish_changes()
         return self._make_result(True, "", self.plane.names)
+
+    def _publish_changes(self) -> None:
+        if self._publish is not None and self._num_published != self.plane.num_changes:
+            self._publish()
+            self._num_published = self.plane.num_changes
 
     # ---- scheduling ----
 
@@ -97,6 +110,7 @@ class EsftManager:
     ) -> None:
         """Bring the adapters of the batch about to run onto the device."""
         self.plane.ensure_on_device(_adapters(new_loras | (running_loras or set())))
+        self._publish_changes()
 
     # ---- forward ----
 

@@ -13,7 +13,7 @@ from typing import Any
 from sgl_esft import sglang_api
 from sgl_esft.config import required_config
 from sgl_esft.memory_report import MemoryReport
-from sgl_esft.memory_usage import device_memory
+from sgl_esft.memory_usage import measure_device
 
 STATE_KEY = "esft_memory"
 
@@ -21,7 +21,7 @@ STATE_KEY = "esft_memory"
 def add_memory_report(reply: Any, scheduler: Any, recv_req: Any) -> Any:
     """Gather all ranks' reports into the reply; every rank handles the request, so all meet."""
     manager = sglang_api.adapter_manager(scheduler)
-    own = device_memory(
+    own = measure_device(
         manager.plane,
         required_config().expert_memory,
         sglang_api.tp_rank(),

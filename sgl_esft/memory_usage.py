@@ -1,6 +1,6 @@
 """One rank's expert memory, counted now.
 
-adapters.py (who is where), expert_tensor.py (pages) -> [device_memory] -> memory_report.py
+adapters.py (who is where), expert_tensor.py (pages) -> [measure_device] -> memory_report.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_esft.memory_report import (
 from sgl_esft.moe_layer import WovenLayer
 
 
-def device_memory(
+def measure_device(
     plane: AdapterPlane, expert_memory: str, rank: int, device: torch.device, kv: KvMemory | None
 ) -> DeviceMemory:
     """Everything GET /v1/memory says of this rank."""

@@ -18,7 +18,7 @@ from sglang.srt.layers.dp_attention import (
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
-from sglang.srt.runtime_context import get_lora, get_model, get_parallel
+from sglang.srt.runtime_context import get_lora, get_model, get_observability, get_parallel
 from transformers import PretrainedConfig
 
 from sgl_esft.errors import UnsupportedModelError
@@ -105,6 +105,11 @@ def kv_memory(scheduler: Any) -> KvMemory:
     num_rows = pool.size + pool.page_size
     # SGLang counts with numpy, JSON does not.
     return KvMemory(int(scheduler.max_total_num_tokens), int(num_bytes) // int(num_rows))
+
+
+def has_metrics() -> bool:
+    """Whether the server answers /metrics."""
+    return bool(get_observability().enable_metrics)
 
 
 def tp_rank() -> int:

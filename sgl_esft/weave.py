@@ -6,6 +6,7 @@ model runner -> woven layers -> adapter plane -> manager, rerouters
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from sgl_esft.batch_tags import BatchTags
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.lora_seat import EsftManager, GatherTags
+from sgl_esft.memory_metrics import MemoryMetrics
+from sgl_esft.memory_usage import measure_device
 from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
 from sgl_esft.platform import device_memory
@@ -41,9 +44,11 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
     tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
-    max_pages = _adapter_pages(layers, spec, config, sglang_api.runner_device(runner))
+    device = sglang_api.runner_device(runner)
+    max_pages = _adapter_pages(layers, spec, config, device)
     plane = AdapterPlane(layers, spec, config, is_resident=gather is not None, max_pages=max_pages)
-    manager = EsftManager(plane, tags, sglang_api.make_lora_result, gather)
+    publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
+    manager = EsftManager(plane, tags, sglang_api.make_lora_result, gather, publish)
     manager.load_initial(sglang_api.initial_adapters())
     attach_rerouters(runner.model, layers, tags)
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
@@ -58,6 +63,11 @@ def _adapter_pages(
     has_limit = device.type != "cpu" or device_memory.budget_bytes() is not None
     arena = expert_tensor.arena_of(device)
     return bound_pages(arena, layers, config, initial, has_limit=has_limit)
+
+
+def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) -> Callable[[], None]:
+    metrics, rank = MemoryMetrics(), sglang_api.tp_rank()
+    return lambda: metrics.set(measure_device(plane, config.expert_memory, rank, device, None))
 
 
 def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:

@@ -60,7 +60,7 @@ def one_rank(families: Families, server_pool: ServerPool) -> OneRank:
             *("--max-adapters", str(NUM_SLOTS), "--max-experts-per-adapter", str(MAX_EXPERTS)),
             *("--adapter-root", str(family.base.parent)),
             *("--max-loaded-loras", str(MAX_LOADED)),
-            *("--expert-page-size", AWKWARD_PAGE),
+            *("--expert-page-size", AWKWARD_PAGE, "--enable-metrics"),
         ),
     )
     return OneRank(server_pool.get(spec), family, reference)

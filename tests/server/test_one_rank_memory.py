@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_load_and_unload_leave_nothing_behind(one_rank: OneRank) -> None:
 def test_the_route_is_described(one_rank: OneRank) -> None:
     paths = requests.get(f"{one_rank.server.url}/openapi.json", timeout=60).json()["paths"]
     assert list(paths["/v1/memory"]) == ["get"]
+
+
+def test_metrics_say_what_the_report_says(one_rank: OneRank) -> None:
+    report = warm(one_rank)
+    text = requests.get(f"{one_rank.server.url}/metrics", timeout=60).text
+    ours = dict(re.findall(r'^sgl_esft:(\S+),?rank="0"\} (\S+)$', text, re.MULTILINE))
+    assert float(ours['expert_memory_bytes{kind="mapped",']) == report.mapped_bytes
+    assert float(ours['expert_memory_bytes{kind="padded",']) == report.padded_bytes
+    assert float(ours["expert_memory_fragmentation{"]) == report.fragmentation
+    assert float(ours["adapters_on_device{"]) == len(report.adapters)
 
 
 def test_the_tool_prints_and_draws_it(one_rank: OneRank, tmp_path: Path) -> None:
