@@ -23,7 +23,7 @@ import torch
 from bench.layers import DTYPE, ExpertShape, Subject, make_layer, random_experts
 from bench.native_memory import describe_device
 from bench.pairing import Taken, interleave, nothing, ratios, timed
-from bench.record import write_result
+from bench.record import spread, write_result
 from sgl_esft.expert_memory import ExpertArena
 from sgl_esft.moe_layer import ExpertWeights, WovenLayer
 from sgl_esft.slot_layout import SlotLayout
@@ -100,11 +100,35 @@ def copier(adapter: Adapter) -> Callable[[], None]:
     return copy
 
 
+def one_piece(subject: Subject, num_bytes: int) -> Callable[[], object]:
+    """A GPU's floor: the same bytes in one copy from pinned host memory."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=subject.device)
+    return lambda: target.copy_(source)
+
+
+def make_adapter(
+    subject: Subject, shape: ExpertShape, num_layers: int, num_experts: int
+) -> Adapter:
+    """Layers of the same experts, each with memory of its own; pinned for a GPU."""
+    pin = subject.device == "cuda"
+    experts = random_experts(num_experts, shape, seed=1)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, pin_memory=pin).copy_(tensor)
+
+    return [
+        {expert: ExpertWeights(own(w.w13), own(w.w2)) for expert, w in experts.items()}
+        for _ in range(num_layers)
+    ]
+
+
 def measure(
     subject: Subject, shape: ExpertShape, num_layers: int, num_experts: int, rounds: int
 ) -> dict[str, Any]:
-    """Ratios of loading and unloading to a memcpy, by kind of memory."""
-    adapter = [random_experts(num_experts, shape, seed) for seed in range(num_layers)]
+    """Ratios of loading and unloading to a memcpy, by kind of memory; on a GPU also seconds."""
+    adapter = make_adapter(subject, shape, num_layers, num_experts)
+    adapter_bytes = num_layers * num_experts * shape.num_bytes
 
     def place(**options: bool) -> Place:
         return make_place(subject, shape, num_layers, num_experts, **options)
@@ -112,13 +136,14 @@ def measure(
     places = {"warm": place(), "cold": place(is_cold=True), "padded": place(virtual=False)}
     if subject.backend == "host":
         places["lazy"] = place(populate=False)
-    copy = copier(adapter)
-    runs: dict[str, Callable[[], Taken]] = {"memcpy": lambda: timed(copy)}
+    is_gpu = subject.device == "cuda"
+    copy = one_piece(subject, adapter_bytes) if is_gpu else copier(adapter)
+    runs: dict[str, Callable[[], Taken]] = {"memcpy": lambda: timed(copy, subject.synchronize)}
     for name, each in places.items():
         runs[name] = lambda each=each: each.load(adapter)
     taken = interleave(runs, rounds)
-    return {
-        "adapter_bytes": num_layers * num_experts * shape.num_bytes,
+    figures: dict[str, Any] = {
+        "adapter_bytes": adapter_bytes,
         "num_layers": num_layers,
         "experts_per_layer": num_experts,
         "page_bytes": subject.page_bytes,
@@ -126,6 +151,9 @@ def measure(
         "over_memcpy": _ratios(taken, {name: taken[name] for name in places}),
         "unload_over_memcpy": _ratios(taken, {n: p.unloads[-rounds:] for n, p in places.items()}),
     }
+    if is_gpu:
+        figures["seconds"] = {n: spread([t.wall for t in each]) for n, each in taken.items()}
+    return figures
 
 
 def _ratios(

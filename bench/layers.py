@@ -119,16 +119,12 @@ def _tensor_over(
     return tensor
 
 
-def random_experts(
-    count: int, shape: ExpertShape, seed: int, *, pin: bool = False
-) -> dict[int, ExpertWeights]:
+def random_experts(count: int, shape: ExpertShape, seed: int) -> dict[int, ExpertWeights]:
     """Experts 0, 1, ... in host memory, as an adapter's come from the cache."""
     generator = torch.Generator().manual_seed(seed)
     experts = {}
     for expert in range(count):
         w13 = torch.randn(shape.w13, generator=generator).mul_(shape.hidden**-0.5).to(DTYPE)
         w2 = torch.randn(shape.w2, generator=generator).mul_(shape.width**-0.5).to(DTYPE)
-        if pin:
-            w13, w2 = w13.pin_memory(), w2.pin_memory()
         experts[expert] = ExpertWeights(w13, w2)
     return experts

@@ -1,0 +1,226 @@
+"""Everything that a GPU has to show, by one command that ends inside ten minutes.
+
+    python -m bench.gpu --out bench/results
+
+    build csrc/ with the machine's own compiler -> its tests on the device -> the steps of
+    bench/gpu_steps.py, each a process with a time limit -> <out>/gpu.json, written after each step
+
+Needed: Linux, an NVIDIA driver, Python 3.11 or newer with torch for CUDA, a C++17 compiler and
+Python.h; nothing is downloaded. SGLang is used where it is installed. A step that fails or runs out
+of time is in the file with its reason, the others go on, and the exit status is 1. Where the tree
+is without its repository, BENCH_COMMIT names its commit.
+
+`--simulate` runs the whole flow, tiny, over the contract simulator of csrc/tests: no evidence about
+a GPU, and the file says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import gpu_build
+from bench.record import RESULTS, write_result
+
+TOTAL_SECONDS = 570
+DEVICE_TESTS_SECONDS = 150
+# Longest a step may run; what is left of the total bounds it too.
+STEP_SECONDS = {
+    "vmm": 90,
+    "fragmentation": 90,
+    "load": 120,
+    "share": 60,
+    "moe: sglang fused_experts": 90,
+    "moe: torch grouped_mm": 60,
+    "moe: torch bmm over the base": 60,
+    "moe: by slot": 60,
+}
+SIMULATED = "contract simulator: no GPU took part"
+
+# Of each test executable, those tests that run on a device; empty = all, which hold more than that.
+DEVICE_TESTS: dict[str, tuple[str, ...]] = {
+    "virtual_tensor": (),
+    "vendor_backends": ("mistakes_are_refused_alike_everywhere",),
+    "stress": ("random_loads_and_unloads_on_the_device",),
+}
+
+
+@dataclass
+class Report:
+    """What is known so far; every change is written at once."""
+
+    folder: Path
+    evidence: str
+    device: dict[str, Any]
+    steps: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, outcome: Mapping[str, Any]) -> None:
+        self.steps[name] = dict(outcome)
+        state = "ok" if outcome["ok"] else f"FAILED: {outcome['reason']}"
+        print(f"gpu: {name}: {state} ({outcome['seconds']:.0f} s)", flush=True)
+        self.write()
+
+    def write(self) -> Path:
+        return write_result(
+            "gpu",
+            {
+                "what": "the virtual expert tensor on a GPU",
+                "evidence": self.evidence,
+                "driver": self.device,
+                "complete": self.is_complete,
+                "steps": self.steps,
+            },
+            device=str(self.device["name"]),
+            folder=self.folder,
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        wanted = {"build", "device tests", *STEP_SECONDS}
+        return wanted == set(self.steps) and all(step["ok"] for step in self.steps.values())
+
+
+class Clock:
+    """The budget of the whole run."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self, wanted: float) -> float:
+        """At most `wanted` seconds, and at least enough to fail properly."""
+        return max(1.0, min(wanted, self._end - time.monotonic()))
+
+
+def outcome_of(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures, or why there are none."""
+    start = time.monotonic()
+    try:
+        figures, reason = work(), None
+    except (gpu_build.CannotBuildError, subprocess.SubprocessError, StepError) as error:
+        figures, reason = {}, str(error)
+    found: dict[str, Any] = {"ok": reason is None, "seconds": time.monotonic() - start}
+    return {**found, **figures} if reason is None else {**found, "reason": reason}
+
+
+class StepError(Exception):
+    """A step ended without figures; the message is the end of what it said."""
+
+
+def run_step(
+    name: str, arguments: list[str], environment: Mapping[str, str], seconds: float
+) -> Any:
+    """The figures that a step's process prints in its last line."""
+    command = [sys.executable, "-m", "bench.gpu_steps", name, *arguments]
+    done = _run(command, environment, seconds)
+    if done.returncode:
+        raise StepError(f"exit status {done.returncode}: {_last_lines(done.stderr)}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_device_tests(
+    folder: Path, environment: Mapping[str, str], seconds: float
+) -> dict[str, object]:
+    """The C++ tests over all backends, with the device among them."""
+    lines: list[str] = []
+    clock = Clock(seconds)
+    for name, tests in DEVICE_TESTS.items():
+        executable = gpu_build.test_executable(folder, name)
+        done = _run([str(executable), *tests], environment, clock.left(seconds))
+        lines += done.stdout.splitlines()
+        if done.returncode:
+            failed = [line for line in lines if line.startswith("FAIL")]
+            raise StepError(f"test_{name}: {failed or _last_lines(done.stderr or done.stdout)}")
+    return {"passed": [line.split()[1] for line in lines if line.startswith("ok ")]}
+
+
+def _run(
+    command: list[str], environment: Mapping[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=gpu_build.ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=seconds,
+    )
+
+
+def _last_lines(text: str) -> str:
+    return " | ".join(line.strip()[:300] for line in text.splitlines()[-4:])
+
+
+def describe_gpu() -> dict[str, Any]:
+    """Name, memory and driver. Raises StepError, in words, where there is no GPU to use."""
+    try:
+        import torch
+    except ImportError as error:
+        raise StepError("torch with CUDA is needed, and is not installed") from error
+    if not torch.cuda.is_available():
+        raise StepError(f"torch {torch.__version__} sees no CUDA device; --simulate needs none")
+    found: dict[str, Any] = {
+        "name": torch.cuda.get_device_name(),
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+        "cuda_of_torch": torch.version.cuda,
+    }
+    version = Path("/proc/driver/nvidia/version")
+    found["driver"] = version.read_text().splitlines()[0] if version.exists() else "unknown"
+    return found
+
+
+def run_all(report: Report, library: Callable[[Path], str], *, tiny: bool) -> None:
+    """Build, tests, steps. `library` is what to open instead of the driver, in a built folder."""
+    clock = Clock(TOTAL_SECONDS)
+    folders: list[Path] = []
+    report.add("build", outcome_of(lambda: folders.append(gpu_build.build()) or {}))
+    if not folders:
+        return
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(folders[0]), os.environ.get("PYTHONPATH", "")]),
+        "SGL_VMM_DEVICE": "cuda",
+        "SGL_VMM_STEPS": "10" if tiny else "40",
+    }
+    arguments = ["--tiny"] if tiny else []
+    if instead := library(folders[0]):
+        environment["SGL_VMM_DEVICE_LIBRARY"] = instead
+        arguments += ["--library", instead]
+    seconds = clock.left(DEVICE_TESTS_SECONDS)
+    report.add(
+        "device tests", outcome_of(lambda: run_device_tests(folders[0], environment, seconds))
+    )
+    for name, limit in STEP_SECONDS.items():
+        seconds = clock.left(limit)
+        work = lambda name=name, seconds=seconds: run_step(name, arguments, environment, seconds)  # noqa: E731
+        report.add(name, outcome_of(work))
+
+
+def main() -> None:
+    """Run everything and write <out>/gpu.json."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--simulate", action="store_true", help="tiny, on the contract simulator")
+    options = parser.parse_args()
+    if options.simulate:
+        report = Report(options.out, SIMULATED, {"name": "none (contract simulator of cuda)"})
+        run_all(report, lambda folder: str(gpu_build.simulator(folder, "cuda")), tiny=True)
+    else:
+        try:
+            report = Report(options.out, "ran on hardware", describe_gpu())
+        except StepError as error:
+            sys.exit(f"gpu: {error}")
+        run_all(report, lambda _: "", tiny=False)
+    print(f"wrote {report.write()}")
+    sys.exit(0 if report.is_complete else 1)
+
+
+if __name__ == "__main__":
+    main()
