@@ -1,14 +1,16 @@
 # Every target installs what it needs first; installing a second time costs nothing.
 PORT ?= 30000
 ARGS ?=
-BENCHES ?= bench.overhead bench.zoo_table
+BENCHES ?= bench.expert_memory bench.bench_vmm bench.adapter_load bench.moe_layer bench.overhead \
+  bench.zoo_table
+GPU_PYTHON ?= python3
 OUT ?= sgl_esft/zoo/checkpoints
 
 python := .venv/bin/python
 kernels_link := build/typing/sgl_esft_kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check format bench zoo clean distclean
+.PHONY: help setup serve test test-fast check format bench bench-gpu zoo clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +38,9 @@ format: setup ## let ruff fix and format
 
 bench: setup ## run the benches (BENCHES=, ARGS=) into bench/results
 	@set -e; for bench in $(BENCHES); do echo "bench: $$bench"; $(python) -m $$bench $(ARGS); done
+
+bench-gpu: ## on a GPU machine: its tests and figures into bench/results/gpu.json (GPU_PYTHON=)
+	@$(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 zoo: setup ## train the demo's base and adapters again into OUT= (under an hour on two cores)
 	@$(python) -m sgl_esft.zoo train --out $(OUT) $(ARGS)

@@ -17,13 +17,16 @@ a GPU, and the file says so.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ STEP_SECONDS = {
     "moe: torch bmm over the base": 60,
     "moe: by slot": 60,
 }
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt): ")
 SIMULATED = "contract simulator: no GPU took part"
 
 # Of each test executable, those tests that run on a device; empty = all, which hold more than that.
@@ -65,7 +69,8 @@ class Report:
     def add(self, name: str, outcome: Mapping[str, Any]) -> None:
         self.steps[name] = dict(outcome)
         state = "ok" if outcome["ok"] else f"FAILED: {outcome['reason']}"
-        print(f"gpu: {name}: {state} ({outcome['seconds']:.0f} s)", flush=True)
+        state = f"SKIPPED: {outcome['skipped']}" if "skipped" in outcome else state
+        print(f"gpu: {name}: {state} ({outcome['took_seconds']:.0f} s)", flush=True)
         self.write()
 
     def write(self) -> Path:
@@ -106,7 +111,7 @@ def outcome_of(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         figures, reason = work(), None
     except (gpu_build.CannotBuildError, subprocess.SubprocessError, StepError) as error:
         figures, reason = {}, str(error)
-    found: dict[str, Any] = {"ok": reason is None, "seconds": time.monotonic() - start}
+    found: dict[str, Any] = {"ok": reason is None, "took_seconds": time.monotonic() - start}
     return {**found, **figures} if reason is None else {**found, "reason": reason}
 
 
@@ -121,8 +126,18 @@ def run_step(
     command = [sys.executable, "-m", "bench.gpu_steps", name, *arguments]
     done = _run(command, environment, seconds)
     if done.returncode:
-        raise StepError(f"exit status {done.returncode}: {_last_lines(done.stderr)}")
-    return json.loads(done.stdout.splitlines()[-1])
+        raise StepError(f"exit status {done.returncode}: {reason_in(done.stderr)}")
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def why_skipped(name: str, *, simulated: bool) -> str | None:
+    """Why this step says nothing here, or None."""
+    if "sglang" not in name:
+        return None
+    if simulated:
+        return "SGLang's kernel needs a GPU"
+    return None if importlib.util.find_spec("sglang") else "SGLang is not installed"
 
 
 def run_device_tests(
@@ -137,7 +152,7 @@ def run_device_tests(
         lines += done.stdout.splitlines()
         if done.returncode:
             failed = [line for line in lines if line.startswith("FAIL")]
-            raise StepError(f"test_{name}: {failed or _last_lines(done.stderr or done.stdout)}")
+            raise StepError(f"test_{name}: {failed or reason_in(done.stderr or done.stdout)}")
     return {"passed": [line.split()[1] for line in lines if line.startswith("ok ")]}
 
 
@@ -155,8 +170,11 @@ def _run(
     )
 
 
-def _last_lines(text: str) -> str:
-    return " | ".join(line.strip()[:300] for line in text.splitlines()[-4:])
+def reason_in(text: str) -> str:
+    """The last exception's line, or the last lines."""
+    lines = [line.strip()[:400] for line in text.splitlines() if line.strip()]
+    raised = [line for line in lines if _EXCEPTION.match(line)]
+    return raised[-1] if raised else " | ".join(lines[-4:])
 
 
 def describe_gpu() -> dict[str, Any]:
@@ -193,14 +211,14 @@ def run_all(report: Report, library: Callable[[Path], str], *, tiny: bool) -> No
     if instead := library(folders[0]):
         environment["SGL_VMM_DEVICE_LIBRARY"] = instead
         arguments += ["--library", instead]
-    seconds = clock.left(DEVICE_TESTS_SECONDS)
-    report.add(
-        "device tests", outcome_of(lambda: run_device_tests(folders[0], environment, seconds))
-    )
+    tests = partial(run_device_tests, folders[0], environment, clock.left(DEVICE_TESTS_SECONDS))
+    report.add("device tests", outcome_of(tests))
     for name, limit in STEP_SECONDS.items():
-        seconds = clock.left(limit)
-        work = lambda name=name, seconds=seconds: run_step(name, arguments, environment, seconds)  # noqa: E731
-        report.add(name, outcome_of(work))
+        if skipped := why_skipped(name, simulated=bool(instead)):
+            report.add(name, {"ok": True, "took_seconds": 0.0, "skipped": skipped})
+            continue
+        step = partial(run_step, name, arguments, environment, clock.left(limit))
+        report.add(name, outcome_of(step))
 
 
 def main() -> None:

@@ -53,6 +53,88 @@ def _overhead(result: Any) -> str:
     return f"{_table(header, rows)}\n\n{_where(result)}"
 
 
+def _vmm(result: Any) -> str:
+    """A row for each thing done; raw calls to the backend beside tensors on a pool."""
+    found = {(r["kind"], r["operation"], r["per"]): r["over_memcpy"] for r in result["rows"]}
+
+    def cell(kind: str, operation: str, per: str) -> str:
+        spread = found.get((kind, operation, per))
+        return _ratio(spread) if spread else "-"
+
+    rows = []
+    for raw, pooled in _VMM_ROWS.items():
+        one = "reservation" if raw == "reserve" else "page"
+        cells = [cell("raw", raw, one), cell("raw", raw, "page of a run")]
+        cells += [cell("pooled", pooled, "page"), cell("pooled", pooled, "page of a run")]
+        rows.append([raw.replace("_", " "), *cells])
+    header = ["", "one page", "a page of a run", "pooled, one page", "pooled, a page of a run"]
+    return f"{_table(header, rows)}\n\n{_where(result)}"
+
+
+# Operation of the backend -> what a virtual tensor on a pool has for it.
+_VMM_ROWS = {
+    "reserve": "",
+    "create": "map_slots_cold",
+    "map": "map_slots",
+    "set_access": "",
+    "unmap": "unmap_slots",
+    "destroy": "trim",
+}
+
+
+def _adapter_load(result: Any) -> str:
+    load, unload = result["over_memcpy"], result["unload_over_memcpy"]
+    rows = [
+        [
+            _PLACES[name],
+            *(_ratio(load[name][clock]) for clock in ("wall", "cpu")),
+            _ratio(unload[name]["wall"]),
+        ]
+        for name in _PLACES
+        if name in load
+    ]
+    header = ["memory", "load, by the wall clock", "load, by processor time", "unload"]
+    return f"{_table(header, rows)}\n\n{_where(result)}"
+
+
+_PLACES = {
+    "warm": "virtual, pages in the pool",
+    "cold": "virtual, pages created",
+    "lazy": "virtual, faulted in",
+    "padded": "padded",
+}
+
+
+def _moe_layer(result: Any) -> str:
+    rows = []
+    for row in result["rows"]:
+        over = row["over_plain"]
+        cells = [over["virtual"]["wall"], over["virtual"]["cpu"]]
+        cells += [over["virtual_small_pages"]["wall"], over["plain_huge_pages"]["wall"]]
+        rows.append([str(row["num_tokens"]), *map(_ratio, cells)])
+    header = ["tokens", "virtual", "virtual, by processor time", "virtual, 4 KiB pages"]
+    header += ["plain, huge pages"]
+    return f"{_table(header, rows)}\n\n{_where(result)}"
+
+
+def _expert_memory(result: Any) -> str:
+    rows = []
+    for row in result["rows"]:
+        ways = [row[way] for way in ("merged", "padded", "virtual")]
+        who = f"{row['num_adapters']}{' published' if row['adapters'] == 'published' else ''}"
+        rows.append([who, str(row["max_experts"]), *map(_footprint, ways)])
+    header = ["adapters", "E_max", "merged", "padded", "virtual"]
+    return f"{_table(header, rows)}\n\n{_where(result)}"
+
+
+def _footprint(way: Mapping[str, Any]) -> str:
+    """Weights, KV cache, F_mem: `41.7 GB, 479K (1.003)`."""
+    tokens = way["kv_tokens"]
+    room = "no room" if tokens is None else f"{tokens / 1e3:.0f}K"
+    cell = f"{way['weight_bytes'] / 1e9:.1f} GB, {room}"
+    return cell if way["fragmentation"] is None else f"{cell} ({way['fragmentation']:.3f})"
+
+
 def _ratio(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
 
@@ -85,6 +167,22 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "Throughput of requests without an adapter, weaving on over weaving off, median and\n"
         "quartiles; above 0.97 is the goal:",
         _overhead,
+    ),
+    "vmm": (
+        "Virtual memory calls on the host, each over a memcpy of the page, median and quartiles:",
+        _vmm,
+    ),
+    "adapter_load": (
+        "Loading an adapter from host memory over a memcpy of its bytes; warm, 1.5 is the goal:",
+        _adapter_load,
+    ),
+    "moe_layer": (
+        "A MoE layer on a virtual tensor with holes, time over a plain one's; 1.03 is the goal:",
+        _moe_layer,
+    ),
+    "expert_memory": (
+        "DeepSeek-V2-Lite on a 64 GiB device: weights, tokens of KV cache, F_mem in brackets:",
+        _expert_memory,
     ),
 }
 
