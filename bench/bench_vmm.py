@@ -62,8 +62,8 @@ class Subject:
 
 def raw_round(subject: Subject, timer: Timer) -> None:
     """Every call of the backend once for each page, then for all pages in one run."""
-    backend, page = subject.backend, subject.page_bytes
-    start = timer.call("reserve", lambda: backend.reserve(subject.num_bytes, page))
+    backend, page, granularity = subject.backend, subject.page_bytes, subject.backend.granularity
+    start = timer.call("reserve", lambda: backend.reserve(subject.num_bytes, granularity))
     handles = [timer.call("create", lambda: backend.create(page)) for _ in range(subject.num_pages)]
     addresses = subject.addresses(start)
     for at, handle in zip(addresses, handles, strict=True):

@@ -149,9 +149,9 @@ def _free_bytes(subject: Subject) -> int | None:
 
 def load(subject: Subject, size: Size) -> Figures:
     """An adapter from (pinned) host memory against one copy of its bytes."""
-    return adapter_load.measure(
-        subject, size.shape, size.layers, size.load_experts, max(2, size.rounds // 2)
-    )
+    rounds = max(2, size.rounds // 2)
+    figures = adapter_load.measure(subject, size.shape, size.layers, size.load_experts, rounds)
+    return {"goal": 1.25, **figures}
 
 
 def share(subject: Subject, size: Size) -> Figures:
@@ -275,8 +275,7 @@ def main() -> None:
     options = parser.parse_args()
     subject = Subject("cuda", options.library)
     if subject.device == "cuda":
-        torch.set_default_device("cpu")
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device="cuda")  # makes the context, before anything is timed
     if options.step == "peer":
         peer(subject, options.fd)
         return
