@@ -3,7 +3,7 @@
 //   backend --create--> [free] --take--> in use (virtual_tensor.h) --give_back--> [free]
 //                         |--trim--> destroyed
 //
-// Creating a page costs 10 to 100 times a mapping on a GPU, and zeroing it four times a copy on
+// Creating a page costs 10 to 100 times a mapping on a GPU, and half to four times a copy of it on
 // the host, so pages are kept. Water marks: at least `min_free_pages` are made when the pool is,
 // and stay; beyond `max_free_pages` a page that comes back is destroyed.
 // The budget bounds all pages together, free ones included.
