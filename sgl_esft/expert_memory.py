@@ -123,14 +123,16 @@ class VirtualMemory:
                 try:
                     tensor.map_slots(slots.start, len(slots))
                 except sgl_vmm.VmmError:
-                    for mapped in self.tensors[:index]:
-                        mapped.unmap_slots(slots.start, len(slots))
+                    _unmap_all(self.tensors[:index], slots)
                     raise
 
     def unmap(self, slots: range) -> None:
-        with _translated():
-            for tensor in self.tensors:
-                tensor.unmap_slots(slots.start, len(slots))
+        failure = _unmap_all(self.tensors, slots)
+        if failure is not None:
+            raise ExpertMemoryError(
+                f"{failure}: slots {slots} are unmapped, but their pages are kept until they are "
+                "unmapped again"
+            ) from failure
 
     def max_pages(self, count: int) -> int:
         sizes = (count * tensor.state().slot_bytes for tensor in self.tensors)
@@ -156,6 +158,17 @@ class VirtualMemory:
         flags = [tensor.mapped_slots() for tensor in self.tensors]
         if any(flag != flags[0] for flag in flags):
             raise InvariantError("the tensors of a layer have different slots mapped")
+
+
+def _unmap_all(tensors: Sequence[sgl_vmm.VirtualTensor], slots: range) -> sgl_vmm.VmmError | None:
+    """Unmap in every tensor, whatever fails in one of them. Returns the first failure."""
+    failures = []
+    for tensor in tensors:
+        try:
+            tensor.unmap_slots(slots.start, len(slots))
+        except sgl_vmm.VmmError as error:
+            failures.append(error)
+    return failures[0] if failures else None
 
 
 class ExpertArena:
@@ -188,6 +201,7 @@ class ExpertArena:
         """
         with _translated():
             self.pool.preallocate(num_pages)
+            self.pool.trim(num_pages)
             self.pool.set_budget((self.pool.state().num_used + num_pages) * self.page_bytes)
 
     def check_integrity(self) -> None:

@@ -11,7 +11,7 @@ in /v1/models suggest, and what names nobody is a 404.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ Body = dict[str, Any]
 ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/invocations"})
 # Where prompts are, and what a list's first item is when the list is one prompt: a token id.
 _PROMPT_FIELDS: Mapping[str, type] = {"text": int, "input_ids": int, "prompt": int}
+# Routes of SGLang 0.5.21 that read whole weights, so also slots that have no memory.
+ROUTES_OVER_ALL_SLOTS = frozenset({"/weights_checker", "/send_weights_to_remote_instance"})
 # Names of the base model that clients send when they do not care.
 BASE_ALIASES = frozenset({"", "default", "base"})
 
@@ -138,13 +140,25 @@ def _shown(value: object) -> str:
 
 
 class AdapterMiddleware:
-    """ASGI middleware: `resolve_body` for every JSON body that is posted or put."""
+    """ASGI middleware: `resolve_body` for every JSON body that is posted or put.
 
-    def __init__(self, app: App, known_names: Callable[[], KnownNames]) -> None:
+    `refused_routes` are answered with an error, whatever the method.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        known_names: Callable[[], KnownNames],
+        refused_routes: Collection[str] = (),
+    ) -> None:
         self.app = app
         self._known_names = known_names
+        self._refused_routes = refused_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in self._refused_routes:
+            await _answer(send, _refusal(scope["path"]))
+            return
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
@@ -159,6 +173,13 @@ class AdapterMiddleware:
             raw = json.dumps(changed).encode()
             scope = _with_length(scope, len(raw))
         await self.app(scope, _replay(raw, receive), send)
+
+
+def _refusal(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path} reads every expert slot, also those without memory: start the server with "
+        "--expert-memory padded"
+    )
 
 
 async def _read(receive: Receive) -> bytes:

@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -23,80 +22,18 @@
 #include <unordered_map>
 
 #include "vmm/backend.h"
-
-#define VMM_HOST_FAILED(call, kind) \
-  throw VmmError(kind, "host", call, errno, strerrorname_np(errno), __FILE__, __LINE__)
+#include "vmm/host_os.h"
 
 namespace sgl_vmm {
 namespace {
+
+using namespace host_os;
 
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr int kMadvCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older headers do not have it
 constexpr std::uint64_t kImportedBit = std::uint64_t{1} << 63;
-
-std::uint8_t* pointer(Address address) { return reinterpret_cast<std::uint8_t*>(address); }
-Address address_of(void* memory) { return reinterpret_cast<Address>(memory); }
-
-[[noreturn]] void refuse(ErrorKind kind, const std::string& message) {
-  throw VmmError(kind, "host: " + message);
-}
-
-ErrorKind kind_of_errno() {
-  return errno == ENOMEM || errno == ENOSPC ? ErrorKind::kExhausted : ErrorKind::kVendorCall;
-}
-
-// Inaccessible address space. `at` = 0 lets the kernel choose, otherwise it replaces what is there.
-Address reserve_range(std::size_t num_bytes, Address at) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0);
-  void* memory = mmap(pointer(at), num_bytes, PROT_NONE, flags, -1, 0);
-  if (memory == MAP_FAILED) VMM_HOST_FAILED("mmap(PROT_NONE)", kind_of_errno());
-  return address_of(memory);
-}
-
-Address reserve_aligned(std::size_t num_bytes, std::size_t alignment) {
-  const Address raw = reserve_range(num_bytes + alignment, 0);
-  const Address aligned = (raw + alignment - 1) / alignment * alignment;
-  if (aligned > raw) munmap(pointer(raw), aligned - raw);
-  const Address end = aligned + num_bytes;
-  if (raw + num_bytes + alignment > end) munmap(pointer(end), raw + alignment - aligned);
-  return aligned;
-}
-
-std::size_t memory_of_machine() {
-  return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
-         static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-}
-
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-  ~FileDescriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
-using FilePtr = std::shared_ptr<FileDescriptor>;
-
-FilePtr make_arena_file(std::size_t num_bytes) {
-  auto file = std::make_shared<FileDescriptor>(
-      memfd_create("sgl_vmm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (file->get() < 0) VMM_HOST_FAILED("memfd_create", ErrorKind::kVendorCall);
-  if (ftruncate(file->get(), static_cast<off_t>(num_bytes)) != 0) {
-    VMM_HOST_FAILED("ftruncate", kind_of_errno());
-  }
-  if (fcntl(file->get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    VMM_HOST_FAILED("fcntl(F_ADD_SEALS)", ErrorKind::kVendorCall);
-  }
-  return file;
-}
 
 // One piece of physical memory, ours or another process's.
 struct Page {
@@ -180,9 +117,7 @@ class HostBackend final : public Backend {
       refuse(ErrorKind::kPageMapped, "a page that is still mapped cannot be destroyed");
     }
     if (page.file == file_) {
-      const int punch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
-      if (fallocate(file_->get(), punch, static_cast<off_t>(page.offset),
-                    static_cast<off_t>(page_bytes_)) != 0) {
+      if (!empty(page.offset)) {
         VMM_HOST_FAILED("fallocate(FALLOC_FL_PUNCH_HOLE)", ErrorKind::kVendorCall);
       }
       free_.insert(page.offset / page_bytes_);
@@ -321,8 +256,17 @@ class HostBackend final : public Backend {
       collapse(at);
     }
     if (madvise(pointer(home), page_bytes_, MADV_POPULATE_WRITE) != 0) {
+      const int failure = errno;
+      empty(home - home_);  // what was filled before the failure
+      errno = failure;
       VMM_HOST_FAILED("madvise(MADV_POPULATE_WRITE)", ErrorKind::kExhausted);
     }
+  }
+
+  // Gives a page's memory back to the system. Returns whether it took it.
+  bool empty(std::size_t offset) const {
+    return fallocate(file_->get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                     static_cast<off_t>(offset), static_cast<off_t>(page_bytes_)) == 0;
   }
 
   // Tries to make 2 MiB one huge page: a tenth of the cost of 512 small ones, and fewer TLB misses

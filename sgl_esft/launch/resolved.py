@@ -36,6 +36,18 @@ WEAVING: tuple[Needed, ...] = (
     Needed("pp_size", (1,), "a pipeline stage has only some of the MoE layers"),
     Needed("disaggregation_mode", ("null", None), "prefill and decode must be one server"),
 )
+_FILLS_ALL = "it reads or writes every slot, also those without memory: --expert-memory padded"
+VIRTUAL: tuple[Needed, ...] = (
+    Needed(
+        "load_format",
+        ("auto", "safetensors", "fastsafetensors", "pt", "npcache", "mistral"),
+        _FILLS_ALL,
+    ),
+    Needed("cpu_offload_gb", (0,), _FILLS_ALL),
+    Needed("offload_group_size", (-1, 0), _FILLS_ALL),
+    Needed("enable_memory_saver", (False,), "expert pages are not the memory saver's"),
+    Needed("enable_weights_cpu_backup", (False,), _FILLS_ALL),
+)
 SERVER: tuple[Needed, ...] = (
     Needed("smg_grpc_mode", (False, None), "adapters are named over HTTP"),
     Needed("encoder_only", (False, None), "there are no experts in an encoder"),

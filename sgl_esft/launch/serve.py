@@ -10,7 +10,7 @@ from typing import Any
 
 from sgl_esft import platform, plugin, zoo
 from sgl_esft.errors import EsftError
-from sgl_esft.http_adapters import AdapterMiddleware, KnownNames
+from sgl_esft.http_adapters import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
 from sgl_esft.launch import resolved
 from sgl_esft.launch.plan import LaunchPlan
 
@@ -43,6 +43,8 @@ def _resolve(launch: LaunchPlan) -> object:
     needed = resolved.SERVER
     if launch.config is not None:
         needed += resolved.WEAVING
+        if launch.config.expert_memory == "virtual":
+            needed += resolved.VIRTUAL
     if platform.is_active():
         needed += resolved.CPU
     resolved.check_resolved(resolving_view(server_args), needed)
@@ -54,7 +56,10 @@ def _run(launch: LaunchPlan, server_args: object, started: float) -> int:
     from sglang.srt.utils import kill_process_tree
 
     if launch.config is not None:
-        http_server.app.add_middleware(AdapterMiddleware, known_names=_known_names)
+        refused = ROUTES_OVER_ALL_SLOTS if launch.config.expert_memory == "virtual" else frozenset()
+        http_server.app.add_middleware(
+            AdapterMiddleware, known_names=_known_names, refused_routes=refused
+        )
         http_server.app.add_api_route(
             "/v1/memory",
             _memory,

@@ -197,6 +197,8 @@ class VirtualMemoryMachine(RuleBasedStateMachine):
                 break
             except (ExpertMemoryError, OutOfExpertMemoryError):
                 assert self.fault_ordered
+                layer.memory.check_integrity()
+                assert not layer.memory.mapped_slots().intersection(slots)
         for slot in slots:
             layer.versions.pop(slot, None)
 

@@ -101,6 +101,7 @@ def test_dp_attention_where_sglang_has_none(tmp_path: Path) -> None:
         ((*TP2_EP2, "--enable-epl"), "--enable-eplb"),  # SGLang takes abbreviations
         (("--page-size", "16"), "--page-size"),
         (("--quantization", "fp8"), "--quantization"),
+        (("--load-format", "dummy"), "--load-format"),
     ],
 )
 def test_what_sglang_resolves_is_checked(args: tuple[str, ...], named: str, family: Family) -> None:

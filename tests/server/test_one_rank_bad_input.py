@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sgl_esft.http_adapters import ROUTES_OVER_ALL_SLOTS
 from tests.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
 from tests.one_rank import MAX_EXPERTS, OneRank
 
@@ -125,6 +126,13 @@ def test_adapters_are_not_loaded_from_tensors(one_rank: OneRank) -> None:
     response = one_rank.server.post("/load_lora_adapter_from_tensors", body)
     assert response.status_code in (400, 422)
     assert "t" not in one_rank.server.adapter_names()
+
+
+@pytest.mark.parametrize("route", sorted(ROUTES_OVER_ALL_SLOTS))
+def test_routes_that_would_read_slots_without_memory(route: str, one_rank: OneRank) -> None:
+    response = one_rank.server.post(route, {"action": "checksum"})
+    assert response.status_code == 400
+    assert "--expert-memory padded" in response.json()["error"]["message"]
 
 
 def test_server_still_answers_as_before(one_rank: OneRank) -> None:
