@@ -1,8 +1,8 @@
-"""The README's result tables, from bench/results: `python -m scripts.readme_tables`.
+"""The documents' result tables, from bench/results: `python -m scripts.readme_tables`.
 
-    bench/results/*.json -> [filled] -> README.md, between its table markers
+    bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
 
-A result that is not there yet reads "not yet measured". A test holds the README to the files.
+A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -188,8 +188,9 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def main() -> None:
-    """Write the README's tables."""
-    README.write_text(filled(README.read_text()))
+    """Write the documents' tables."""
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text()))
 
 
 if __name__ == "__main__":
