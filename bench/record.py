@@ -57,9 +57,10 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """BENCH_COMMIT is for a copy of the tree without its repository."""
+    """Of the code: results are no change. BENCH_COMMIT is for a tree without its repository."""
+    code = ("--", ":/", ":!results")  # paths as seen from bench/
     try:
-        head, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+        head, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", *code)
     except OSError:
         head = changes = ""
     if not head:
