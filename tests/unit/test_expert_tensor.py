@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,18 +25,20 @@ BASE = RandomExperts.draw(num_experts=4, hidden=64, width=24, seed=0, dtype=torc
 OTHER = RandomExperts.draw(num_experts=4, hidden=64, width=24, seed=1, dtype=torch.float32)
 
 
+SMALL = {"w13_weight": (10, 16, 8), "w2_weight": (10, 8, 8)}
+
+
 class Layer(torch.nn.Module):
     """Creates its weights as SGLang does: on the default device, with attributes for loaders."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, extra: str | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] = SMALL
+    ) -> None:
         super().__init__()
-        self.dtype, self.extra = dtype, extra
+        self.dtype, self.shapes = dtype, shapes
 
     def create(self) -> None:
-        names = [("w13_weight", (10, 16, 8)), ("w2_weight", (10, 8, 8))]
-        if self.extra is not None:
-            names.append((self.extra, (10, 4)))
-        for name, shape in names:
+        for name, shape in self.shapes.items():
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.dtype), False)
             parameter.weight_loader = self.create  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
@@ -62,7 +65,7 @@ def test_the_bases_slots_can_be_written(config: EsftConfig, dtype: torch.dtype) 
     layer = Layer(dtype)
     memory = expert_tensor.create_experts(layer, LAYOUT, config, layer.create)
     assert memory.mapped_slots() == set(range(4))
-    for name, shape in (("w13_weight", (10, 16, 8)), ("w2_weight", (10, 8, 8))):
+    for name, shape in SMALL.items():
         weight = getattr(layer, name)
         assert (tuple(weight.shape), weight.dtype, weight.device) == (shape, dtype, CPU)
         assert not weight.requires_grad
@@ -71,6 +74,26 @@ def test_the_bases_slots_can_be_written(config: EsftConfig, dtype: torch.dtype) 
         assert (weight[:4] == 3).all()
     assert list(dict(layer.named_parameters())) == ["w13_weight", "w2_weight"]
     expert_tensor.check_still_there(layer, memory)
+
+
+def memory_of_process(field: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) << 10
+
+
+def test_the_base_is_written_into_its_pages_and_nowhere_else() -> None:
+    """At its peak the process has one copy, and none of the slots without an owner."""
+    layer = Layer(shapes={"w13_weight": (10, 1024, 4096), "w2_weight": (10, 1024, 2048)})
+    base_bytes = 4 * (1024 * 4096 + 1024 * 2048) * 4
+    before = memory_of_process("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak, from now on
+    expert_tensor.create_experts(layer, LAYOUT, VIRTUAL, layer.create)
+    for name in expert_tensor.WEIGHT_NAMES:
+        getattr(layer, name).data[:4] = 1
+    peak = memory_of_process("VmHWM") - before
+    assert base_bytes <= peak < base_bytes + (16 << 20)
 
 
 def test_layers_share_the_devices_arena() -> None:
@@ -94,7 +117,7 @@ def test_a_base_larger_than_the_device(own_arena: Arena) -> None:
 
 
 def test_parameters_that_we_do_not_know_are_refused() -> None:
-    layer = Layer(extra="w13_weight_bias")
+    layer = Layer(shapes={**SMALL, "w13_weight_bias": (10, 4)})
     with pytest.raises(UnsupportedModelError, match=r"w13_weight_bias.*--expert-memory padded"):
         expert_tensor.create_experts(layer, LAYOUT, VIRTUAL, layer.create)
 
