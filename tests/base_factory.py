@@ -26,10 +26,10 @@ SERVED_ARCHITECTURES = (
 )
 BOS, EOS, PAD = 256, 257, 258
 
-# An expert's w13 and w2 are then 1.5 and 0.75 pages of 64 KiB (of 2 MiB, DeepSeek-V2-Lite's are
-# 5.5 and 2.75), and SGLang pads no expert on a CPU, where it wants multiples of 32.
-MOE_WIDTH = 96
-AWKWARD_PAGE = "64KiB"
+# An expert's w13 and w2 are then 1.5 and 0.75 pages of 128 KiB (of 2 MiB, DeepSeek-V2-Lite's are
+# 5.5 and 2.75). On a CPU, SGLang pads experts whose width is no multiple of 32 for each rank.
+MOE_WIDTH = 192
+AWKWARD_PAGE = "128KiB"
 
 _COMMON: Mapping[str, Any] = {
     "dtype": "float32",

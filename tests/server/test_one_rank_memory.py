@@ -37,7 +37,7 @@ def test_pages_counted_are_pages_resident(one_rank: OneRank) -> None:
     report = warm(one_rank)
     assert report.expert_memory == "virtual"
     assert report.pool is not None
-    assert report.pool.page_bytes == 64 << 10
+    assert report.pool.page_bytes == 128 << 10
     assert report.mapped_bytes == report.pool.used_bytes
     assert report.resident_bytes == report.pool.used_bytes + report.pool.free_bytes
 
