@@ -43,7 +43,7 @@ Make = Callable[..., Device]
 
 
 @pytest.fixture
-def make(root: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(root: Path) -> Make:
     def make(
         max_pages: int | None = None,
         *,
@@ -53,7 +53,7 @@ def make(root: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         rank: Rank = ONE_RANK,
     ) -> Device:
         """`max_pages` is what adapters are promised; `pool_pages` what there is beside the base."""
-        monkeypatch.setattr(expert_tensor, "_arenas", {})
+        expert_tensor._arenas.clear()
         arena = open_arena("host", 0, PAGE)
         expert_tensor._arenas[torch.device("cpu")] = arena
         device = Device(

@@ -47,10 +47,9 @@ class Layer(torch.nn.Module):
 Arena = Callable[[int | None], None]
 
 
-@pytest.fixture(autouse=True)
-def own_arena(monkeypatch: pytest.MonkeyPatch) -> Arena:
-    """No arena of another test; call it for one of some pages."""
-    monkeypatch.setattr(expert_tensor, "_arenas", {})
+@pytest.fixture
+def own_arena() -> Arena:
+    """Call it for an arena of so many pages."""
 
     def make(num_pages: int | None) -> None:
         budget = None if num_pages is None else num_pages * PAGE
