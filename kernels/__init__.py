@@ -1,13 +1,33 @@
 """Rerouting kernels: from the router's expert ids to slots of the expert tensor.
 
-    reroute_ref.py   the definition, in plain torch, as the paper's unfused chain
+    op.py                     the operator, its contract, its fake
+    implementations.py        which implementations there are, and the choice of one at start-up
+    reroute_ref.py            the definition, in plain torch: the paper's unfused chain
+    reroute_cpu.py            native code of csrc/reroute
+    reroute_triton.py         CUDA
+    reroute_triton_ascend.py  Ascend's vector cores
+    route_ref.py, route_triton.py   scoring, top-k and rerouting in one: the definition, CUDA
 
 Installed as `sgl_esft_kernels`. Knows neither SGLang nor `sgl_esft`.
 """
 
+from sgl_esft_kernels.checks import check_map_height
+from sgl_esft_kernels.errors import KernelError, KernelInputError, KernelUnavailableError
+from sgl_esft_kernels.implementations import IMPLEMENTATIONS, choose, implementation_for
+from sgl_esft_kernels.op import reroute
 from sgl_esft_kernels.reroute_ref import reroute_unfused
 
-__all__ = ["reroute_unfused"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "KernelError",
+    "KernelInputError",
+    "KernelUnavailableError",
+    "check_map_height",
+    "choose",
+    "implementation_for",
+    "reroute",
+    "reroute_unfused",
+]
 
 # The model hub's package is called "kernels" too. Where the checkout's root is on the import path,
 # transformers finds this folder under that name and asks for its version; a version below the

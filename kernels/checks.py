@@ -1,8 +1,12 @@
-"""Checks at the boundary of an operator: shape, dtype, device, each with the tensor's name."""
+"""Checks at the boundary of an operator, each with the tensor's name."""
 
 from __future__ import annotations
 
 import torch
+
+from sgl_esft_kernels.errors import KernelInputError
+
+ID_DTYPES = (torch.int32, torch.int64)
 
 
 def check_tensor(
@@ -13,10 +17,74 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Raises ValueError naming `name`, what it is and what it must be."""
+    """Raises KernelInputError naming `name`, what it is and what it must be."""
     if tensor.ndim != ndim:
-        raise ValueError(f"{name} has {tensor.ndim} dimensions, must have {ndim}")
+        raise KernelInputError(f"{name} has {tensor.ndim} dimensions, must have {ndim}")
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}, must be one of {dtypes}")
+        raise KernelInputError(f"{name} is {tensor.dtype}, must be one of {dtypes}")
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, must be on {device}")
+        raise KernelInputError(f"{name} is on {tensor.device}, must be on {device}")
+    if not tensor.is_contiguous():
+        raise KernelInputError(
+            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, "
+            "must be contiguous"
+        )
+
+
+def check_reroute_inputs(
+    topk_ids: torch.Tensor,
+    token_adapter_slots: torch.Tensor,
+    expert_map: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> None:
+    """What every implementation of reroute asks for. Raises KernelInputError."""
+    device = expert_map.device
+    check_tensor(expert_map, "expert_map", ndim=2, dtypes=(torch.int32,), device=device)
+    check_tensor(topk_ids, "topk_ids", ndim=2, dtypes=ID_DTYPES, device=device)
+    check_tensor(
+        token_adapter_slots, "token_adapter_slots", ndim=1, dtypes=(torch.int32,), device=device
+    )
+    if 0 in expert_map.shape:
+        raise KernelInputError(
+            f"expert_map is {tuple(expert_map.shape)}, must have the base's row and an expert"
+        )
+    if token_adapter_slots.shape[0] != topk_ids.shape[0]:
+        raise KernelInputError(
+            f"token_adapter_slots has {token_adapter_slots.shape[0]} tokens, "
+            f"topk_ids has {topk_ids.shape[0]}"
+        )
+    if out is not None:
+        check_tensor(out, "out", ndim=2, dtypes=(topk_ids.dtype,), device=device)
+        if out.shape != topk_ids.shape:
+            raise KernelInputError(
+                f"out is {tuple(out.shape)}, must be {tuple(topk_ids.shape)} as topk_ids"
+            )
+
+
+def check_map_height(expert_map: torch.Tensor, num_adapters: int) -> None:
+    """Raises KernelInputError unless the map has a row for each adapter slot and the base's."""
+    if expert_map.ndim != 2 or expert_map.shape[0] != num_adapters + 1:
+        raise KernelInputError(
+            f"expert_map is {tuple(expert_map.shape)}, must have {num_adapters + 1} rows: one for "
+            f"each of {num_adapters} adapter slots and the base's"
+        )
+
+
+def check_values(
+    topk_ids: torch.Tensor, token_adapter_slots: torch.Tensor, expert_map: torch.Tensor
+) -> None:
+    """Raises KernelInputError for an id or an adapter slot that the map does not have.
+
+    Reads the tensors, so on an accelerator it waits for the device: for debug builds and tests.
+    """
+    num_rows, num_experts = expert_map.shape
+    _check_range(topk_ids, "topk_ids", num_experts)
+    _check_range(token_adapter_slots, "token_adapter_slots", num_rows - 1)
+
+
+def _check_range(values: torch.Tensor, name: str, end: int) -> None:
+    if values.numel() == 0:
+        return
+    low, high = int(values.min()), int(values.max())
+    if low < -1 or high >= end:
+        raise KernelInputError(f"{name} has values from {low} to {high}, must be in -1..{end - 1}")

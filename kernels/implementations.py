@@ -1,0 +1,92 @@
+"""The implementations of reroute, and the choice of one at start-up.
+
+    choose(name or None, device type) -> Implementation, loaded -> its function, for every layer
+
+Nothing is tried in turn: what was asked for runs, or a named error says what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sgl_esft_kernels.errors import KernelUnavailableError
+from sgl_esft_kernels.reroute_ref import reroute_unfused
+
+# (topk_ids, token_adapter_slots, expert_map, out=None) -> slot ids; op.py has the contract
+RerouteFunction = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to reroute.
+
+    device_types: torch's names of the devices it runs on; empty = every device.
+    load: makes it ready and returns its function. Raises KernelUnavailableError.
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    load: Callable[[], RerouteFunction]
+
+
+def _load_cpu() -> RerouteFunction:
+    from sgl_esft_kernels.reroute_cpu import load
+
+    return load()
+
+
+def _load_triton() -> RerouteFunction:
+    from sgl_esft_kernels.reroute_triton import load
+
+    return load()
+
+
+def _load_triton_ascend() -> RerouteFunction:
+    from sgl_esft_kernels.reroute_triton_ascend import load
+
+    return load()
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    each.name: each
+    for each in (
+        Implementation("reference", (), lambda: reroute_unfused),
+        Implementation("cpu", ("cpu",), _load_cpu),
+        Implementation("triton", ("cuda",), _load_triton),
+        Implementation("triton_ascend", ("npu",), _load_triton_ascend),
+    )
+}
+
+
+def implementation_for(device_type: str) -> str:
+    """The name of the fused implementation of a device type. Raises KernelUnavailableError."""
+    for each in IMPLEMENTATIONS.values():
+        if device_type in each.device_types:
+            return each.name
+    known = sorted({kind for each in IMPLEMENTATIONS.values() for kind in each.device_types})
+    raise KernelUnavailableError(
+        f"no fused reroute for device type {device_type!r}: there is one for {', '.join(known)}; "
+        "the reference runs everywhere"
+    )
+
+
+def choose(name: str | None, device_type: str) -> RerouteFunction:
+    """Load the implementation `name` (None = the device's fused one). Call it once, at start-up.
+
+    Raises KernelUnavailableError for an unknown name, another device's implementation, and one
+    whose library or compiler is not installed.
+    """
+    name = implementation_for(device_type) if name is None else name
+    if name not in IMPLEMENTATIONS:
+        raise KernelUnavailableError(
+            f"no implementation {name!r} of reroute: there are {', '.join(IMPLEMENTATIONS)}"
+        )
+    chosen = IMPLEMENTATIONS[name]
+    if chosen.device_types and device_type not in chosen.device_types:
+        raise KernelUnavailableError(
+            f"reroute {name!r} runs on {', '.join(chosen.device_types)}, not on {device_type}"
+        )
+    return chosen.load()

@@ -1,0 +1,77 @@
+"""`reroute` as operators of torch: one schema, a fake, an implementation for each device type.
+
+    reroute(...) -> torch.ops.sgl_esft.reroute / reroute_out -> by device: CPU (csrc/reroute),
+                                                                CUDA (Triton), NPU (Triton-Ascend)
+
+The operators are defined here; implementations.py brings what runs behind them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_esft_kernels.checks import check_reroute_inputs
+
+NAMESPACE = "sgl_esft"
+
+# For the life of the process: torch forgets an operator with its Library.
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+LIBRARY.define(
+    "reroute(Tensor topk_ids, Tensor token_adapter_slots, Tensor expert_map) -> Tensor"
+)
+LIBRARY.define(
+    "reroute_out(Tensor topk_ids, Tensor token_adapter_slots, Tensor expert_map, "
+    "Tensor(a!) out) -> ()"
+)
+
+
+def reroute(
+    topk_ids: torch.Tensor,
+    token_adapter_slots: torch.Tensor,
+    expert_map: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token's experts, looked up in its adapter's row of the expert map.
+
+    Semantics::
+
+        out[t, k] = expert_map[token_adapter_slots[t], topk_ids[t, k]]   if topk_ids[t, k] >= 0
+                  = -1                                                   otherwise
+
+    topk_ids: [num_tokens, k] int32 or int64, expert ids in 0..M-1; -1 = no expert.
+    token_adapter_slots: [num_tokens] int32, adapter slots in 0..N-1; -1 = base or padding.
+    expert_map: [N + 1, M] int32, one row an adapter slot, the last row the base's,
+        which is why slot -1 finds it; -1 = the expert lives on another rank.
+    out: [num_tokens, k] in the dtype of topk_ids, overwritten; may be topk_ids itself.
+    Returns slot ids: `out`, or a new tensor when that is None.
+
+    All tensors contiguous and on one device. ExpertWeave section 4.3, one launch.
+    Raises KernelInputError for a wrong shape, dtype, device or layout. Values out of
+    range raise it on the CPU; on accelerators they are checked in a debug build
+    (SGL_ESFT_DEBUG_KERNELS=1) and are undefined otherwise.
+    """
+    if out is None:
+        slot_ids: torch.Tensor = torch.ops.sgl_esft.reroute(
+            topk_ids, token_adapter_slots, expert_map
+        )
+        return slot_ids
+    torch.ops.sgl_esft.reroute_out(topk_ids, token_adapter_slots, expert_map, out)
+    return out
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reroute", lib=LIBRARY)
+def _reroute_fake(
+    topk_ids: torch.Tensor, token_adapter_slots: torch.Tensor, expert_map: torch.Tensor
+) -> torch.Tensor:
+    check_reroute_inputs(topk_ids, token_adapter_slots, expert_map)
+    return torch.empty_like(topk_ids)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reroute_out", lib=LIBRARY)
+def _reroute_out_fake(
+    topk_ids: torch.Tensor,
+    token_adapter_slots: torch.Tensor,
+    expert_map: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    check_reroute_inputs(topk_ids, token_adapter_slots, expert_map, out)
