@@ -19,7 +19,7 @@ ExpertMemoryKind = Literal["virtual", "padded"]
 MAX_PAGE_BYTES = 2 << 20
 MIN_PAGE_BYTES = 4 << 10
 
-RerouteKind = Literal["unfused"]
+RerouteKind = Literal["fused", "router", "unfused"]
 
 EXPERT_MEMORY_KINDS: tuple[str, ...] = get_args(ExpertMemoryKind)
 REROUTE_KINDS: tuple[str, ...] = get_args(RerouteKind)
@@ -34,7 +34,7 @@ class EsftConfig:
     expert_memory: str = "virtual"
     expert_page_bytes: int | None = None  # on the host; None = by the experts' size
     adapter_memory_bytes: int | None = None  # pages for adapters, made at start; None = as needed
-    reroute: str = "unfused"
+    reroute: str = "fused"
     adapter_root: str | None = None  # adapters may only lie below; None = anywhere
 
     def __post_init__(self) -> None:

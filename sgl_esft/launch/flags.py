@@ -109,8 +109,9 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--reroute",
         choices=REROUTE_KINDS,
-        default="unfused",
-        help="unfused: a chain of torch operations (the paper's baseline)",
+        default="fused",
+        help="fused (default): one kernel a layer; router: inside the router's top-k kernel, no "
+        "launch of its own (CUDA); unfused: a chain of torch operations (the paper's baseline)",
     )
     group.add_argument(
         "--adapter-root",
