@@ -16,6 +16,7 @@ from sgl_esft import env
 from sgl_esft.errors import ConfigError
 
 ExpertMemoryKind = Literal["virtual", "padded"]
+DEFAULT_MAX_OVERTAKES = 32  # docs/batching.md: what more and fewer give
 MAX_PAGE_BYTES = 2 << 20
 MIN_PAGE_BYTES = 4 << 10
 
@@ -36,10 +37,12 @@ class EsftConfig:
     adapter_memory_bytes: int | None = None  # pages for adapters, made at start; None = as needed
     reroute: str = "fused"
     adapter_root: str | None = None  # adapters may only lie below; None = anywhere
+    max_overtakes: int = DEFAULT_MAX_OVERTAKES  # B of adapter_batching; 0 = first come first served
 
     def __post_init__(self) -> None:
         _check_positive("--max-adapters", self.max_adapters)
         _check_positive("--max-experts-per-adapter", self.max_experts_per_adapter)
+        _check_not_negative("--max-overtakes", self.max_overtakes)
         if self.adapter_memory_bytes is not None:
             _check_positive("--adapter-memory", self.adapter_memory_bytes)
         if self.expert_page_bytes is not None:
@@ -88,6 +91,11 @@ def required_config() -> EsftConfig:
 def _check_positive(flag: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{flag} {value!r}: must be a whole number of at least 1")
+
+
+def _check_not_negative(flag: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{flag} {value!r}: must be a whole number of at least 0")
 
 
 def _check_page_bytes(page_bytes: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_esft.byte_size import parse_bytes
-from sgl_esft.config import EXPERT_MEMORY_KINDS, REROUTE_KINDS
+from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EXPERT_MEMORY_KINDS, REROUTE_KINDS
 from sgl_esft.errors import ConfigError
 
 DEFAULT_PORT = 30000
@@ -37,6 +37,7 @@ class LaunchFlags:
     expert_page_bytes: int | None
     adapter_memory_bytes: int | None
     reroute: str
+    max_overtakes: int | None
     adapter_root: str | None
     device_memory_bytes: int | None
     device_ledger: str | None
@@ -114,6 +115,14 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
         "launch of its own (CUDA); unfused: a chain of torch operations (the paper's baseline)",
     )
     group.add_argument(
+        "--max-overtakes",
+        type=int,
+        metavar="B",
+        help="requests of adapters that run already may go ahead of waiting ones, of which each is "
+        "overtaken by at most B requests that came later (default: "
+        f"{DEFAULT_MAX_OVERTAKES}; 0: first come, first served)",
+    )
+    group.add_argument(
         "--adapter-root",
         metavar="DIR",
         help="load adapters from below this folder only; relative adapter paths start there",
@@ -175,6 +184,7 @@ _COPIED = (
     "max_experts_per_adapter",
     "expert_memory",
     "reroute",
+    "max_overtakes",
     "adapter_root",
     "device_ledger",
     "host",

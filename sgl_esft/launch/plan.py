@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_esft import adapter_format, env, platform, zoo
-from sgl_esft.config import EsftConfig
+from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.launch.flags import LaunchFlags
 from sgl_esft.launch.ports import check_port_free
@@ -79,6 +79,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     if flags.weave:
         spec = _base_spec(model_path)
         _check_parallelism(spec, sglang_argv)
+        _check_schedule(flags, sglang_argv)
         config = _weaving(flags, spec, adapters)
         _check_resident(config, adapters, sglang_argv)
     return LaunchPlan(
@@ -141,6 +142,24 @@ def _check_parallelism(spec: MoeSpec, sglang_argv: Sequence[str]) -> None:
         )
 
 
+def _check_schedule(flags: LaunchFlags, sglang_argv: Sequence[str]) -> None:
+    """--max-overtakes reorders first come, first served; by default other orders stand."""
+    if flags.max_overtakes and not _is_first_come_first_served(sglang_argv):
+        raise ConfigError(
+            f"--max-overtakes {flags.max_overtakes} reorders requests that are served first come, "
+            "first served: leave it out, or --schedule-policy and --enable-priority-scheduling"
+        )
+
+
+def _is_first_come_first_served(argv: Sequence[str]) -> bool:
+    policies = [
+        arg.partition("=")[2] or following
+        for arg, following in zip(argv, [*argv[1:], ""], strict=True)
+        if arg.split("=")[0] == "--schedule-policy"
+    ]
+    return policies[-1:] in ([], ["fcfs"]) and "--enable-priority-scheduling" not in argv
+
+
 def _check_resident(
     config: EsftConfig, adapters: Mapping[str, Path], sglang_argv: Sequence[str]
 ) -> None:
@@ -163,6 +182,7 @@ def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) ->
         expert_page_bytes=flags.expert_page_bytes,
         adapter_memory_bytes=flags.adapter_memory_bytes,
         reroute=flags.reroute,
+        max_overtakes=_given(flags.max_overtakes, DEFAULT_MAX_OVERTAKES),
         adapter_root=None
         if flags.adapter_root is None
         else str(Path(flags.adapter_root).resolve()),

@@ -43,6 +43,13 @@ def test_a_bad_count_is_refused_by_its_flag(field: str, flag: str, value: Any) -
         EsftConfig(**fields)
 
 
+@pytest.mark.parametrize("value", [-1, 1.0, True, "4", None])
+def test_a_bad_number_of_overtakes_is_refused(value: Any) -> None:
+    assert EsftConfig(2, 3, max_overtakes=0).max_overtakes == 0
+    with pytest.raises(ConfigError, match=f"--max-overtakes {value!r}: must be a whole number"):
+        EsftConfig(2, 3, max_overtakes=value)
+
+
 @pytest.mark.parametrize("value", ["", "Padded", "paged", None])
 @pytest.mark.parametrize(
     ("field", "flag", "first"),
@@ -63,6 +70,7 @@ def test_a_bad_choice_is_refused_with_the_good_ones(
         expert_memory=st.sampled_from(config.EXPERT_MEMORY_KINDS),
         reroute=st.sampled_from(config.REROUTE_KINDS),
         adapter_root=st.none() | st.text(min_size=1),
+        max_overtakes=st.integers(0, 1000),
     )
 )
 def test_json_round_trip(given_config: EsftConfig) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import launch_server, platform
-from sgl_esft.config import EsftConfig
+from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
 from sgl_esft.errors import (
     AdapterFormatError,
     AdapterMismatchError,
@@ -106,6 +106,33 @@ def test_given_sizes_win(make: Make) -> None:
     assert make(line).config == EsftConfig(7, 2)
     alias = make(line.replace("--max-adapters", "--max-loras-per-batch"))
     assert option(alias, "--max-loras-per-batch") == "7"
+
+
+def test_overtakes(make: Make) -> None:
+    def overtakes(line: str) -> int:
+        config = make(f"--model-path BASE {line}").config
+        assert config is not None
+        return config.max_overtakes
+
+    assert overtakes("") == DEFAULT_MAX_OVERTAKES
+    assert overtakes("--max-overtakes 0") == 0
+    assert overtakes("--max-overtakes 5 --schedule-policy fcfs") == 5
+    assert overtakes("--schedule-policy lpm") == DEFAULT_MAX_OVERTAKES, "the hook steps back"
+    assert overtakes("--schedule-policy=lpm --max-overtakes 0") == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "--schedule-policy lpm",
+        "--schedule-policy=random",
+        "--schedule-policy fcfs --schedule-policy lof",
+        "--enable-priority-scheduling",
+    ],
+)
+def test_overtakes_and_another_order_exclude_each_other(make: Make, other: str) -> None:
+    with pytest.raises(ConfigError, match=r"--max-overtakes 5 reorders .*: leave it out, or"):
+        make(f"--model-path BASE --max-overtakes 5 {other}")
 
 
 def test_plain_sglang(make: Make) -> None:
