@@ -13,7 +13,12 @@ Installed as `sgl_esft_kernels`. Knows neither SGLang nor `sgl_esft`.
 
 from sgl_esft_kernels.checks import check_map_height
 from sgl_esft_kernels.errors import KernelError, KernelInputError, KernelUnavailableError
-from sgl_esft_kernels.implementations import IMPLEMENTATIONS, choose, implementation_for
+from sgl_esft_kernels.implementations import (
+    IMPLEMENTATIONS,
+    RerouteFunction,
+    choose,
+    implementation_for,
+)
 from sgl_esft_kernels.op import reroute
 from sgl_esft_kernels.reroute_ref import reroute_unfused
 
@@ -22,6 +27,7 @@ __all__ = [
     "KernelError",
     "KernelInputError",
     "KernelUnavailableError",
+    "RerouteFunction",
     "check_map_height",
     "choose",
     "implementation_for",

@@ -12,4 +12,4 @@ class KernelInputError(KernelError, ValueError):
 
 
 class KernelUnavailableError(KernelError):
-    """An implementation that was asked for cannot run here: install what it names, or choose another."""
+    """What was asked for cannot run here: install what it names, or choose another."""

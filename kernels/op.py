@@ -16,9 +16,7 @@ NAMESPACE = "sgl_esft"
 
 # For the life of the process: torch forgets an operator with its Library.
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-LIBRARY.define(
-    "reroute(Tensor topk_ids, Tensor token_adapter_slots, Tensor expert_map) -> Tensor"
-)
+LIBRARY.define("reroute(Tensor topk_ids, Tensor token_adapter_slots, Tensor expert_map) -> Tensor")
 LIBRARY.define(
     "reroute_out(Tensor topk_ids, Tensor token_adapter_slots, Tensor expert_map, "
     "Tensor(a!) out) -> ()"

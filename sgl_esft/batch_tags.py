@@ -15,6 +15,7 @@ import torch
 from sgl_esft.errors import InvariantError
 
 BASE = -1  # the tag of base requests and of padding rows
+MAX_PADDING_ROWS = 64  # SGLang pads a batch to a multiple of ranks; it has no more of them
 
 
 def tag_tokens(request_slots: Sequence[int], num_tokens_per_request: Sequence[int]) -> torch.Tensor:
@@ -28,30 +29,38 @@ class BatchTags:
     """The tags of the batch at hand.
 
     token_adapter_slots(n): [n] int32 on the device, adapter slot or -1 for base and padding.
-    all_base: no token of the batch has an adapter, so rerouting may be left out
-        (known on the host; False when it is not known).
+
+    The static buffer holds batches of up to `max_num_tokens` and never moves. A larger
+    batch, which no graph was captured for, has another buffer that grows.
     """
 
     def __init__(self, max_num_tokens: int, device: torch.device | str) -> None:
-        self._buffer = torch.full((max_num_tokens,), BASE, dtype=torch.int32, device=device)
+        self._static = _base_tags(max_num_tokens, device)
+        self._large = self._static
+        self._buffer = self._static  # of the batch at hand
         self._num_tokens = 0
-        self.all_base = True
 
-    def set(self, tags: torch.Tensor, *, all_base: bool) -> None:
-        """Take [num_tokens] int32 tags; rows beyond them read as base."""
+    def reserve(self, max_num_tokens: int) -> None:
+        """Make the static buffer large enough; before a graph holds its address."""
+        if _capacity(self._static) < max_num_tokens:
+            self._static = _base_tags(max_num_tokens, self._static.device)
+            self._buffer, self._num_tokens = self._static, 0
+
+    def set(self, tags: torch.Tensor) -> None:
+        """Take [num_tokens] int32 tags, of the host or the device; rows beyond read as base."""
         num_tokens = tags.shape[0]
-        if num_tokens > self._buffer.shape[0]:
-            self._grow(num_tokens)
-        self._buffer[:num_tokens].copy_(tags)
-        self._buffer[num_tokens : max(num_tokens, self._num_tokens)].fill_(BASE)
+        buffer = self._buffer_for(num_tokens)
+        if buffer is not self._buffer:
+            self.reset()
+            self._buffer = buffer
+        _copy(buffer[:num_tokens], tags)
+        buffer[num_tokens : max(num_tokens, self._num_tokens)].fill_(BASE)
         self._num_tokens = num_tokens
-        self.all_base = all_base
 
     def reset(self) -> None:
         """Every token is base."""
         self._buffer[: self._num_tokens].fill_(BASE)
         self._num_tokens = 0
-        self.all_base = True
 
     def token_adapter_slots(self, num_tokens: int) -> torch.Tensor:
         """The first num_tokens tags. Raises InvariantError if the batch was tagged differently.
@@ -66,6 +75,24 @@ class BatchTags:
             )
         return self._buffer[:num_tokens]
 
-    def _grow(self, num_tokens: int) -> None:
-        capacity = 1 << (num_tokens - 1).bit_length()
-        self._buffer = self._buffer.new_full((capacity,), BASE)
+    def _buffer_for(self, num_tokens: int) -> torch.Tensor:
+        if num_tokens <= _capacity(self._static):
+            return self._static
+        if num_tokens > _capacity(self._large):
+            self._large = _base_tags(1 << (num_tokens - 1).bit_length(), self._static.device)
+        return self._large
+
+
+def _base_tags(max_num_tokens: int, device: torch.device | str) -> torch.Tensor:
+    return torch.full((max_num_tokens + MAX_PADDING_ROWS,), BASE, dtype=torch.int32, device=device)
+
+
+def _capacity(buffer: torch.Tensor) -> int:
+    return buffer.shape[0] - MAX_PADDING_ROWS
+
+
+def _copy(to: torch.Tensor, tags: torch.Tensor) -> None:
+    """From pageable memory a copy would wait for the device, and the scheduler with it."""
+    if tags.device != to.device:
+        tags = tags.pin_memory()
+    to.copy_(tags, non_blocking=True)

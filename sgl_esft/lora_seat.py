@@ -49,8 +49,9 @@ class EsftManager:
         make_result: MakeResult,
         gather_tags: GatherTags | None,
         publish: Callable[[], None] | None = None,
+        num_dp_ranks: int = 1,
     ) -> None:
-        """gather_tags: given under DP attention, where tokens of all ranks meet in the MoE.
+        """gather_tags: given under DP attention, where tokens of `num_dp_ranks` meet in the MoE.
 
         publish: called whenever other adapters are on the device than before.
         """
@@ -59,6 +60,7 @@ class EsftManager:
         self._make_result = make_result
         self._gather_tags = gather_tags
         self._publish = publish
+        self._num_dp_ranks = num_dp_ranks
         self._num_published = -1
 
     @property
@@ -126,19 +128,21 @@ class EsftManager:
         slots = [BASE if i is None else self.plane.slot_of(i) for i in forward_batch.lora_ids or ()]
         local = tag_tokens(slots, _num_tokens_per_request(forward_batch, len(slots)))
         if self._gather_tags is None:
-            self.tags.set(local, all_base=all(slot == BASE for slot in slots))
+            self.tags.set(local)
         else:
-            self.tags.set(self._gather_tags(local, forward_batch), all_base=False)
+            self.tags.set(self._gather_tags(local, forward_batch))
 
     # ---- CUDA graphs ----
 
     def init_cuda_graph_batch_info(
         self, max_bs_in_cuda_graph: int, num_tokens_per_req: int
     ) -> None:
-        """SGLang is about to capture decode graphs; the tag buffer must not move afterwards."""
-        raise UnsupportedModelError(
-            "weaving does not capture device graphs yet: start with --disable-cuda-graph"
-        )
+        """SGLang is about to capture decode graphs; the tag buffer must not move afterwards.
+
+        A graph reads the tags and the expert maps where they lie, so adapters may
+        come and go between its replays.
+        """
+        self.tags.reserve(max_bs_in_cuda_graph * num_tokens_per_req * self._num_dp_ranks)
 
     def can_use_prefill_cuda_graph(self, forward_batch: Any) -> bool:
         return False

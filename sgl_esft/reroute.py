@@ -11,23 +11,57 @@ from __future__ import annotations
 import torch
 
 from sgl_esft.batch_tags import BatchTags
+from sgl_esft.errors import InvariantError, UnsupportedDeviceError
 from sgl_esft.expert_map import ExpertMap
-from sgl_esft_kernels import reroute_unfused
+from sgl_esft_kernels import (
+    KernelUnavailableError,
+    RerouteFunction,
+    check_map_height,
+    choose,
+    reroute_unfused,
+)
+
+# --reroute -> the implementation; None = the device's own kernel.
+_IMPLEMENTATIONS = {"unfused": "reference", "fused": None, "router": None}
 
 
 class Rerouter:
     """One layer's step from expert ids to slot ids."""
 
-    def __init__(self, expert_map: ExpertMap, tags: BatchTags, *, is_expert_parallel: bool) -> None:
-        self._map = expert_map
+    def __init__(self, expert_map: ExpertMap, tags: BatchTags, reroute: RerouteFunction) -> None:
+        check_map_height(expert_map.table, expert_map.layout.num_adapters)
+        self._table = expert_map.table
         self._tags = tags
-        self._is_expert_parallel = is_expert_parallel
+        self._reroute = reroute
 
     def __call__(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, k] expert ids (-1 = none) -> slot ids of this rank (-1 = none here)."""
-        if not self._tags.all_base:
-            tags = self._tags.token_adapter_slots(topk_ids.shape[0])
-            return reroute_unfused(topk_ids, tags, self._map.table)
-        if not self._is_expert_parallel:
-            return topk_ids  # the base's row of the map is the identity
-        return self._map.base_row[topk_ids].masked_fill_(topk_ids < 0, -1)
+        tags = self._tags.token_adapter_slots(topk_ids.shape[0])
+        return self._reroute(topk_ids.contiguous(), tags, self._table)
+
+
+def load_reroute(kind: str, device: torch.device) -> RerouteFunction:
+    """What `--reroute kind` runs on a device, loaded and tried once.
+
+    Raises UnsupportedDeviceError when it is not there, InvariantError when it is wrong.
+    """
+    try:
+        reroute = choose(_IMPLEMENTATIONS[kind], device.type)
+    except KernelUnavailableError as error:
+        raise UnsupportedDeviceError(f"--reroute {kind}: {error}") from error
+    _try(reroute, kind, device)
+    return reroute
+
+
+def _try(reroute: RerouteFunction, kind: str, device: torch.device) -> None:
+    """A kernel that answers wrongly would serve one adapter's tokens with another's experts."""
+    expert_map = torch.arange(15, dtype=torch.int32).view(3, 5)
+    expert_map[1, 2] = -1
+    tags = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
+    topk_ids = torch.tensor([[0, 4], [3, -1], [2, 1], [-1, -1]], dtype=torch.int32)
+    found = reroute(topk_ids.to(device), tags.to(device), expert_map.to(device)).cpu()
+    expected = reroute_unfused(topk_ids, tags, expert_map)
+    if not torch.equal(found, expected):
+        raise InvariantError(
+            f"--reroute {kind} on {device} answers {found.tolist()}, must be {expected.tolist()}"
+        )

@@ -70,6 +70,11 @@ def is_dp_attention() -> bool:
     return bool(get_parallel().enable_dp_attention)
 
 
+def num_dp_ranks() -> int:
+    """Ranks whose tokens meet in a MoE layer; 1 without DP attention."""
+    return int(get_parallel().attn_dp_size) if is_dp_attention() else 1
+
+
 def dp_buffer_lengths() -> tuple[int, int]:
     """(rows of this rank, rows of all ranks) of the gather of the batch at hand."""
     return get_local_dp_buffer_len(), get_global_dp_buffer_len()

@@ -26,8 +26,9 @@ from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import verify
-from sgl_esft.reroute import Rerouter
+from sgl_esft.reroute import Rerouter, load_reroute
 from sgl_esft.slot_layout import SlotLayout
+from sgl_esft_kernels import RerouteFunction
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,16 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     max_pages = _adapter_pages(layers, spec, config, device)
     plane = AdapterPlane(layers, spec, config, is_resident=gather is not None, max_pages=max_pages)
     publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
-    manager = EsftManager(plane, tags, sglang_api.make_lora_result, gather, publish)
+    manager = EsftManager(
+        plane,
+        tags,
+        sglang_api.make_lora_result,
+        gather,
+        publish,
+        num_dp_ranks=sglang_api.num_dp_ranks(),
+    )
     manager.load_initial(sglang_api.initial_adapters())
-    attach_rerouters(runner.model, layers, tags)
+    attach_rerouters(runner.model, layers, tags, load_reroute(config.reroute, device))
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
 
@@ -105,14 +113,16 @@ def _layout_of(fused_moe: Any) -> SlotLayout:
 
 
 def attach_rerouters(
-    model: torch.nn.Module, layers: dict[int, WovenLayer], tags: BatchTags
+    model: torch.nn.Module,
+    layers: dict[int, WovenLayer],
+    tags: BatchTags,
+    reroute: RerouteFunction,
 ) -> None:
     """From now on these layers reroute. Raises UnsupportedModelError for a foreign dispatcher."""
     for module in sglang_api.fused_moe_modules(model):
         layer, dispatcher = layers[module.layer_id], module.dispatcher
         sglang_api.check_dispatcher(dispatcher)
-        is_ep = module.moe_ep_size > 1
-        dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, is_expert_parallel=is_ep)
+        dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, reroute)
         # The expert map's rows contain this rank's part of SGLang's own mapping.
         dispatcher.skip_local_expert_mapping = True
 

@@ -22,6 +22,7 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.errors import EsftError
 from sgl_esft.expert_memory import VirtualMemory
 from sgl_esft.model_spec import MoeSpec
+from sgl_esft.reroute import load_reroute
 from tests.layer.test_woven_layer import (
     HIDDEN,
     MAX_ADAPTERS,
@@ -39,6 +40,7 @@ from tests.random_layers import RandomExperts, Rank, share_of
 
 LAYER_ID = 3
 NUM_TOKENS = 48
+REROUTE = load_reroute("unfused", torch.device("cpu"))
 SPEC = MoeSpec("DeepseekV2ForCausalLM", 4, (LAYER_ID,), NUM_EXPERTS, HIDDEN, WIDTH, "float32")
 
 
@@ -144,11 +146,11 @@ def compare_woven(case: Case) -> dict[str, str]:
     model = torch.nn.ModuleList([module])
     layers = weave.bind_layers(model, SPEC)
     tags = BatchTags(NUM_TOKENS, "cpu")
-    weave.attach_rerouters(model, layers, tags)
+    weave.attach_rerouters(model, layers, tags, REROUTE)
     woven = layers[LAYER_ID]
 
-    def run(slot: int, *, all_base: bool = False) -> torch.Tensor:
-        tags.set(torch.full((NUM_TOKENS,), slot, dtype=torch.int32), all_base=all_base)
+    def run(slot: int) -> torch.Tensor:
+        tags.set(torch.full((NUM_TOKENS,), slot, dtype=torch.int32))
         return forward(module, case.batch)
 
     for slot in range(MAX_ADAPTERS):
@@ -157,8 +159,7 @@ def compare_woven(case: Case) -> dict[str, str]:
         f"adapter in slot {slot}": compare(run(slot), case.expected[slot])
         for slot in range(MAX_ADAPTERS)
     }
-    found["base, known to be base"] = compare(run(-1, all_base=True), case.expected_base)
-    found["base, not known to be base"] = compare(run(-1), case.expected_base)
+    found["base"] = compare(run(-1), case.expected_base)
     woven.displace(1)
     woven.place(1, share_of(case.adapters[3], woven.shard))
     found["another adapter in slot 1"] = compare(run(1), case.expected[3])
@@ -182,14 +183,16 @@ def refusals_of_a_woven_layer(case: Case) -> dict[str, str]:
     model = torch.nn.ModuleList([module])
     layers = weave.bind_layers(model, SPEC)
     tags = BatchTags(NUM_TOKENS, "cpu")
-    weave.attach_rerouters(model, layers, tags)
+    weave.attach_rerouters(model, layers, tags, REROUTE)
     dispatcher = module.dispatcher
     found = {
         "other_layers": refusal(lambda: weave.bind_layers(torch.nn.ModuleList(), SPEC)),
         "no_ids": refusal(lambda: dispatcher.dispatch(case.batch[0], SimpleNamespace())),
     }
     module.dispatcher = object()
-    found["foreign_dispatcher"] = refusal(lambda: weave.attach_rerouters(model, layers, tags))
+    found["foreign_dispatcher"] = refusal(
+        lambda: weave.attach_rerouters(model, layers, tags, REROUTE)
+    )
     return found
 
 

@@ -21,6 +21,7 @@ from sgl_esft.expert_memory import PaddedMemory
 from sgl_esft.moe_layer import ExpertWeights, WovenLayer
 from sgl_esft.platform.moe import moe_forward
 from sgl_esft.reroute import Rerouter
+from sgl_esft_kernels import reroute_unfused
 from tests.processes import run_module
 from tests.random_layers import PADDED, VIRTUAL, FakeFusedMoE, RandomExperts, Rank, share_of
 
@@ -61,9 +62,7 @@ class Layer:
         sizes = {"max_adapters": MAX_ADAPTERS, "max_experts": MAX_EXPERTS}
         self.woven: WovenLayer = FakeFusedMoE(self.base, rank, config=config, **sizes).woven()
         self.tags = BatchTags(256, "cpu")
-        self._reroute = Rerouter(
-            self.woven.expert_map, self.tags, is_expert_parallel=rank.ep_size > 1
-        )
+        self._reroute = Rerouter(self.woven.expert_map, self.tags, reroute_unfused)
 
     def place(self, adapter_slot: int, adapter: Adapter) -> None:
         self.woven.place(adapter_slot, share_of(adapter, self.woven.shard))
@@ -72,7 +71,7 @@ class Layer:
         """The woven rank's part of the output, for tokens of these adapter slots."""
         hidden, weights, ids = batch
         tags = torch.tensor(slots, dtype=torch.int32)
-        self.tags.set(tags, all_base=all(slot == -1 for slot in slots))
+        self.tags.set(tags)
         return moe_forward(hidden, self.woven.w13, self.woven.w2, weights, self._reroute(ids))
 
     def merged(self, batch: Routed, adapter: Adapter) -> torch.Tensor:
@@ -126,16 +125,9 @@ def test_each_adapter_is_its_merged_layer(
 @each_dtype
 @each_rank
 def test_the_base_stays_the_base_among_adapters(layer: Layer, dtype: torch.dtype) -> None:
-    """By the short way for a batch that is all base, and by the map."""
     batch = draw_batch(40, dtype)
     expected = layer.merged(batch, {})
     assert torch.equal(layer.run(batch, [-1] * 40), expected)
-    layer.tags.set(torch.full((40,), -1, dtype=torch.int32), all_base=False)
-    hidden, weights, ids = batch
-    slots = layer._reroute(ids)
-    assert torch.equal(
-        moe_forward(hidden, layer.woven.w13, layer.woven.w2, weights, slots), expected
-    )
 
 
 @each_dtype
@@ -188,8 +180,8 @@ def test_padding_rows_of_the_batch_are_base() -> None:
     layer = Layer(torch.float32, Rank())
     layer.place(0, layer.adapters[0])
     batch = draw_batch(8, torch.float32)
-    layer.tags.set(torch.zeros(8, dtype=torch.int32), all_base=False)
-    layer.tags.set(torch.zeros(0, dtype=torch.int32), all_base=False)
+    layer.tags.set(torch.zeros(8, dtype=torch.int32))
+    layer.tags.set(torch.zeros(0, dtype=torch.int32))
     hidden, weights, ids = batch
     output = moe_forward(hidden, layer.woven.w13, layer.woven.w2, weights, layer._reroute(ids))
     assert torch.equal(output, layer.merged(batch, {}))
@@ -213,8 +205,7 @@ def test_sglangs_fused_moe(real: dict[str, Any], ranks: str, dtype: str) -> None
         seen = real["comparisons"][f"{rank} {dtype}"]
         assert set(seen) == {
             *(f"adapter in slot {slot}" for slot in range(MAX_ADAPTERS)),
-            "base, known to be base",
-            "base, not known to be base",
+            "base",
             "another adapter in slot 1",
             "base after unloading",
         }

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_esft.batch_tags import BASE, BatchTags, tag_tokens
+from sgl_esft.batch_tags import BASE, MAX_PADDING_ROWS, BatchTags, tag_tokens
 from sgl_esft.errors import InvariantError
 
 
@@ -30,32 +30,30 @@ def test_tokens_are_tagged_in_the_order_of_the_requests(requests: list[tuple[int
 
 def test_starts_as_base() -> None:
     tags = BatchTags(4, "cpu")
-    assert tags.all_base
     assert tags.token_adapter_slots(4).tolist() == [-1] * 4
     assert tags.token_adapter_slots(4).dtype == torch.int32
 
 
 def test_rows_beyond_the_tags_are_base() -> None:
     tags = BatchTags(6, "cpu")
-    tags.set(tags_of(0, 1, 2, 1), all_base=False)
+    tags.set(tags_of(0, 1, 2, 1))
     assert tags.token_adapter_slots(6).tolist() == [0, 1, 2, 1, -1, -1]
-    assert not tags.all_base
-    tags.set(tags_of(3), all_base=False)
+    tags.set(tags_of(3))
     assert tags.token_adapter_slots(6).tolist() == [3, -1, -1, -1, -1, -1]
 
 
 def test_an_empty_batch() -> None:
     tags = BatchTags(4, "cpu")
-    tags.set(tags_of(2, 2), all_base=False)
-    tags.set(tags_of(), all_base=True)
+    tags.set(tags_of(2, 2))
+    tags.set(tags_of())
     assert tags.token_adapter_slots(0).tolist() == []
     assert tags.token_adapter_slots(2).tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 2, 5])
+@pytest.mark.parametrize("num_tokens", [0, 2, 5 + MAX_PADDING_ROWS])
 def test_a_row_count_that_cannot_be_the_batchs_is_refused(num_tokens: int) -> None:
     tags = BatchTags(4, "cpu")
-    tags.set(tags_of(0, 1, 2), all_base=False)
+    tags.set(tags_of(0, 1, 2))
     with pytest.raises(InvariantError, match=f"{num_tokens} tokens, the batch was tagged for 3"):
         tags.token_adapter_slots(num_tokens)
     assert tags.token_adapter_slots(3).tolist() == [0, 1, 2]
@@ -63,30 +61,53 @@ def test_a_row_count_that_cannot_be_the_batchs_is_refused(num_tokens: int) -> No
 
 def test_reset_makes_all_base_and_takes_any_row_count() -> None:
     tags = BatchTags(4, "cpu")
-    tags.set(tags_of(0, 1, 2), all_base=False)
+    tags.set(tags_of(0, 1, 2))
     tags.reset()
-    assert tags.all_base
     assert tags.token_adapter_slots(1).tolist() == [-1]
     assert tags.token_adapter_slots(4).tolist() == [-1] * 4
 
 
-def test_the_buffer_stays_where_it_is_while_batches_fit() -> None:
+def test_the_static_buffer_stays_where_it_is() -> None:
+    """A captured graph holds its address, whatever batches come in between."""
     tags = BatchTags(8, "cpu")
-    address = tags.token_adapter_slots(8).data_ptr()
-    for slots in ((1, 2, 3), (), (0,) * 8):
-        tags.set(tags_of(*slots), all_base=False)
-        assert tags.token_adapter_slots(8).data_ptr() == address
+    static = tags.token_adapter_slots(8)
+    for slots in ((1, 2, 3), (), (0,) * 8, (4,) * 1000, (5,), (6,) * 3000):
+        tags.set(tags_of(*slots))
+        if len(slots) <= 8:
+            assert tags.token_adapter_slots(8).data_ptr() == static.data_ptr()
+            assert static.tolist() == [*slots] + [BASE] * (8 - len(slots))
     tags.reset()
-    assert tags.token_adapter_slots(8).data_ptr() == address
+    tags.set(tags_of())
+    assert static.tolist() == [BASE] * 8
 
 
-def test_a_larger_batch_grows_the_buffer() -> None:
+def test_reserve_comes_before_capture() -> None:
     tags = BatchTags(2, "cpu")
-    tags.set(tags_of(1, 1), all_base=False)
-    tags.set(tags_of(0, 1, 2, 3, 4), all_base=False)
+    tags.set(tags_of(1, 1))
+    tags.reserve(5000)
+    static = tags.token_adapter_slots(5000)
+    assert static.unique().tolist() == [BASE]
+    tags.set(torch.ones(5000, dtype=torch.int32))
+    assert static.unique().tolist() == [1]
+    tags.reserve(10)
+    assert tags.token_adapter_slots(5000).data_ptr() == static.data_ptr()
+
+
+def test_a_batch_beyond_the_static_buffer_has_one_of_its_own() -> None:
+    tags = BatchTags(2, "cpu")
+    tags.set(tags_of(1, 1))
+    tags.set(tags_of(0, 1, 2, 3, 4))
     assert tags.token_adapter_slots(8).tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
-    tags.set(tags_of(7), all_base=False)
+    tags.set(tags_of(7))
     assert tags.token_adapter_slots(8).tolist() == [7] + [-1] * 7
+
+
+def test_a_full_batch_has_room_for_padding() -> None:
+    tags = BatchTags(4, "cpu")
+    tags.set(tags_of(3, 2, 1, 0))
+    assert tags.token_adapter_slots(6).tolist() == [3, 2, 1, 0, -1, -1]
+    tags.set(torch.zeros(1 << 14, dtype=torch.int32))
+    assert tags.token_adapter_slots((1 << 14) + 2)[-3:].tolist() == [0, -1, -1]
 
 
 @given(
@@ -96,15 +117,13 @@ def test_a_larger_batch_grows_the_buffer() -> None:
 def test_only_the_last_batch_shows(capacity: int, batches: list[list[int] | None]) -> None:
     """None is a reset: no earlier batch shines through behind a shorter one."""
     tags = BatchTags(capacity, "cpu")
-    room = capacity
     for batch in batches:
         if batch is None:
             tags.reset()
         else:
-            tags.set(tags_of(*batch), all_base=all(slot == BASE for slot in batch))
+            tags.set(tags_of(*batch))
         shown = batch or []
-        room = max(room, len(shown))
-        assert tags.all_base == all(slot == BASE for slot in shown)
+        room = max(capacity, len(shown))
         padded = tags.token_adapter_slots(room)
         assert padded.tolist() == shown + [BASE] * (room - len(shown))
         assert torch.equal(tags.token_adapter_slots(len(shown)), tags_of(*shown))
@@ -112,6 +131,6 @@ def test_only_the_last_batch_shows(capacity: int, batches: list[list[int] | None
 
 def test_the_callers_tensor_is_copied() -> None:
     tags, given_tags = BatchTags(4, "cpu"), tags_of(1, 2)
-    tags.set(given_tags, all_base=False)
+    tags.set(given_tags)
     given_tags.fill_(9)
     assert tags.token_adapter_slots(2).tolist() == [1, 2]

@@ -55,13 +55,17 @@ def ref(root: Path, name: str, *, pinned: bool | None = None) -> Ref:
     return Ref(f"id-{name}", name, str(root / name), pinned)
 
 
-def make_manager(root: Path, gather: GatherTags | None = None) -> EsftManager:
+def make_manager(
+    root: Path, gather: GatherTags | None = None, num_dp_ranks: int = 1
+) -> EsftManager:
     from sgl_esft import sglang_api
 
     config = EsftConfig(max_adapters=2, max_experts_per_adapter=2)
     spec = read_moe_spec(root / "base")
     device = Device(spec, config, Rank(), is_resident=gather is not None)
-    return EsftManager(device.plane, BatchTags(16, "cpu"), sglang_api.make_lora_result, gather)
+    make_result = sglang_api.make_lora_result
+    tags = BatchTags(16, "cpu")
+    return EsftManager(device.plane, tags, make_result, gather, num_dp_ranks=num_dp_ranks)
 
 
 @pytest.fixture
@@ -87,7 +91,6 @@ def tags_after(manager: EsftManager, forward_batch: SimpleNamespace, num_tokens:
 def test_decode_has_one_token_a_request(manager: EsftManager) -> None:
     ids = ["id-law", None, "id-math", "id-law"]
     assert tags_after(manager, batch("DECODE", ids), 4) == [1, -1, 0, 1]
-    assert not manager.tags.all_base
 
 
 @pytest.mark.parametrize("mode", ["EXTEND", "MIXED"])
@@ -103,22 +106,18 @@ def test_lengths_beyond_the_requests_are_padding(manager: EsftManager) -> None:
 
 
 @pytest.mark.parametrize("ids", [None, [], [None, None]])
-def test_a_batch_without_adapters_is_known_to_be_base(
-    manager: EsftManager, ids: list[None] | None
-) -> None:
+def test_a_batch_without_adapters_is_base(manager: EsftManager, ids: list[None] | None) -> None:
     manager.prepare_lora_batch(batch("DECODE", ["id-math", "id-math"]))
     num_tokens = len(ids or ())
     assert tags_after(manager, batch("DECODE", ids), num_tokens) == [-1] * num_tokens
-    assert manager.tags.all_base
 
 
 def test_idle_and_reset_forget_the_last_batch(manager: EsftManager) -> None:
     manager.prepare_lora_batch(batch("DECODE", ["id-math"] * 3))
     manager.prepare_lora_batch(batch("IDLE", None))
-    assert manager.tags.all_base
+    assert manager.tags.token_adapter_slots(3).tolist() == [-1] * 3
     manager.prepare_lora_batch(batch("DECODE", ["id-math"] * 3))
     manager.reset_lora_batch()
-    assert manager.tags.all_base
     assert manager.tags.token_adapter_slots(1).tolist() == [-1]
 
 
@@ -156,7 +155,6 @@ def test_dp_attention_tags_by_the_gather(root: Path) -> None:
     assert tags_after(manager, current, 4) == [1, -1, 0, -1]
     current = batch("IDLE", None)
     assert tags_after(manager, current, 4) == [1, -1, -1, -1]
-    assert not manager.tags.all_base, "an idle rank still computes the others' tokens"
     assert seen == [[0], []]
 
 
@@ -242,13 +240,23 @@ def test_a_bad_initial_adapter_stops_the_start(root: Path) -> None:
         make_manager(root).load_initial([ref(root, "math"), ref(root, "large")])
 
 
-def test_device_graphs_are_refused(manager: EsftManager) -> None:
-    with pytest.raises(UnsupportedModelError, match="--disable-cuda-graph"):
-        manager.init_cuda_graph_batch_info(8, 1)
+@pytest.mark.parametrize("num_dp_ranks", [1, 4])
+def test_a_captured_graph_reads_the_tags_of_each_replay(root: Path, num_dp_ranks: int) -> None:
+    """SGLang captures with no adapter in the batch, then replays with any."""
+    gather = None if num_dp_ranks == 1 else lambda local, _: local.repeat(num_dp_ranks)
+    manager = make_manager(root, gather, num_dp_ranks)
+    manager.load_initial([ref(root, "math"), ref(root, "law")])
+    manager.init_cuda_graph_batch_info(max_bs_in_cuda_graph=20, num_tokens_per_req=2)
+    manager.prepare_lora_batch(batch("DECODE", [None] * 20))
+    captured = manager.tags.token_adapter_slots(40 * num_dp_ranks)
+    manager.prepare_lora_batch(batch("EXTEND", ["id-math"], extend_seq_lens_cpu=[5000]))
+    manager.prepare_lora_batch(batch("DECODE", ["id-law", None, "id-math"]))
+    assert captured[: 3 * num_dp_ranks].tolist() == [1, -1, 0] * num_dp_ranks
+    assert captured[3 * num_dp_ranks :].unique().tolist() == [-1]
     assert not manager.can_use_prefill_cuda_graph(batch("EXTEND", None))
 
 
-# Asked for where device graphs are captured, which `init_cuda_graph_batch_info` refuses before.
+# Asked for by prefill graphs and LoRA's own buffers, which weaving has none of.
 FOR_DEVICE_GRAPHS = {"init_prefill_cuda_graph_batch_info", "init_cuda_graph_moe_buffers"}
 
 
