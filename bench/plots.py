@@ -1,0 +1,191 @@
+"""Pictures of the results: `python -m bench.plots` writes docs/pictures/*.svg.
+
+    bench/results/<name>.json -> [DRAWERS] -> docs/pictures/<name>.svg
+
+A result that is not there is named and skipped. The same result gives the same bytes: no date, no
+random ids, and the pinned matplotlib. Text stays text. The background is opaque, so that a picture
+reads on a light page and on a dark one; the colours are told apart by the colour-blind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.record import RESULTS
+
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+
+# Okabe and Ito's palette.
+BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#222222",
+)
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+MARKERS = "osD^vP"
+STYLE = {
+    "svg.hashsalt": "sgl-esft",
+    "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "figure.facecolor": "white",
+    "figure.constrained_layout.use": True,
+}
+
+Spread = Mapping[str, float]
+Result = Mapping[str, Any]
+
+
+def panels(columns: int, rows: int = 1, *, width: float = 3.4, height: float = 2.7) -> Any:
+    """A figure and its ``[rows, columns]`` axes; sizes in inches a panel."""
+    figure = Figure(figsize=(width * columns, height * rows))
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def quartile_line(
+    axes: Axes, x: Sequence[float], spreads: Sequence[Spread], place: int, label: str
+) -> None:
+    """Medians as a line, quartiles as bars; `place` chooses colour and marker."""
+    medians = [s["median"] for s in spreads]
+    below = [s["median"] - s["q1"] for s in spreads]
+    above = [s["q3"] - s["median"] for s in spreads]
+    colour = COLOURS[place % len(COLOURS)]
+    axes.errorbar(
+        x,
+        medians,
+        yerr=[below, above],
+        color=colour,
+        marker=MARKERS[place % len(MARKERS)],
+        capsize=2,
+        elinewidth=0.9,
+        label=label,
+    )
+
+
+def goal_line(axes: Axes, value: float, words: str, *, at: Literal["left", "right"]) -> None:
+    """A thin line at the goal, named at its left or right end."""
+    axes.axhline(value, color=BLACK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        words,
+        (at == "right", value),
+        xycoords=("axes fraction", "data"),
+        xytext=(-2 if at == "right" else 2, 2),
+        textcoords="offset points",
+        ha=at,
+        fontsize=7.5,
+    )
+
+
+def log_ticks(axes: Axes, values: Sequence[int]) -> None:
+    """Powers of two and the like: a logarithmic axis with these numbers written out."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(values), [str(value) for value in values])
+    axes.minorticks_off()
+
+
+def figure9(result: Result) -> Figure:
+    """Weights and KV cache by number of adapters: merged, padded, virtual; the paper's as marks."""
+    figure, ((weights, cache),) = panels(2)
+    for place, way in enumerate(("merged", "padded", "virtual")):
+        rows = result["rows"]
+        x = [row["num_adapters"] + (place - 1) * 0.27 for row in rows]
+        gib = [row[way]["weight_bytes"] / (1 << 30) for row in rows]
+        _bars(weights, x, gib, [row["paper"][way]["weight_gib"] for row in rows], place, way)
+        tokens = [_thousands(row[way]["kv_tokens"]) for row in rows]
+        theirs = [_thousands(row["paper"][way]["kv_tokens"]) for row in rows]
+        _bars(cache, x, tokens, theirs, place, way)
+    device = result["planned_device"]["memory_bytes"] / (1 << 30)
+    goal_line(weights, device, f"the device: {device:.0f} GiB", at="left")
+    weights.set_ylabel("model weights [GiB]")
+    cache.set_ylabel("KV cache [thousand tokens]")
+    for axes in (weights, cache):
+        axes.set_xticks([row["num_adapters"] for row in result["rows"]])
+        axes.set_xlabel("adapters")
+        axes.grid(visible=False, axis="x")
+    cache.plot([], [], "k_", markersize=9, label="the paper's")
+    cache.legend(loc="upper right", fontsize=8)
+    return figure
+
+
+def _thousands(tokens: float | None) -> float | None:
+    return None if tokens is None else tokens / 1e3
+
+
+def _bars(
+    axes: Axes,
+    x: Sequence[float],
+    ours: Sequence[float | None],
+    theirs: Sequence[float | None],
+    place: int,
+    label: str,
+) -> None:
+    """Our values as bars (a cross where there is none), the paper's as dashes over them."""
+    colour = COLOURS[place]
+    axes.bar(x, [value or 0 for value in ours], 0.25, color=colour, label=label)
+    for at, value in zip(x, ours, strict=True):
+        if value is None:
+            axes.text(at, 20, "no room", rotation=90, ha="center", va="bottom", fontsize=7.5)
+    given = [(at, value) for at, value in zip(x, theirs, strict=True) if value is not None]
+    axes.plot([at for at, _ in given], [value for _, value in given], "k_", markersize=9)
+
+
+DRAWERS: dict[str, Callable[[Result], Figure]] = {
+    "figure9": figure9,
+}
+
+
+def svg(name: str, result: Result) -> str:
+    """The picture of a result as SVG text. Raises KeyError for a result without a picture."""
+    with mpl.rc_context({**mpl.rcParamsDefault, **STYLE}):
+        figure = DRAWERS[name](result)
+        target = io.StringIO()
+        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"
+
+
+def draw(results: Path = RESULTS, pictures: Path = PICTURES) -> list[str]:
+    """Draw what there are results for, and return the names of the others."""
+    missing = []
+    for name in DRAWERS:
+        path = results / f"{name}.json"
+        if path.exists():
+            (pictures / f"{name}.svg").write_text(svg(name, json.loads(path.read_text())))
+        else:
+            missing.append(name)
+    return missing
+
+
+def main() -> None:
+    """Draw all pictures whose results are there."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    missing = draw()
+    print(f"drew {len(DRAWERS) - len(missing)} of {len(DRAWERS)} pictures into {PICTURES.name}/")
+    if missing:
+        print(f"no results, so not drawn: {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    main()
