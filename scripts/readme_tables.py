@@ -1,6 +1,7 @@
 """The documents' result tables, from bench/results: `python -m scripts.readme_tables`.
 
     bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
+    the paper's evaluation: paper_tables.py; pictures: bench/plots.py
 
 A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
@@ -13,6 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scripts import paper_tables
+from scripts.markdown import percent, ratio, table, where
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -24,33 +28,40 @@ def filled(text: str, results: Path = RESULTS) -> str:
     """The text with every marked table made anew. Raises KeyError for an unknown table."""
 
     def made(found: re.Match[str]) -> str:
-        title, table = TABLES[found[2]]
+        title, make = TABLES[found[2]]
         path = results / f"{found[2]}.json"
-        body = table(json.loads(path.read_text())) if path.exists() else "Not yet measured."
-        return f"{found[1]}{title}\n\n{body}\n{found[3]}"
+        body = make(json.loads(path.read_text())) if path.exists() else "Not yet measured."
+        picture = _picture(found[2]) if path.exists() else ""
+        return f"{found[1]}{title}\n\n{picture}{body}\n{found[3]}"
 
     return _TABLE.sub(made, text)
+
+
+def _picture(name: str) -> str:
+    """The line that shows a result's picture (bench/plots.py); nothing where it has none."""
+    words = PLOTTED.get(name)
+    return f"![{words}](pictures/{name}.svg)\n\n" if words else ""
 
 
 def _zoo(result: Any) -> str:
     """Rows as `python -m sgl_esft.zoo evaluate --json` writes them, bare or in a result file."""
     is_bare = isinstance(result, list)
     rows = [
-        [row["task"], *(_percent(row[column]) for column in ("base", "merged", "woven", "same"))]
+        [row["task"], *(percent(row[column]) for column in ("base", "merged", "woven", "same"))]
         for row in (result if is_bare else result["rows"])
     ]
-    where = "`python -m sgl_esft.zoo evaluate`" if is_bare else _where(result)
+    origin = "`python -m sgl_esft.zoo evaluate`" if is_bare else where(result)
     header = ["task", "base", "merged", "woven", "same answer"]
-    return f"{_table(header, rows)}\n\n{where}"
+    return f"{table(header, rows)}\n\n{origin}"
 
 
 def _overhead(result: Any) -> str:
     rows = []
     for row in result["rows"]:
         wall, cpu = row["woven_over_plain"], row["woven_over_plain_cpu"]
-        rows.append([str(row["num_requests"]), *map(_ratio, (wall, cpu)), str(row["pairs"])])
+        rows.append([str(row["num_requests"]), *map(ratio, (wall, cpu)), str(row["pairs"])])
     header = ["requests in the batch", "by the wall clock", "by processor time", "pairs of runs"]
-    return f"{_table(header, rows)}\n\n{_where(result)}"
+    return f"{table(header, rows)}\n\n{where(result)}"
 
 
 def _vmm(result: Any) -> str:
@@ -59,7 +70,7 @@ def _vmm(result: Any) -> str:
 
     def cell(kind: str, operation: str, per: str) -> str:
         spread = found.get((kind, operation, per))
-        return _ratio(spread) if spread else "-"
+        return ratio(spread) if spread else "-"
 
     rows = []
     for raw, pooled in _VMM_ROWS.items():
@@ -68,7 +79,7 @@ def _vmm(result: Any) -> str:
         cells += [cell("pooled", pooled, "page"), cell("pooled", pooled, "page of a run")]
         rows.append([raw.replace("_", " "), *cells])
     header = ["", "one page", "a page of a run", "pooled, one page", "pooled, a page of a run"]
-    return f"{_table(header, rows)}\n\n{_where(result)}"
+    return f"{table(header, rows)}\n\n{where(result)}"
 
 
 # Operation of the backend -> what a virtual tensor on a pool has for it.
@@ -87,14 +98,14 @@ def _adapter_load(result: Any) -> str:
     rows = [
         [
             _PLACES[name],
-            *(_ratio(load[name][clock]) for clock in ("wall", "cpu")),
-            _ratio(unload[name]["wall"]),
+            *(ratio(load[name][clock]) for clock in ("wall", "cpu")),
+            ratio(unload[name]["wall"]),
         ]
         for name in _PLACES
         if name in load
     ]
     header = ["memory", "load, by the wall clock", "load, by processor time", "unload"]
-    return f"{_table(header, rows)}\n\n{_where(result)}"
+    return f"{table(header, rows)}\n\n{where(result)}"
 
 
 _PLACES = {
@@ -111,10 +122,10 @@ def _moe_layer(result: Any) -> str:
         over = row["over_plain"]
         cells = [over["virtual"]["wall"], over["virtual"]["cpu"]]
         cells += [over["virtual_small_pages"]["wall"], over["plain_huge_pages"]["wall"]]
-        rows.append([str(row["num_tokens"]), *map(_ratio, cells)])
+        rows.append([str(row["num_tokens"]), *map(ratio, cells)])
     header = ["tokens", "virtual", "virtual, by processor time", "virtual, 4 KiB pages"]
     header += ["plain, huge pages"]
-    return f"{_table(header, rows)}\n\n{_where(result)}"
+    return f"{table(header, rows)}\n\n{where(result)}"
 
 
 def _expert_memory(result: Any) -> str:
@@ -124,7 +135,7 @@ def _expert_memory(result: Any) -> str:
         who = f"{row['num_adapters']}{' published' if row['adapters'] == 'published' else ''}"
         rows.append([who, str(row["max_experts"]), *map(_footprint, ways)])
     header = ["adapters", "E_max", "merged", "padded", "virtual"]
-    return f"{_table(header, rows)}\n\n{_where(result)}"
+    return f"{table(header, rows)}\n\n{where(result)}"
 
 
 def _footprint(way: Mapping[str, Any]) -> str:
@@ -133,28 +144,6 @@ def _footprint(way: Mapping[str, Any]) -> str:
     room = "no room" if tokens is None else f"{tokens / 1e3:.0f}K"
     cell = f"{way['weight_bytes'] / 1e9:.1f} GB, {room}"
     return cell if way["fragmentation"] is None else f"{cell} ({way['fragmentation']:.3f})"
-
-
-def _ratio(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
-
-
-def _where(result: Mapping[str, Any]) -> str:
-    """Machine, commit and command of a result file."""
-    machine = result["machine"]
-    return (
-        f"`{result['command']}`, commit {result['commit'][:7]}, {machine['cores']} cores of "
-        f"{machine['cpu']}, {machine['device']}."
-    )
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -184,6 +173,26 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "DeepSeek-V2-Lite on a 64 GiB device: weights, tokens of KV cache, F_mem in brackets:",
         _expert_memory,
     ),
+    "table1": (
+        "The paper's ten adapters: most experts in a layer, average over layers, sparsity. The\n"
+        "four with public data have fewer experts than the paper's of that name. The others are\n"
+        "made to have the paper's maximum and average, so only their sparsity is a check:",
+        paper_tables.table1,
+    ),
+    "table3": (
+        "The demo, exact match on held-out prompts in percent; the last column says how often\n"
+        "woven and merged gave the same answer:",
+        paper_tables.table3,
+    ),
+    "figure9": (
+        "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
+        paper_tables.figure9,
+    ),
+}
+
+# Results with a picture -> what it shows.
+PLOTTED = {
+    "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
 }
 
 

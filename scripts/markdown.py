@@ -1,0 +1,33 @@
+"""Cells and tables of Markdown, as the documents' generated parts write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; cells are Markdown already."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def ratio(spread: Mapping[str, float] | None) -> str:
+    """Median and quartiles; a dash where nothing was measured."""
+    if spread is None:
+        return "-"
+    return f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
+
+
+def percent(share: float | None) -> str:
+    """A share as percent without its sign; a dash where nothing was measured."""
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def where(result: Mapping[str, Any]) -> str:
+    """Machine, commit and command of a result file."""
+    machine = result["machine"]
+    return (
+        f"`{result['command']}`, commit {result['commit'][:7]}, {machine['cores']} cores of "
+        f"{machine['cpu']}, {machine['device']}."
+    )

@@ -1,0 +1,65 @@
+"""Tables of the paper's evaluation, repeated here: each function makes one from its result file.
+
+bench/results/{table1,table3,figure9,...}.json -> [a function each] -> readme_tables.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scripts.markdown import percent, table, where
+
+
+def table1(result: Any) -> str:
+    """The paper's numbers and ours, an adapter a row; F_mem below."""
+    rows = [
+        [row["adapter"], _adapter(row["paper"]), _adapter(row["ours"]), row["source"]]
+        for row in result["rows"]
+    ]
+    header = ["adapter", "the paper's: max, average, sparsity", "ours", "where ours are from"]
+    found = result["fragmentation"]
+    words = (
+        f"F_mem of all ten by padding to E_max {result['e_max']}: {found['paper_counts']:.3f} from "
+        f"the paper's averages (it prints {found['paper_prints']:.2f}), {found['our_counts']:.3f} "
+        "with ours."
+    )
+    return f"{table(header, rows)}\n\n{words}\n\n{where(result)}"
+
+
+def _adapter(counts: Mapping[str, float]) -> str:
+    return f"{counts['max_experts']}, {counts['avg_experts']:.2f}, {counts['sparsity']:.2f}"
+
+
+def table3(result: Any) -> str:
+    """Exact match by task, for each number of adapters served together."""
+    columns = ("base", "merged", "woven", "same")
+    rows = [
+        [str(row["num_adapters"]), row["task"], *(percent(row[name]) for name in columns)]
+        for row in result["rows"]
+    ]
+    header = ["adapters woven together", "task", "base", "merged", "woven", "same answer"]
+    return f"{table(header, rows)}\n\n{where(result)}"
+
+
+def figure9(result: Any) -> str:
+    """Weights in the paper's GB of 2^30 bytes, and KV tokens; ours / theirs."""
+    rows = []
+    for row in result["rows"]:
+        ways = ("merged", "padded", "virtual")
+        cells = [_weights(row, way) for way in ways] + [_tokens(row, way) for way in ways]
+        rows.append([str(row["num_adapters"]), *cells])
+    header = ["adapters", "merged, GiB", "padded, GiB", "virtual, GiB"]
+    header += ["merged, KV tokens", "padded, KV tokens", "virtual, KV tokens"]
+    return f"{table(header, rows)}\n\n{where(result)}"
+
+
+def _weights(row: Any, way: str) -> str:
+    return f"{row[way]['weight_bytes'] / (1 << 30):.1f} / {row['paper'][way]['weight_gib']:.1f}"
+
+
+def _tokens(row: Any, way: str) -> str:
+    """The paper has no room for three merged models, and does not print padding's tokens."""
+    ours, theirs = row[way]["kv_tokens"], row["paper"][way]["kv_tokens"]
+    cell = "no room" if ours is None else f"{ours / 1e3:.0f}K"
+    return cell if theirs is None else f"{cell} / {theirs / 1e3:.0f}K"

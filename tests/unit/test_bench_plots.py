@@ -1,0 +1,60 @@
+"""Pictures of results: the committed ones are drawn anew, and nothing else makes them differ."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from bench import plots
+from bench.record import RESULTS
+from scripts import readme_tables
+
+DRAWN = [name for name in plots.DRAWERS if (RESULTS / f"{name}.json").exists()]
+
+
+def result(name: str) -> plots.Result:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_committed_pictures_are_those_of_the_results(name: str) -> None:
+    assert (plots.PICTURES / f"{name}.svg").read_text() == plots.svg(name, result(name))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pictures_are_small_name_their_axes_and_have_a_background(name: str) -> None:
+    text = plots.svg(name, result(name))
+    assert len(text) < 200_000
+    root = ET.fromstring(text)
+    words = {"".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert any("[" in each for each in words), "an axis with its unit"
+    assert "fill: #ffffff" in text.partition("</g>")[0]
+    assert "<dc:date>" not in text
+
+
+def test_there_is_a_result_to_draw() -> None:
+    assert "figure9" in DRAWN
+
+
+def test_a_missing_result_is_named_and_nothing_is_drawn(tmp_path: Path) -> None:
+    assert plots.draw(tmp_path, tmp_path) == list(plots.DRAWERS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_draw_writes_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "figure9.json").write_text((RESULTS / "figure9.json").read_text())
+    assert "figure9" not in plots.draw(tmp_path, tmp_path)
+    assert (tmp_path / "figure9.svg").read_text() == plots.svg("figure9", result("figure9"))
+
+
+def test_a_changed_result_changes_the_picture() -> None:
+    changed = result("figure9")
+    changed["rows"][0]["virtual"]["weight_bytes"] *= 1.1
+    assert plots.svg("figure9", changed) != plots.svg("figure9", result("figure9"))
+
+
+def test_the_documents_show_every_picture() -> None:
+    assert set(readme_tables.PLOTTED) == set(plots.DRAWERS)
