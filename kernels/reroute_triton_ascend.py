@@ -1,0 +1,150 @@
+"""`reroute` on Ascend: blocks for the unified buffer, one launch on the vector cores.
+
+    load() -> op.reroute -> torch.ops.sgl_esft.reroute[_out] -> launch_reroute -> kernel
+    sizes -> plan_blocks -> Blocks: the kernel's compile-time arguments
+
+The kernel and its differences from the CUDA one: reroute_triton_ascend_kernel.py. It was lowered
+by the vendor's compiler and interpreted, and has not run on an NPU (docs/ascend.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sgl_esft_kernels.checks import check_reroute_inputs, check_values
+from sgl_esft_kernels.debug import is_debug
+from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
+from sgl_esft_kernels.implementations import RerouteFunction
+from sgl_esft_kernels.op import LIBRARY, reroute
+
+UNIFIED_BUFFER = 192 * 1024  # bytes of a vector core of the 910B
+LANES = 1024  # expert ids a block, and the most that a token may have
+MAX_TILE = 4096  # cells of the map in the unified buffer: 20 adapters of 160 experts fit in one
+SHIFT = (
+    20  # exact for every lane: an error below LANES * K / 2**SHIFT never reaches the next integer
+)
+INT32 = 4  # bytes
+
+# What the vendor's packages are for, by the module that each must have.
+NEEDED = {
+    "torch_npu": "torch-npu, and the CANN toolkit under it",
+    "triton.backends.ascend.driver": "triton-ascend, installed over any other triton",
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How one vector core cuts its work; the fields are the kernel's, in lower case."""
+
+    k: int
+    tokens: int
+    tag_lanes: int
+    lanes: int
+    tile: int
+    multiplier: int
+    shift: int
+
+    def constants(self) -> dict[str, int]:
+        return {name.upper(): value for name, value in asdict(self).items()}
+
+
+def plan_blocks(k: int, num_cells: int) -> Blocks:
+    """Blocks for k experts a token and a map of num_cells. Raises KernelInputError."""
+    if not 1 <= k <= LANES:
+        raise KernelInputError(f"topk_ids has {k} experts a token, must have 1 to {LANES}")
+    return Blocks(
+        k=k,
+        tokens=LANES // k,
+        tag_lanes=_power_of_two(-(-LANES // k)),
+        lanes=LANES,
+        tile=min(MAX_TILE, _power_of_two(num_cells)),
+        multiplier=-(-(2**SHIFT) // k),
+        shift=SHIFT,
+    )
+
+
+def unified_buffer_bytes(blocks: Blocks, id_bytes: int) -> int:
+    """The most a core needs, if no two buffers share memory and every copy is doubled.
+
+    Copies: ids, tags, a tile of the map, slot ids. Between them, int32 of a lane each: the token
+    of a lane, ids, cells, wanted, index, the gather's byte offsets, found, slot ids, the sign; of
+    a tag each: rows; of a cell each: the tile under the gather's type. And one mask of bits.
+    """
+    copies = 2 * (blocks.lanes * id_bytes * 2 + (blocks.tag_lanes + blocks.tile) * INT32)
+    between = (9 * blocks.lanes + blocks.tag_lanes + blocks.tile) * INT32
+    return copies + between + blocks.lanes // 8
+
+
+def launch_reroute(
+    kernel: Any,
+    num_cores: int,
+    topk_ids: torch.Tensor,
+    token_adapter_slots: torch.Tensor,
+    expert_map: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reroute` (op.py has the contract), as one launch of `kernel` on at most num_cores programs.
+
+    Allocates nothing when `out` is given. No ids, no launch. Raises KernelInputError.
+    """
+    check_reroute_inputs(topk_ids, token_adapter_slots, expert_map, out)
+    if is_debug():
+        check_values(topk_ids, token_adapter_slots, expert_map)
+    out = torch.empty_like(topk_ids) if out is None else out
+    if topk_ids.numel() == 0:
+        return out
+    num_tokens, k = topk_ids.shape
+    num_rows, num_experts = expert_map.shape
+    blocks = plan_blocks(k, expert_map.numel())
+    kernel[(min(num_cores, -(-num_tokens // blocks.tokens)),)](
+        topk_ids,
+        token_adapter_slots,
+        expert_map,
+        out,
+        num_tokens,
+        NUM_ROWS=num_rows,
+        NUM_EXPERTS=num_experts,
+        **blocks.constants(),
+    )
+    return out
+
+
+@functools.cache
+def load() -> RerouteFunction:
+    """Register the operators for the NPU and return `reroute`. Raises KernelUnavailableError."""
+    driver = [_import_needed(name, what) for name, what in NEEDED.items()][-1]
+    register(driver.NPUUtils().get_aivector_core_num())
+    return reroute
+
+
+def register(num_cores: int) -> None:
+    """Make this the NPU's implementation of both operators; once a process."""
+    from sgl_esft_kernels.reroute_triton_ascend_kernel import reroute_kernel
+
+    launch = functools.partial(launch_reroute, reroute_kernel, num_cores)
+
+    def launch_out(
+        topk_ids: torch.Tensor, tags: torch.Tensor, expert_map: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        launch(topk_ids, tags, expert_map, out)
+
+    LIBRARY.impl("reroute", launch, "PrivateUse1")
+    LIBRARY.impl("reroute_out", launch_out, "PrivateUse1")
+
+
+def _import_needed(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise KernelUnavailableError(
+            f"reroute 'triton_ascend' needs {what}: importing {name} failed ({error})"
+        ) from error
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()
