@@ -1,7 +1,8 @@
 """The load of the served figures: who asks what and when, sent and measured by SGLang's own client.
 
     Workload, adapters, alpha, seed -> [make_trace] -> arrivals
-    arrivals, adapter -> Seat        -> [play]       -> LoadFigures
+    arrivals, adapter -> Seat       -> [play]       -> LoadFigures
+    runs by name, rounds            -> [take_turns] -> LoadFigures of each run and round
 
 Shares of adapters follow a power law with shape alpha, as S-LoRA and ExpertWeave 5.2 draw them:
 adapter i of N gets ``((i + 1) / N) ** alpha - (i / N) ** alpha``. Alpha 1 is uniform, 0.32 is
@@ -24,10 +25,14 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import sgl_esft  # noqa: F401  # prepares for SGLang's imports on a CPU
+from bench.record import spread
 
 TIMEOUT_SECONDS = 240.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz "  # each is one token of the scaled model
@@ -89,11 +94,11 @@ METRICS = tuple(field.name for field in fields(LoadFigures) if field.name != "de
 
 
 def power_law_shares(num_adapters: int, alpha: float) -> tuple[float, ...]:
-    """Share of requests of each adapter, largest first. Raises LoadError for alpha not in (0, 1]."""
+    """Share of requests of each adapter, largest first. Raises LoadError: alpha not in (0, 1]."""
     if not 0 < alpha <= 1:
         raise LoadError(f"alpha is {alpha}: give a shape above 0, at most 1, which is uniform.")
     edges = [(i / num_adapters) ** alpha for i in range(num_adapters + 1)]
-    return tuple(high - low for low, high in zip(edges, edges[1:], strict=False))
+    return tuple(high - low for low, high in pairwise(edges))
 
 
 def make_trace(
@@ -158,6 +163,30 @@ def play(
     return _figures(client, trace, outputs, seconds, tokenizer_folder)
 
 
+def take_turns(
+    runs: Mapping[str, Callable[[int], LoadFigures]], rounds: int
+) -> dict[str, list[LoadFigures]]:
+    """Each run once a round, forth and back in turn; a run is given the round as its seed.
+
+    Round -1 warms up and does not count.
+    """
+    taken: dict[str, list[LoadFigures]] = {name: [] for name in runs}
+    for number in range(-1, rounds):
+        for name in list(runs) if number % 2 else reversed(list(runs)):
+            figures = runs[name](number)
+            if number >= 0:
+                taken[name].append(figures)
+    return taken
+
+
+def ratio_spreads(
+    runs: Sequence[LoadFigures], base: Sequence[LoadFigures]
+) -> dict[str, dict[str, float]]:
+    """Metric -> spread over rounds of run / base, each within its round."""
+    ratios = [run.over(other) for run, other in zip(runs, base, strict=True)]
+    return {metric: spread([ratio[metric] for ratio in ratios]) for metric in METRICS}
+
+
 def decode_batch(decodes: Sequence[tuple[float, float]]) -> float:
     """Requests being decoded at once, averaged over output tokens.
 
@@ -179,8 +208,6 @@ def _length(rng: random.Random, mean: int) -> int:
 
 def _sglang_client() -> Any:
     """SGLang's client module, with the settings it keeps in a global."""
-    import sgl_esft  # noqa: F401  # prepares for SGLang's imports on a CPU
-
     from sglang.benchmark import serving
 
     serving.set_global_args(

@@ -6,9 +6,9 @@
 routed experts are over nine tenths of the bytes, so that a decode step is spent in experts.
 
 An adapter tunes the experts that a published config names, in as many of its 26 layers as there
-are here; past the four configs they repeat (ExpertWeave 5.1 repeats its ten). Adapters with the same
-ids have weights of their own. What is not like a real adapter: a random router does not prefer
-the tuned experts, so fewer tokens are rerouted than the 20% or so of real ones.
+are here; past the four configs they repeat (ExpertWeave 5.1 repeats its ten). Adapters with the
+same ids have weights of their own. What is not like a real adapter: a random router does not
+prefer the tuned experts, so fewer tokens are rerouted than the 20% or so of real ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,231 @@
+"""Figure 5, served: 5, 10 and 20 adapters woven, against the base alone, by skew and arrival rate.
+
+    base-only server (plain SGLang) and a woven one, by turns, the same trace -> ratios by round
+    - the floor that the adapters' bytes set (bench/floor.py) -> bench/results/figure5.json
+
+ExpertWeave 5.2, scaled down: one CPU core a server instead of 8 NPUs, the model of
+bench/scaled_model.py, the load of bench/load.py. Base-only serves every request of the trace with
+the base model, as the paper does. A round runs base-only once and each alpha once, in an order that
+turns about; two servers are alive, and the one that is not asked sleeps.
+
+`rows` of the result, one for each (adapters, alpha, rate):
+
+    adapters, alpha          as above
+    rate                     arrival rate as a share of what base-only serves at saturation
+    requests_per_second      the same in requests
+    ttft, ttft_p99, tpot, tpot_p99, prefill_throughput, decode_throughput
+                             woven / base-only: min, q1, median, q3, max over rounds
+    decode_batch             requests decoded together in the woven server, median
+    tpot_floor               what tpot would be if a decode step took the time of its weight bytes
+    tpot_over_floor          tpot - tpot_floor, spread over rounds
+
+TPOT also counts steps that prefill other requests, and slower answers overlap more: both add to
+what is over the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench import floor
+from bench.load import (
+    LoadFigures,
+    Seat,
+    Workload,
+    all_to_base,
+    at_once,
+    make_trace,
+    play,
+    power_law_shares,
+    ratio_spreads,
+    take_turns,
+)
+from bench.record import RESULTS, spread, write_result
+from bench.scaled_model import ScaledModel, ScaledShape
+from sgl_esft.zoo import serving
+
+BASE = "base"
+NO_PREFIX_CACHE = ("--disable-radix-cache",)  # runs repeat the prompts
+NUM_EXPERTS, TOP_K = 64, 6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. Rates are shares of base-only's throughput at saturation."""
+
+    adapters: tuple[int, ...] = (5, 10, 20)
+    alphas: tuple[float, ...] = (1.0, 0.3, 0.1)
+    rates: tuple[float, ...] = (0.3, 0.6)
+    rounds: int = 4
+    shape: ScaledShape = field(default_factory=ScaledShape)
+    workload: Workload = field(default_factory=Workload)
+
+
+QUICK = Plan(
+    adapters=(5,),
+    alphas=(0.3,),
+    rates=(0.5,),
+    rounds=2,
+    shape=ScaledShape(hidden_size=128, expert_width=64, num_moe_layers=2),
+    workload=Workload(num_requests=5, mean_prompt_tokens=8, mean_output_tokens=8),
+)
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Two servers over one scaled model."""
+
+    plan: Plan
+    model: ScaledModel
+    base_url: str
+    woven_url: str
+    num_adapters: int
+
+    def base_run(self, requests_per_second: float, seed: int) -> LoadFigures:
+        trace = all_to_base(self._trace(requests_per_second, 1.0, seed))
+        return play(trace, {None: Seat(self.base_url)}, self.model.base())
+
+    def woven_run(self, requests_per_second: float, alpha: float, seed: int) -> LoadFigures:
+        seats: dict[str | None, Seat] = {n: Seat(self.woven_url, n) for n in self._names()}
+        return play(self._trace(requests_per_second, alpha, seed), seats, self.model.base())
+
+    def rows(self, rate: float, requests_per_second: float) -> list[dict[str, Any]]:
+        """A row for each alpha."""
+        runs = {
+            str(alpha): partial(self.woven_run, requests_per_second, alpha)
+            for alpha in self.plan.alphas
+        }
+        taken = take_turns(
+            {BASE: partial(self.base_run, requests_per_second), **runs}, self.plan.rounds
+        )
+        return [
+            {
+                "adapters": self.num_adapters,
+                "alpha": alpha,
+                "rate": rate,
+                "requests_per_second": round(requests_per_second, 3),
+                **ratio_spreads(taken[str(alpha)], taken[BASE]),
+                **self._over_floor(alpha, taken[str(alpha)], taken[BASE]),
+            }
+            for alpha in self.plan.alphas
+        ]
+
+    def _over_floor(
+        self, alpha: float, woven: Sequence[LoadFigures], base: Sequence[LoadFigures]
+    ) -> dict[str, Any]:
+        floors = [tpot_floor(self.model, self.num_adapters, alpha, w.decode_batch) for w in woven]
+        measured = [w.tpot / b.tpot for w, b in zip(woven, base, strict=True)]
+        return {
+            "decode_batch": statistics.median(w.decode_batch for w in woven),
+            "tpot_floor": statistics.median(floors),
+            "tpot_over_floor": spread([m - f for m, f in zip(measured, floors, strict=True)]),
+        }
+
+    def _names(self) -> list[str]:
+        return list(self.model.adapters(self.num_adapters))
+
+    def _trace(self, requests_per_second: float, alpha: float, seed: int) -> Any:
+        return make_trace(self.plan.workload, requests_per_second, self._names(), alpha, seed)
+
+
+def tpot_floor(model: ScaledModel, num_adapters: int, alpha: float, batch: float) -> float:
+    """Weight bytes of a decode step with adapters over those without, for steps of `batch` tokens.
+
+    Each token's adapter is drawn by its share; every expert is as likely as the next.
+    """
+    config = json.loads((model.base() / "config.json").read_text())
+    shares = (0.0, *power_law_shares(num_adapters, alpha))
+    tuned = model.tuned(num_adapters)
+    num_tokens = max(1, round(batch))
+    touched = partial(
+        floor.expected_touched_at_random,
+        num_tokens=num_tokens,
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+    )
+    woven = [
+        touched([experts.get(layer, ()) for experts in tuned], shares)
+        for layer in model.shape.moe_layer_ids
+    ]
+    return floor.floor_over_base(woven, [touched([], [1.0])], floor.ModelBytes.from_config(config))
+
+
+def capacity(stand: Stand) -> float:
+    """Requests a second that base-only serves when all come at once; the first run warms up."""
+    plan = stand.plan
+    trace = at_once(all_to_base(make_trace(plan.workload, 1.0, [BASE], 1.0, seed=0)))
+    tokens = sum(arrival.num_output_tokens for arrival in trace)
+    seats = {None: Seat(stand.base_url)}
+    runs = [play(trace, seats, stand.model.base()) for _ in range(3)]
+    return statistics.median(run.decode_throughput for run in runs[1:]) * len(trace) / tokens
+
+
+def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
+    """Run the plan; the result file is written after each rate. `reroute`: arguments, or none."""
+    model = ScaledModel.of(plan.shape)
+    model.adapters(max(plan.adapters))  # written now, not while a server is measured
+    rows: list[dict[str, Any]] = []
+    requests_per_second = 0.0
+    with serving.server([*serving.merged_arguments(model.base()), *NO_PREFIX_CACHE]) as base_url:
+        for count in plan.adapters:
+            arguments = serving.woven_arguments(model.base(), model.adapters(count))
+            with serving.server([*arguments, *NO_PREFIX_CACHE, *reroute]) as woven_url:
+                stand = Stand(plan, model, base_url, woven_url, count)
+                requests_per_second = requests_per_second or capacity(stand)
+                for rate in plan.rates:
+                    rows += _printed(stand.rows(rate, rate * requests_per_second))
+                    _write(plan, rows, out, reroute)
+
+
+def _printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for row in rows:
+        print(_line(row), flush=True)
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['adapters']:2} adapters, alpha {row['alpha']}, rate {row['rate']}: "
+        f"ttft {row['ttft']['median']:.3f}, tpot {row['tpot']['median']:.3f} "
+        f"(floor {row['tpot_floor']:.3f}), decode {row['decode_throughput']['median']:.3f}"
+    )
+
+
+def _write(plan: Plan, rows: list[dict[str, Any]], out: Path, reroute: Sequence[str]) -> None:
+    wanted = len(plan.adapters) * len(plan.alphas) * len(plan.rates)
+    path = write_result(
+        "figure5",
+        {
+            "what": "woven adapters over base-only, served: TTFT, TPOT, throughput as ratios",
+            "is_complete": len(rows) == wanted,
+            "reroute": reroute[-1] if reroute else "default",
+            "rounds": plan.rounds,
+            "workload": vars(plan.workload),
+            "model": vars(plan.shape),
+            "rows": rows,
+        },
+        folder=out,
+    )
+    print(f"wrote {path.name}: {len(rows)} of {wanted} rows", flush=True)
+
+
+def main() -> None:
+    """Measure and write bench/results/figure5.json."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few requests")
+    parser.add_argument("--reroute", help="kind of rerouting of the woven server")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    reroute = ["--reroute", options.reroute] if options.reroute else []
+    measure(QUICK if options.quick else Plan(), reroute, options.out)
+
+
+if __name__ == "__main__":
+    main()
