@@ -1,0 +1,46 @@
+"""Triton's kernels for a GPU that is not there: what is launched inside is compiled, and not run.
+
+    with compiler() as kernels: launch_reroute(cpu tensors) -> kernel[grid](...) -> PTX, cubin
+
+The specialisation comes from the launch's own arguments, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@contextmanager
+def compiler(target: GPUTarget = HOPPER) -> Iterator[list[CompiledKernel]]:
+    """Compile every kernel launched inside for `target`; yields the list they are added to."""
+    kernels: list[CompiledKernel] = []
+
+    def launch(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+        kernels.append(compile_launch(kernel, target, *args, **kwargs))
+
+    with patch.object(JITFunction, "run", launch):
+        yield kernels
+
+
+def compile_launch(
+    kernel: JITFunction, target: GPUTarget, *args: Any, grid: object, warmup: bool, **kwargs: Any
+) -> CompiledKernel:
+    """What a launch with these arguments would compile on `target`."""
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, kwargs, bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)

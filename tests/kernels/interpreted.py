@@ -1,0 +1,38 @@
+"""Triton's kernels on CPU tensors: what is launched inside `interpreter()` is interpreted.
+
+    with interpreter(): launch_reroute(cpu tensors) -> kernel[grid](...) -> numpy, one at a time
+
+Triton chooses between its compiler and its interpreter when a function is decorated, for a whole
+process, by TRITON_INTERPRET. Here the choice is made at the launch, so that one process can both
+compile a kernel and interpret it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.jit import JITFunction
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Interpret every kernel launched inside, and every jitted function that it calls."""
+    with patch.object(JITFunction, "run", _launch), patch.object(JITFunction, "__call__", _call):
+        yield
+
+
+def _launch(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+    InterpretedFunction(kernel.fn).run(*args, **kwargs)
+
+
+def _call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    # InterpretedFunction's own call leaves triton.language patched, and the next compilation fails.
+    scope = _patch_lang(function.fn)
+    try:
+        return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
+    finally:
+        scope.restore()
