@@ -106,6 +106,68 @@ def log_ticks(axes: Axes, values: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
+def base_line(axes: Axes, words: str) -> None:
+    """What the ratios are to, at 1."""
+    axes.axhline(1, color=BLACK, linewidth=1, zorder=1, label=words)
+
+
+def figure5(result: Result) -> Figure:
+    """Served load, woven over base-only: a row a metric, a column an alpha, a line a number."""
+    rows = result["rows"]
+    alphas, counts = _values(rows, "alpha"), _values(rows, "adapters")
+    figure, grid = panels(len(alphas), len(SERVED), width=2.9, height=2.1)
+    for line, (metric, words) in zip(grid, SERVED.items(), strict=True):
+        for axes, alpha in zip(line, reversed(alphas), strict=True):
+            base_line(axes, "base-only")
+            for place, count in enumerate(counts):
+                chosen = [r for r in rows if (r["alpha"], r["adapters"]) == (alpha, count)]
+                _load_line(axes, chosen, metric, place, f"{count} adapters")
+            axes.set_xlim(0, 1.15 * max(row["rate"] for row in rows))
+        line[0].set_ylabel(words)
+        _same_height(line)
+    for axes, alpha in zip(grid[0], reversed(alphas), strict=True):
+        axes.set_title(f"alpha {alpha:g}")
+    for axes in grid[-1]:
+        axes.set_xlabel("arrival rate [share of saturation]")
+    legend_below(figure, grid[1][0])
+    return figure
+
+
+SERVED = {
+    "ttft": "TTFT [ratio]",
+    "tpot": "TPOT [ratio]",
+    "prefill_throughput": "prefill tokens/s [ratio]",
+    "decode_throughput": "decode tokens/s [ratio]",
+}
+
+
+def _load_line(axes: Axes, rows: Sequence[Result], metric: str, place: int, label: str) -> None:
+    """One number of adapters by rate, moved aside a little; for TPOT its floor is dotted."""
+    x = [row["rate"] + 0.015 * (place - 1) for row in rows]
+    quartile_line(axes, x, [row[metric] for row in rows], place, label)
+    if metric == "tpot":
+        floors = [row["tpot_floor"] for row in rows]
+        axes.plot(x, floors, ":", color=COLOURS[place], linewidth=1.1, label=f"floor of {label}")
+
+
+def _values(rows: Sequence[Result], key: str) -> list[Any]:
+    return sorted({row[key] for row in rows})
+
+
+def _same_height(line: Sequence[Axes]) -> None:
+    """Panels of one metric share their limits, so that they can be compared."""
+    low = min(axes.get_ylim()[0] for axes in line)
+    high = max(axes.get_ylim()[1] for axes in line)
+    for axes in line:
+        axes.set_ylim(low, high)
+
+
+def legend_below(figure: Figure, axes: Axes, columns: int = 4) -> None:
+    """The legend of one panel, under all of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+
+
 def figure9(result: Result) -> Figure:
     """Weights and KV cache by number of adapters: merged, padded, virtual; the paper's as marks."""
     figure, ((weights, cache),) = panels(2)
@@ -153,6 +215,7 @@ def _bars(
 
 
 DRAWERS: dict[str, Callable[[Result], Figure]] = {
+    "figure5": figure5,
     "figure9": figure9,
 }
 

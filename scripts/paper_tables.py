@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.markdown import percent, table, where
+from scripts.markdown import percent, ratio, table, where
 
 
 def table1(result: Any) -> str:
@@ -63,3 +63,16 @@ def _tokens(row: Any, way: str) -> str:
     ours, theirs = row[way]["kv_tokens"], row["paper"][way]["kv_tokens"]
     cell = "no room" if ours is None else f"{ours / 1e3:.0f}K"
     return cell if theirs is None else f"{cell} / {theirs / 1e3:.0f}K"
+
+
+def figure5(result: Any) -> str:
+    """Woven over base-only, a row for each number of adapters, alpha and rate."""
+    rows = []
+    for row in result["rows"]:
+        cells = [str(row["adapters"]), f"{row['alpha']:g}", f"{row['rate']:g}"]
+        cells += [ratio(row[metric]) for metric in ("ttft", "tpot")]
+        cells += [f"{row['tpot_floor']:.3f}", ratio(row["tpot_over_floor"])]
+        rows.append([*cells, ratio(row["prefill_throughput"]), ratio(row["decode_throughput"])])
+    header = ["adapters", "alpha", "rate", "TTFT", "TPOT", "floor of TPOT", "TPOT - floor"]
+    header += ["prefill tokens/s", "decode tokens/s"]
+    return f"{table(header, rows)}\n\n{where(result)}"

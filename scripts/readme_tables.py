@@ -184,6 +184,12 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "woven and merged gave the same answer:",
         paper_tables.table3,
     ),
+    "figure5": (
+        "Served load on the scaled model, woven over base-only, median and quartiles over rounds.\n"
+        "The rate is a share of what base-only serves at saturation; the floor is what TPOT would\n"
+        "be if a step took the time of its weights' bytes:",
+        paper_tables.figure5,
+    ),
     "figure9": (
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
@@ -192,6 +198,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 # Results with a picture -> what it shows.
 PLOTTED = {
+    "figure5": "TTFT, TPOT and throughput over base-only, by arrival rate, skew and adapters",
     "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
 }
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from scripts.readme_tables import TABLES
+from bench import figure9, table1
+from scripts.readme_tables import TABLES, filled
+from tests.unit.result_samples import ORIGIN, SAMPLES
 
 SPREAD = {"min": 0.1, "q1": 0.25, "median": 0.5, "q3": 0.75, "max": 2.0}
 BOTH = {"wall": SPREAD, "cpu": {**SPREAD, "median": 0.6}}
-ORIGIN: dict[str, Any] = {
-    "machine": {"cpu": "Some CPU", "cores": 2, "device": "none"},
-    "command": "python -m b",
-    "commit": "0123456789",
-}
 CELL = "0.500 (0.250 to 0.750)"
 
 
@@ -69,3 +68,36 @@ def test_expert_memory() -> None:
     cell = "41.7 GB, 479K (1.003)"
     assert f"| 3 | 12 | 31.4 GB, no room | {cell} | {cell} |" in text
     assert "| 3 published | 12 |" in text
+
+
+def test_figure_5_has_the_floor_beside_the_measured() -> None:
+    text = table("figure5", **SAMPLES["figure5"]())
+    cells = "| 5 | 1 | 0.3 | 1.000 (0.900 to 1.100) | 1.100 (1.000 to 1.200) | 1.050 |"
+    assert f"{cells} 0.050 (-0.050 to 0.150) |" in text
+    assert num_rows(text) == 8
+
+
+def test_table_1_says_where_a_row_is_from() -> None:
+    text = table("table1", **table1.measure())
+    assert "| gate-math | 12, 7.04, 0.41 | 12, 7.04, 0.41 | reconstructed |" in text
+    assert "| token-law | 10, 6.58, 0.34 | 9, 5.88, 0.35 | published |" in text
+    assert "1.502 from the paper's averages (it prints 1.51)" in text
+    assert num_rows(text) == 10
+
+
+def test_table_3() -> None:
+    row = {"num_adapters": 2, "task": "sum", "base": 0.0, "woven": 0.9, "merged": 0.9, "same": 1.0}
+    text = table("table3", rows=[row])
+    assert "| 2 | sum | 0.0 | 90.0 | 90.0 | 100.0 |" in text
+
+
+def test_figure_9_shows_ours_and_the_papers() -> None:
+    text = table("figure9", rows=figure9.measure())
+    assert "| 2 | 58.5 / 58.6 | 39.3 / 39.0 | 36.2 / 36.2 | no room / 6K | 463K |" in text
+
+
+def test_a_picture_stands_only_beside_a_result(tmp_path: Path) -> None:
+    document = "<!-- table: figure5 -->\n<!-- end of table -->\n"
+    assert "pictures/" not in filled(document, tmp_path)
+    (tmp_path / "figure5.json").write_text(json.dumps(SAMPLES["figure5"]()))
+    assert "](pictures/figure5.svg)" in filled(document, tmp_path)

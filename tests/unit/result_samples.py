@@ -1,0 +1,44 @@
+"""Small made-up results in the layouts that the benches' docstrings give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ORIGIN: dict[str, Any] = {
+    "machine": {"cpu": "Some CPU", "cores": 2, "device": "none"},
+    "command": "python -m b",
+    "commit": "0123456789",
+}
+
+
+def spread(median: float) -> dict[str, float]:
+    return {
+        "min": median - 0.2,
+        "q1": median - 0.1,
+        "median": median,
+        "q3": median + 0.1,
+        "max": median + 0.2,
+    }
+
+
+def figure5() -> dict[str, Any]:
+    metrics = ("ttft", "tpot", "prefill_throughput", "decode_throughput")
+    rows = [
+        {
+            "adapters": adapters,
+            "alpha": alpha,
+            "rate": rate,
+            "requests_per_second": 2.0,
+            **{metric: spread(1 + place / 10) for place, metric in enumerate(metrics)},
+            "decode_batch": 3.0,
+            "tpot_floor": 1.05,
+            "tpot_over_floor": spread(0.05),
+        }
+        for adapters in (5, 20)
+        for alpha in (1.0, 0.1)
+        for rate in (0.3, 0.6)
+    ]
+    return {**ORIGIN, "rows": rows}
+
+
+SAMPLES = {"figure5": figure5}
