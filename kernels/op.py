@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from sgl_esft_kernels.checks import check_reroute_inputs
+from sgl_esft_kernels.errors import KernelInputError
 
 NAMESPACE = "sgl_esft"
 
@@ -48,12 +49,16 @@ def reroute(
     range raise it on the CPU; on accelerators they are checked in a debug build
     (SGL_ESFT_DEBUG_KERNELS=1) and are undefined otherwise.
     """
-    if out is None:
-        slot_ids: torch.Tensor = torch.ops.sgl_esft.reroute(
-            topk_ids, token_adapter_slots, expert_map
-        )
-        return slot_ids
-    torch.ops.sgl_esft.reroute_out(topk_ids, token_adapter_slots, expert_map, out)
+    try:
+        if out is None:
+            slot_ids: torch.Tensor = torch.ops.sgl_esft.reroute.default(
+                topk_ids, token_adapter_slots, expert_map
+            )
+            return slot_ids
+        torch.ops.sgl_esft.reroute_out.default(topk_ids, token_adapter_slots, expert_map, out)
+    except ValueError as error:  # native code knows that a tensor is wrong, or which value is
+        check_reroute_inputs(topk_ids, token_adapter_slots, expert_map, out)
+        raise KernelInputError(str(error)) from error
     return out
 
 

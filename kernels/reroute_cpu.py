@@ -1,0 +1,52 @@
+"""Rerouting on a CPU: finds and loads the native code of csrc/reroute.
+
+    load() -> package sgl_reroute -> libsgl_reroute.so -> torch's CPU key -> op.reroute
+
+The library is built with csrc/ (`make setup`) and registers itself with torch when it is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from sgl_esft_kernels.errors import KernelUnavailableError
+from sgl_esft_kernels.op import reroute
+
+PACKAGE = "sgl_reroute"
+REMEDY = (
+    "build csrc/ where torch is installed: `make setup`, or "
+    "`pip install --no-build-isolation --no-deps --force-reinstall ./csrc`"
+)
+
+
+def load() -> Callable[..., torch.Tensor]:
+    """Make `op.reroute` run native code on CPU tensors, and return it.
+
+    Raises KernelUnavailableError when the library is not installed, or was built for another torch.
+    """
+    _load_library()
+    return reroute
+
+
+@functools.cache
+def _load_library() -> None:
+    """Once a process: torch refuses to register an operator's implementation twice."""
+    path = library_path()
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise KernelUnavailableError(f"{path} cannot be loaded ({error}): {REMEDY}") from error
+
+
+def library_path() -> Path:
+    """Raises KernelUnavailableError when csrc/ is not installed or was built without torch."""
+    spec = find_spec(PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in Path(folder).glob("*sgl_reroute.so"):
+            return path
+    raise KernelUnavailableError(f"the native reroute is not installed: {REMEDY}")
