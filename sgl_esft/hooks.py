@@ -7,7 +7,7 @@ installs them and refuses to serve when one is not in place.
 
 from __future__ import annotations
 
-from sgl_esft import memory_hooks, registry_hooks, weave_hooks
+from sgl_esft import memory_hooks, registry_hooks, schedule_hooks, weave_hooks
 from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.platform import collectives, cpu_hooks
 
@@ -168,6 +168,15 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         parameters=("self",),
         why="the ESFT manager takes LoRA's seat in SGLang's adapter machinery",
         remove_when="SGLang lets a plugin supply the adapter manager class",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
+        kind=HookKind.AFTER,
+        function=schedule_hooks.prefer_running_adapters,
+        parameters=("self", "waiting_queue", "running_batch", "processed_tokens"),
+        why="a step reads the experts of every adapter in it; requests of adapters that run "
+        "already go ahead of others, within --max-overtakes",
+        remove_when="SGLang lets a plugin supply a scheduling policy",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",

@@ -1,0 +1,121 @@
+"""Adapter-aware batches: SGLang's waiting queue, put into the order of adapter_batching.py.
+
+    SGLang: calc_priority -> [prefer_running_adapters] -> waiting_queue, reordered in place
+                                                       -> SGLang admits from its front
+
+Every rank of a tensor parallel group runs its scheduler in lockstep with the others; the order is
+made from what all of them see alike: requests, adapters and the order they came in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+from sgl_esft import adapter_batching
+from sgl_esft.adapter_batching import AdapterId, ArrivalBook, Waiting
+from sgl_esft.config import required_config
+from sgl_esft.errors import InvariantError
+
+logger = logging.getLogger(__name__)
+
+
+def prefer_running_adapters(
+    result: None,
+    policy: Any,
+    waiting_queue: list[Any],
+    running_batch: Any = None,
+    processed_tokens: int = 0,
+) -> None:
+    """After SGLang has ordered the queue first come, first served. Other orders stand."""
+    composer = getattr(policy, "esft_composer", None)
+    if composer is None:
+        composer = policy.esft_composer = Composer(_max_overtakes(policy), _metrics())
+    composer.reorder(waiting_queue, () if running_batch is None else running_batch.reqs)
+
+
+class Composer:
+    """One scheduler's order, and what it has to remember from step to step."""
+
+    def __init__(self, max_overtakes: int, metrics: BatchingMetrics | None) -> None:
+        """max_overtakes: 0 leaves every queue as it is."""
+        self._max_overtakes = max_overtakes
+        self._metrics = metrics
+        self._book = ArrivalBook()
+
+    def reorder(self, waiting_queue: list[Any], running: Any) -> None:
+        """Put SGLang's `Req`s into the order to admit them in, in place.
+
+        running: those of the running batch, finished ones among them.
+        """
+        if not self._max_overtakes:
+            return
+        num_running: Counter[AdapterId] = Counter(
+            req.lora_id for req in running if not req.finished()
+        )
+        by_key = {_key(req): req for req in waiting_queue}
+        if len(by_key) != len(waiting_queue):
+            raise InvariantError("two waiting requests have one id: send them with different rids")
+        self._book.observe(list(by_key))
+        requests, waiting = [], []
+        for key, num_overtakes in self._book.by_arrival():
+            requests.append(by_key[key])
+            waiting.append(Waiting(by_key[key].lora_id, num_overtakes))
+        order = adapter_batching.plan_order(waiting, num_running, self._max_overtakes)
+        waiting_queue[:] = [requests[index] for index in order]
+        if self._metrics is not None:
+            self._metrics.set(num_running, self._book.num_admissions_that_overtook)
+
+
+class BatchingMetrics:
+    """What the order does, beside SGLang's own metrics at /metrics (with --enable-metrics)."""
+
+    def __init__(self, rank: int) -> None:
+        # SGLang names the folder that its processes share before it starts a rank, and
+        # prometheus_client reads that name when it is imported.
+        from prometheus_client import Counter, Gauge
+
+        self._adapters = Gauge(
+            "sgl_esft:adapters_running",
+            "Adapters in the running batch, when requests were last chosen to join it.",
+            labelnames=("rank",),
+            multiprocess_mode="mostrecent",
+        ).labels(str(rank))
+        self._overtaking = Counter(
+            "sgl_esft:overtaking_admissions",
+            "Requests that left the waiting queue while an earlier one waited.",
+            labelnames=("rank",),
+        ).labels(str(rank))
+        self._num_published = 0
+
+    def set(self, num_running: Counter[AdapterId], num_overtaking: int) -> None:
+        """Publish the running batch, and how many requests have overtaken so far."""
+        self._adapters.set(sum(adapter_id is not None for adapter_id in num_running))
+        self._overtaking.inc(num_overtaking - self._num_published)
+        self._num_published = num_overtaking
+
+
+def _key(req: Any) -> Hashable:
+    """SGLang puts a retracted request at the queue's end, so it arrives anew."""
+    return req.rid, req.retraction_count
+
+
+def _max_overtakes(policy: Any) -> int:
+    """0 where the user chose another order than ours bounds."""
+    if policy.policy.value == "fcfs" and not policy.enable_priority_scheduling:
+        return required_config().max_overtakes
+    logger.info(
+        "Batches are not composed by adapter: --max-overtakes reorders first come, first served, "
+        "and this server orders by %s%s.",
+        policy.policy.value,
+        " and priority" if policy.enable_priority_scheduling else "",
+    )
+    return 0
+
+
+def _metrics() -> BatchingMetrics | None:
+    from sgl_esft import sglang_api
+
+    return BatchingMetrics(sglang_api.tp_rank()) if sglang_api.has_metrics() else None
