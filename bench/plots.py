@@ -133,6 +133,27 @@ def figure5(result: Result) -> Figure:
     return figure
 
 
+def figure6(result: Result) -> Figure:
+    """Woven over merged servers by skew: a panel a metric, a line a setting."""
+    rows = result["rows"]
+    figure, grid = panels(2, 2, width=3.8, height=2.3)
+    hot = {row["alpha"]: row["hot_share"] for row in rows}
+    alphas = sorted(hot, reverse=True)
+    for axes, (metric, words) in zip(grid.flat, SERVED.items(), strict=True):
+        base_line(axes, "merged, a core each")
+        for place, (setting, label) in enumerate(SETTINGS.items()):
+            chosen = {row["alpha"]: row[metric] for row in rows if row["setting"] == setting}
+            x = [alphas.index(alpha) + 0.08 * place for alpha in chosen]
+            quartile_line(axes, x, list(chosen.values()), place, label)
+        ticks = [f"{alpha:g}\n{100 * hot[alpha]:.0f}%" for alpha in alphas]
+        axes.set_xticks(range(len(alphas)), ticks)
+        axes.set_ylabel(words)
+        axes.set_xlabel("alpha, share of the hot adapter")
+    legend_below(figure, grid[0][0])
+    return figure
+
+
+SETTINGS = {"half": "woven on one core", "equal": "woven on two cores"}
 SERVED = {
     "ttft": "TTFT [ratio]",
     "tpot": "TPOT [ratio]",
@@ -216,6 +237,7 @@ def _bars(
 
 DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "figure5": figure5,
+    "figure6": figure6,
     "figure9": figure9,
 }
 

@@ -76,3 +76,19 @@ def figure5(result: Any) -> str:
     header = ["adapters", "alpha", "rate", "TTFT", "TPOT", "floor of TPOT", "TPOT - floor"]
     header += ["prefill tokens/s", "decode tokens/s"]
     return f"{table(header, rows)}\n\n{where(result)}"
+
+
+def figure6(result: Any) -> str:
+    """Woven over merged servers, a row for each setting and skew."""
+    settings = {"half": "half the cores", "equal": "as many cores"}
+    metrics = ("ttft", "tpot", "prefill_throughput", "decode_throughput")
+    rows = [
+        [
+            settings[row["setting"]],
+            f"{row['alpha']:g} ({100 * row['hot_share']:.0f}%)",
+            *(ratio(row[metric]) for metric in metrics),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["woven on", "alpha (hot adapter)", "TTFT", "TPOT"]
+    return f"{table([*header, 'prefill tokens/s', 'decode tokens/s'], rows)}\n\n{where(result)}"

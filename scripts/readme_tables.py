@@ -190,6 +190,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "be if a step took the time of its weights' bytes:",
         paper_tables.figure5,
     ),
+    "figure6": (
+        "Two adapters woven, over a merged server on a core of its own for each, by skew; median\n"
+        "and quartiles over rounds:",
+        paper_tables.figure6,
+    ),
     "figure9": (
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
@@ -199,6 +204,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
 # Results with a picture -> what it shows.
 PLOTTED = {
     "figure5": "TTFT, TPOT and throughput over base-only, by arrival rate, skew and adapters",
+    "figure6": "TTFT, TPOT and throughput over merged servers, by skew",
     "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
 }
 

@@ -21,15 +21,19 @@ def spread(median: float) -> dict[str, float]:
     }
 
 
-def figure5() -> dict[str, Any]:
+def served() -> dict[str, Any]:
     metrics = ("ttft", "tpot", "prefill_throughput", "decode_throughput")
+    return {metric: spread(1 + place / 10) for place, metric in enumerate(metrics)}
+
+
+def figure5() -> dict[str, Any]:
     rows = [
         {
             "adapters": adapters,
             "alpha": alpha,
             "rate": rate,
             "requests_per_second": 2.0,
-            **{metric: spread(1 + place / 10) for place, metric in enumerate(metrics)},
+            **served(),
             "decode_batch": 3.0,
             "tpot_floor": 1.05,
             "tpot_over_floor": spread(0.05),
@@ -41,4 +45,13 @@ def figure5() -> dict[str, Any]:
     return {**ORIGIN, "rows": rows}
 
 
-SAMPLES = {"figure5": figure5}
+def figure6() -> dict[str, Any]:
+    rows = [
+        {"setting": setting, "alpha": alpha, "hot_share": share, "rate": 0.9, **served()}
+        for setting in ("half", "equal")
+        for alpha, share in ((0.32, 0.8), (0.1, 0.93))
+    ]
+    return {**ORIGIN, "rows": rows}
+
+
+SAMPLES = {"figure5": figure5, "figure6": figure6}

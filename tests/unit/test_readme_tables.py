@@ -77,6 +77,13 @@ def test_figure_5_has_the_floor_beside_the_measured() -> None:
     assert num_rows(text) == 8
 
 
+def test_figure_6_names_the_setting() -> None:
+    text = table("figure6", **SAMPLES["figure6"]())
+    assert "| half the cores | 0.32 (80%) | 1.000 (0.900 to 1.100) |" in text
+    assert "| as many cores | 0.1 (93%) |" in text
+    assert num_rows(text) == 4
+
+
 def test_table_1_says_where_a_row_is_from() -> None:
     text = table("table1", **table1.measure())
     assert "| gate-math | 12, 7.04, 0.41 | 12, 7.04, 0.41 | reconstructed |" in text
