@@ -40,11 +40,11 @@ from bench.load import (
     Seat,
     Workload,
     all_to_base,
-    at_once,
     make_trace,
     play,
     power_law_shares,
     ratio_spreads,
+    saturated_rate,
     take_turns,
 )
 from bench.record import RESULTS, spread, write_result
@@ -68,6 +68,7 @@ class Plan:
     workload: Workload = field(default_factory=Workload)
 
 
+WARM_UP = Workload(num_requests=2, mean_prompt_tokens=8, mean_output_tokens=4)
 QUICK = Plan(
     adapters=(5,),
     alphas=(0.3,),
@@ -95,6 +96,11 @@ class Stand:
     def woven_run(self, requests_per_second: float, alpha: float, seed: int) -> LoadFigures:
         seats: dict[str | None, Seat] = {n: Seat(self.woven_url, n) for n in self._names()}
         return play(self._trace(requests_per_second, alpha, seed), seats, self.model.base())
+
+    def warm_up(self) -> None:
+        """Let every adapter answer once; the figures are not kept."""
+        for name in self._names():
+            saturated_rate(WARM_UP, Seat(self.woven_url, name), self.model.base())
 
     def rows(self, rate: float, requests_per_second: float) -> list[dict[str, Any]]:
         """A row for each alpha."""
@@ -157,30 +163,20 @@ def tpot_floor(model: ScaledModel, num_adapters: int, alpha: float, batch: float
     return floor.floor_over_base(woven, [touched([], [1.0])], floor.ModelBytes.from_config(config))
 
 
-def capacity(stand: Stand) -> float:
-    """Requests a second that base-only serves when all come at once; the first run warms up."""
-    plan = stand.plan
-    trace = at_once(all_to_base(make_trace(plan.workload, 1.0, [BASE], 1.0, seed=0)))
-    tokens = sum(arrival.num_output_tokens for arrival in trace)
-    seats = {None: Seat(stand.base_url)}
-    runs = [play(trace, seats, stand.model.base()) for _ in range(3)]
-    return statistics.median(run.decode_throughput for run in runs[1:]) * len(trace) / tokens
-
-
 def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
     """Run the plan; the result file is written after each rate. `reroute`: arguments, or none."""
     model = ScaledModel.of(plan.shape)
     model.adapters(max(plan.adapters))  # written now, not while a server is measured
     rows: list[dict[str, Any]] = []
-    requests_per_second = 0.0
     with serving.server([*serving.merged_arguments(model.base()), *NO_PREFIX_CACHE]) as base_url:
+        saturated = saturated_rate(plan.workload, Seat(base_url), model.base())
         for count in plan.adapters:
             arguments = serving.woven_arguments(model.base(), model.adapters(count))
             with serving.server([*arguments, *NO_PREFIX_CACHE, *reroute]) as woven_url:
                 stand = Stand(plan, model, base_url, woven_url, count)
-                requests_per_second = requests_per_second or capacity(stand)
+                stand.warm_up()
                 for rate in plan.rates:
-                    rows += _printed(stand.rows(rate, rate * requests_per_second))
+                    rows += _printed(stand.rows(rate, rate * saturated))
                     _write(plan, rows, out, reroute)
 
 

@@ -163,19 +163,25 @@ def play(
     return _figures(client, trace, outputs, seconds, tokenizer_folder)
 
 
+def saturated_rate(workload: Workload, seat: Seat, tokenizer_folder: Path) -> float:
+    """Requests a second that a server answers when all come at once; a first run warms it up."""
+    trace = at_once(make_trace(workload, 1.0, [""], 1.0, seed=0))
+    num_tokens = sum(arrival.num_output_tokens for arrival in trace)
+    runs = [play(trace, {"": seat}, tokenizer_folder) for _ in range(2)]
+    return runs[-1].decode_throughput * len(trace) / num_tokens
+
+
 def take_turns(
     runs: Mapping[str, Callable[[int], LoadFigures]], rounds: int
 ) -> dict[str, list[LoadFigures]]:
     """Each run once a round, forth and back in turn; a run is given the round as its seed.
 
-    Round -1 warms up and does not count.
+    None of them warms up: call `saturated_rate` on each server before.
     """
     taken: dict[str, list[LoadFigures]] = {name: [] for name in runs}
-    for number in range(-1, rounds):
-        for name in list(runs) if number % 2 else reversed(list(runs)):
-            figures = runs[name](number)
-            if number >= 0:
-                taken[name].append(figures)
+    for number in range(rounds):
+        for name in reversed(list(runs)) if number % 2 else list(runs):
+            taken[name].append(runs[name](number))
     return taken
 
 

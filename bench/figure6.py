@@ -1,0 +1,232 @@
+"""Figure 6, served: two adapters woven on half the cores, against a merged server for each.
+
+    woven server, and two merged ones with a core each, by turns, the same trace
+    -> ratios by round, by skew -> bench/results/figure6.json
+
+ExpertWeave 5.2, scaled down: a core where the paper has two NPUs, the model of
+bench/scaled_model.py, the load of bench/load.py. Merged models cannot share: as the load goes to
+one of them, the other's core is idle. Two settings:
+
+    half    woven on one core, as the paper has it: half of what the merged servers have
+    equal   woven on both cores, two ranks (DP2 attention, EP2): what the merged servers have
+
+Three servers are alive at once; those that are not asked sleep. The rate is a share of what one
+merged server serves at saturation, and high enough that the busy one is at its limit.
+
+`rows` of the result, one for each (setting, alpha):
+
+    setting, alpha           as above
+    hot_share                share of requests for the first adapter: 0.80, 0.87, 0.93
+    rate                     arrival rate as a share of one merged server's saturated throughput
+    requests_per_second      the same in requests
+    ttft, ttft_p99, tpot, tpot_p99, prefill_throughput, decode_throughput
+                             woven / merged: min, q1, median, q3, max over rounds
+    decode_batch             requests decoded together in the woven server, median
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.load import (
+    LoadFigures,
+    Seat,
+    Workload,
+    make_trace,
+    play,
+    power_law_shares,
+    ratio_spreads,
+    saturated_rate,
+    take_turns,
+)
+from bench.record import RESULTS, write_result
+from bench.scaled_model import ScaledModel, ScaledShape
+from sgl_esft.zoo import serving
+
+NO_PREFIX_CACHE = ("--disable-radix-cache",)  # runs repeat the prompts
+DP2_EP2 = ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention")
+
+Seats = Mapping[str | None, Seat]
+
+
+class TooFewCoresError(Exception):
+    """Two merged servers need a core each."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the woven server runs: on how many cores, by which arguments."""
+
+    num_cores: int
+    arguments: tuple[str, ...] = ()
+
+
+SETTINGS: Mapping[str, Setting] = {"half": Setting(1), "equal": Setting(2, DP2_EP2)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. The rate is a share of one merged server's throughput at saturation."""
+
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    alphas: tuple[float, ...] = (0.32, 0.2, 0.1)
+    rate: float = 1.0
+    rounds: int = 3
+    shape: ScaledShape = field(default_factory=ScaledShape)
+    workload: Workload = field(default_factory=Workload)
+
+
+QUICK = Plan(
+    settings=("half",),
+    alphas=(0.32,),
+    rounds=2,
+    shape=ScaledShape(hidden_size=128, expert_width=64, num_moe_layers=2),
+    workload=Workload(num_requests=5, mean_prompt_tokens=8, mean_output_tokens=8),
+)
+
+
+@dataclass(frozen=True)
+class Stand:
+    """The merged servers and a woven one, over two adapters of one scaled model."""
+
+    plan: Plan
+    model: ScaledModel
+    merged: Seats
+    woven: Seats
+
+    def rows(self, setting: str, requests_per_second: float) -> list[dict[str, Any]]:
+        """A row for each alpha."""
+        runs = {
+            f"{name} {alpha}": partial(self._run, seats, requests_per_second, alpha)
+            for alpha in self.plan.alphas
+            for name, seats in (("merged", self.merged), ("woven", self.woven))
+        }
+        taken = take_turns(runs, self.plan.rounds)
+        return [
+            {
+                "setting": setting,
+                "alpha": alpha,
+                "hot_share": round(power_law_shares(2, alpha)[0], 3),
+                "rate": self.plan.rate,
+                "requests_per_second": round(requests_per_second, 3),
+                **ratio_spreads(taken[f"woven {alpha}"], taken[f"merged {alpha}"]),
+                "decode_batch": statistics.median(w.decode_batch for w in taken[f"woven {alpha}"]),
+            }
+            for alpha in self.plan.alphas
+        ]
+
+    def _run(
+        self, seats: Seats, requests_per_second: float, alpha: float, seed: int
+    ) -> LoadFigures:
+        names = list(self.model.adapters(2))
+        trace = make_trace(self.plan.workload, requests_per_second, names, alpha, seed)
+        return play(trace, seats, self.model.base())
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """What is started inside runs on these cores; the launcher gives its ranks their threads."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def merged_seats(model: ScaledModel, cores: Sequence[int], servers: ExitStack) -> Seats:
+    """A merged server for each of two adapters, on a core each."""
+    seats: dict[str | None, Seat] = {}
+    for index, name in enumerate(model.adapters(2)):
+        arguments = [*serving.merged_arguments(model.merged(index)), *NO_PREFIX_CACHE]
+        with on_cores(cores[index : index + 1]):
+            seats[name] = Seat(servers.enter_context(serving.server(arguments)))
+    return seats
+
+
+def woven_seats(
+    model: ScaledModel, cores: Sequence[int], arguments: Sequence[str], servers: ExitStack
+) -> Seats:
+    """One server for both adapters, on these cores."""
+    adapters = model.adapters(2)
+    woven = [*serving.woven_arguments(model.base(), adapters), *NO_PREFIX_CACHE, *arguments]
+    with on_cores(cores):
+        url = servers.enter_context(serving.server(woven))
+    return {name: Seat(url, name) for name in adapters}
+
+
+def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
+    """Run the plan; the result file is written after each setting. `reroute`: arguments, or none.
+
+    Raises TooFewCoresError.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise TooFewCoresError("figure 6 needs two cores: start it without taskset.")
+    model = ScaledModel.of(plan.shape)
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as merged_servers:
+        merged = merged_seats(model, cores, merged_servers)
+        hot = next(iter(merged.values()))
+        requests_per_second = plan.rate * saturated_rate(plan.workload, hot, model.base())
+        for name in plan.settings:
+            setting = SETTINGS[name]
+            with ExitStack() as woven_server:
+                arguments = [*setting.arguments, *reroute]
+                woven = woven_seats(model, cores[: setting.num_cores], arguments, woven_server)
+                saturated_rate(plan.workload, next(iter(woven.values())), model.base())  # warms up
+                rows += _printed(Stand(plan, model, merged, woven).rows(name, requests_per_second))
+            _write(plan, rows, out, reroute)
+
+
+def _printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for row in rows:
+        print(
+            f"{row['setting']:5}, alpha {row['alpha']}: "
+            f"prefill {row['prefill_throughput']['median']:.3f}, "
+            f"decode {row['decode_throughput']['median']:.3f}, "
+            f"ttft {row['ttft']['median']:.3f}, tpot {row['tpot']['median']:.3f}",
+            flush=True,
+        )
+    return rows
+
+
+def _write(plan: Plan, rows: list[dict[str, Any]], out: Path, reroute: Sequence[str]) -> None:
+    wanted = len(plan.settings) * len(plan.alphas)
+    path = write_result(
+        "figure6",
+        {
+            "what": "two adapters woven over two merged servers: TTFT, TPOT, throughput as ratios",
+            "is_complete": len(rows) == wanted,
+            "reroute": reroute[-1] if reroute else "default",
+            "rounds": plan.rounds,
+            "workload": vars(plan.workload),
+            "model": vars(plan.shape),
+            "rows": rows,
+        },
+        folder=out,
+    )
+    print(f"wrote {path.name}: {len(rows)} of {wanted} rows", flush=True)
+
+
+def main() -> None:
+    """Measure and write bench/results/figure6.json."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few requests")
+    parser.add_argument("--reroute", help="kind of rerouting of the woven server")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    reroute = ["--reroute", options.reroute] if options.reroute else []
+    measure(QUICK if options.quick else Plan(), reroute, options.out)
+
+
+if __name__ == "__main__":
+    main()
