@@ -1,4 +1,4 @@
-"""What a fused router computes: its parameters, and the checks of its inputs.
+"""What a fused router computes: its parameters, which of them can be fused, checks of its inputs.
 
 model config -> [RouterSpec] -> route_ref.py (the definition), route_triton.py (CUDA)
 """
@@ -13,6 +13,7 @@ import torch
 from sgl_esft_kernels.checks import ID_DTYPES, check_tensor
 from sgl_esft_kernels.errors import KernelInputError
 
+MAX_TOP_K = 32
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Added to the sum of a token's weights before they are divided by it: DeepSeek's own gate has it.
 RENORMALIZE_EPSILON = 1e-20
@@ -82,6 +83,33 @@ def _check_range(name: str, value: int, low: int, high: int) -> None:
 def _check_factor(name: str, factor: float | None) -> None:
     if factor is not None and not (math.isfinite(factor) and factor > 0):
         raise KernelInputError(f"{name} is {factor}, must be finite and above 0, or None")
+
+
+def unsupported_reason(spec: RouterSpec) -> str | None:
+    """Why this router cannot be fused, or None. SGLang's own CUDA path is what must be matched."""
+    if spec.scoring not in ("softmax", "sigmoid"):
+        return f"scoring {spec.scoring!r}: there are softmax and sigmoid"
+    if spec.top_k > MAX_TOP_K:
+        return f"{spec.top_k} experts a token: at most {MAX_TOP_K}"
+    if spec.scoring == "softmax" and spec.has_bias:
+        return "softmax with a correction bias: SGLang's routers ignore one of the two"
+    if spec.scale_output and not spec.renormalize:
+        return "scaling of weights that are not renormalised: SGLang's routers do not agree on it"
+    is_grouped = spec.num_expert_groups > 1
+    if is_grouped and spec.has_bias and not spec.renormalize:
+        return "biased groups without renormalising: SGLang's router renormalises all the same"
+    return _unsupported_shared(spec.num_fused_shared_experts, spec.scoring, is_grouped)
+
+
+def _unsupported_shared(num_shared: int, scoring: str, is_grouped: bool) -> str | None:
+    if num_shared > 0 and scoring == "softmax" and not is_grouped:
+        return "fused shared experts after an ungrouped softmax: SGLang's router appends none"
+    if num_shared > 1 and is_grouped:
+        return (
+            f"{num_shared} fused shared experts with groups: SGLang's routers do not agree on "
+            "their ids; one is supported"
+        )
+    return None
 
 
 def check_route_inputs(

@@ -36,6 +36,7 @@ from sgl_esft_kernels.route_spec import (
     RENORMALIZE_EPSILON,
     RouterSpec,
     check_route_inputs,
+    unsupported_reason,
 )
 
 try:
@@ -47,7 +48,6 @@ except ImportError as error:
     ) from error
 
 MAX_EXPERTS = 1024
-MAX_TOP_K = 32
 
 _FLOOR = tl.constexpr(LOWEST_CHOICE)
 _EPSILON = tl.constexpr(RENORMALIZE_EPSILON)
@@ -303,33 +303,6 @@ def kernel_constants(spec: RouterSpec, num_experts: int, num_rows: int) -> dict[
         "enable_fp_fusion": False,  # a fused multiply-add could decide between close experts
         "debug": is_debug(),
     }
-
-
-def unsupported_reason(spec: RouterSpec) -> str | None:
-    """Why this router cannot be fused, or None. SGLang's own CUDA path is what must be matched."""
-    if spec.scoring not in ("softmax", "sigmoid"):
-        return f"scoring {spec.scoring!r}: there are softmax and sigmoid"
-    if spec.top_k > MAX_TOP_K:
-        return f"{spec.top_k} experts a token: at most {MAX_TOP_K}"
-    if spec.scoring == "softmax" and spec.has_bias:
-        return "softmax with a correction bias: SGLang's routers ignore one of the two"
-    if spec.scale_output and not spec.renormalize:
-        return "scaling of weights that are not renormalised: SGLang's routers do not agree on it"
-    is_grouped = spec.num_expert_groups > 1
-    if is_grouped and spec.has_bias and not spec.renormalize:
-        return "biased groups without renormalising: SGLang's router renormalises all the same"
-    return _unsupported_shared(spec.num_fused_shared_experts, spec.scoring, is_grouped)
-
-
-def _unsupported_shared(num_shared: int, scoring: str, is_grouped: bool) -> str | None:
-    if num_shared > 0 and scoring == "softmax" and not is_grouped:
-        return "fused shared experts after an ungrouped softmax: SGLang's router appends none"
-    if num_shared > 1 and is_grouped:
-        return (
-            f"{num_shared} fused shared experts with groups: SGLang's routers do not agree on "
-            "their ids; one is supported"
-        )
-    return None
 
 
 def _check_supported(spec: RouterSpec, num_experts: int) -> None:

@@ -7,6 +7,9 @@ The specialisation comes from the launch's own arguments, as on a GPU.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,3 +47,13 @@ def compile_launch(
     )
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=options.__dict__)
+
+
+def resources(kernel: CompiledKernel) -> dict[str, int]:
+    """What one thread of it takes, by ptxas: REG, STACK, SHARED, LOCAL, ..."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}

@@ -9,12 +9,13 @@ compile a kernel and interpret it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 
@@ -25,8 +26,10 @@ def interpreter() -> Iterator[None]:
         yield
 
 
-def _launch(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
-    InterpretedFunction(kernel.fn).run(*args, **kwargs)
+def _launch(kernel: JITFunction, *args: Any, debug: bool = False, **kwargs: Any) -> None:
+    options = dataclasses.replace(interpreter_builder.options, debug=debug)
+    with patch.object(interpreter_builder, "options", options):  # or there are no device_asserts
+        InterpretedFunction(kernel.fn).run(*args, **kwargs)
 
 
 def _call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
