@@ -32,7 +32,7 @@ def prefer_running_adapters(
     """After SGLang has ordered the queue first come, first served. Other orders stand."""
     composer = getattr(policy, "esft_composer", None)
     if composer is None:
-        composer = policy.esft_composer = Composer(_max_overtakes(policy), _metrics())
+        composer = policy.esft_composer = Composer(max_overtakes_for(policy), _metrics())
     composer.reorder(waiting_queue, () if running_batch is None else running_batch.reqs)
 
 
@@ -102,7 +102,7 @@ def _key(req: Any) -> Hashable:
     return req.rid, req.retraction_count
 
 
-def _max_overtakes(policy: Any) -> int:
+def max_overtakes_for(policy: Any) -> int:
     """0 where the user chose another order than ours bounds."""
     if policy.policy.value == "fcfs" and not policy.enable_priority_scheduling:
         return required_config().max_overtakes
