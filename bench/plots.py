@@ -129,7 +129,7 @@ def figure5(result: Result) -> Figure:
         axes.set_title(f"alpha {alpha:g}")
     for axes in grid[-1]:
         axes.set_xlabel("arrival rate [share of saturation]")
-    legend_below(figure, grid[1][0])
+    legend_below(figure)
     return figure
 
 
@@ -149,7 +149,7 @@ def figure6(result: Result) -> Figure:
         axes.set_xticks(range(len(alphas)), ticks)
         axes.set_ylabel(words)
         axes.set_xlabel("alpha, share of the hot adapter")
-    legend_below(figure, grid[0][0])
+    legend_below(figure)
     return figure
 
 
@@ -183,10 +183,56 @@ def _same_height(line: Sequence[Axes]) -> None:
         axes.set_ylim(low, high)
 
 
-def legend_below(figure: Figure, axes: Axes, columns: int = 4) -> None:
-    """The legend of one panel, under all of them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+def legend_below(figure: Figure, columns: int = 4) -> None:
+    """One legend of all panels, under them."""
+    found = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    places = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
+    figure.legend(list(found.values()), list(found), **places)
+
+
+def sweep(result: Result) -> Figure:
+    """Figures 7 and 8: TTFT by prompt length, TPOT by batch size; a row of panels a traffic."""
+    rows = result["rows"]
+    traffics = list(dict.fromkeys(row["traffic"] for row in rows))
+    figure, grid = panels(2, len(traffics), width=3.9, height=2.5)
+    for line, traffic in zip(grid, traffics, strict=True):
+        for axes, (metric, words) in zip(line, SWEPT.items(), strict=True):
+            chosen = [r for r in rows if (r["traffic"], r["metric"]) == (traffic, metric)]
+            _sweep_panel(axes, chosen)
+            axes.set_title(f"{TRAFFICS.get(traffic, traffic)}: {metric.upper()}")
+            axes.set_xlabel(words)
+    legend_below(figure)
+    return figure
+
+
+SWEPT = {"ttft": "prompt [tokens]", "tpot": "batch [requests]"}
+TRAFFICS = {"adapter": "one adapter", "base": "no adapter"}
+AGAIN = " again"  # a second process of what the others are compared with: the noise
+
+
+def _sweep_panel(axes: Axes, rows: Sequence[Result]) -> None:
+    """Ratios by the wall clock, a line a system; the noise as a grey band."""
+    if not rows:
+        axes.set_axis_off()
+        return
+    axes.set_ylabel(f"over {rows[0]['over']} [ratio]")
+    base_line(axes, str(rows[0]["over"]))
+    goal_line(axes, 1.01, "1%", at="right")
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    place = 0
+    for system in systems:
+        chosen = [row for row in rows if row["system"] == system]
+        x, spreads = [row["value"] for row in chosen], [row["wall"] for row in chosen]
+        if system.endswith(AGAIN):
+            low, high = ([s[end] for s in spreads] for end in ("q1", "q3"))
+            axes.fill_between(x, low, high, color="#9ca3af", alpha=0.35, linewidth=0, label=system)
+        else:
+            quartile_line(axes, [v * 1.03**place for v in x], spreads, place, system)
+            place += 1
+    log_ticks(axes, sorted({row["value"] for row in rows}))
 
 
 def figure9(result: Result) -> Figure:
@@ -238,6 +284,8 @@ def _bars(
 DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "figure5": figure5,
     "figure6": figure6,
+    "figure7": sweep,
+    "figure8": sweep,
     "figure9": figure9,
 }
 

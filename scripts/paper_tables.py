@@ -75,7 +75,7 @@ def figure5(result: Any) -> str:
         rows.append([*cells, ratio(row["prefill_throughput"]), ratio(row["decode_throughput"])])
     header = ["adapters", "alpha", "rate", "TTFT", "TPOT", "floor of TPOT", "TPOT - floor"]
     header += ["prefill tokens/s", "decode tokens/s"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return f"{table(header, rows)}\n\n{_ending(result)}"
 
 
 def figure6(result: Any) -> str:
@@ -91,4 +91,29 @@ def figure6(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["woven on", "alpha (hot adapter)", "TTFT", "TPOT"]
-    return f"{table([*header, 'prefill tokens/s', 'decode tokens/s'], rows)}\n\n{where(result)}"
+    return f"{table([*header, 'prefill tokens/s', 'decode tokens/s'], rows)}\n\n{_ending(result)}"
+
+
+def sweep(result: Any) -> str:
+    """Figures 7 and 8: all turns of a traffic and metric together, a row a system."""
+    rows = [
+        [
+            {"adapter": "one adapter", "base": "no adapter"}[row["traffic"]],
+            row["metric"].upper(),
+            f"{row['system']} / {row['over']}",
+            ratio(row["wall"]),
+            f"{row['wall']['low']:.3f} to {row['wall']['high']:.3f}",
+            ratio(row["cpu"]),
+            percent(row["same_tokens"]),
+        ]
+        for row in result["summary"]
+    ]
+    header = ["requests", "", "systems", "by the wall clock", "95% interval of the median"]
+    header += ["by processor time", "same answer, %"]
+    return f"{table(header, rows)}\n\n{_ending(result)}"
+
+
+def _ending(result: Any) -> str:
+    """Where a result is from, and whether its run came to its end."""
+    is_complete = result.get("complete", result.get("is_complete", True))
+    return where(result) + ("" if is_complete else " The run was cut short.")

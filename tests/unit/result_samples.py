@@ -54,4 +54,29 @@ def figure6() -> dict[str, Any]:
     return {**ORIGIN, "rows": rows}
 
 
-SAMPLES = {"figure5": figure5, "figure6": figure6}
+def sweep() -> dict[str, Any]:
+    figures = {**spread(1.2), "low": 1.15, "high": 1.25, "num_turns": 20, "by_fleet": [1.2]}
+    row = {"over": "merged", "wall": figures, "cpu": figures, "same_tokens": 1.0}
+    systems = ("merged again", "fused", "unfused")
+    axes = (("ttft", "prompt_tokens", (128, 256)), ("tpot", "batch_size", (1, 64)))
+    traffics = ("adapter", "base")
+    return {
+        **ORIGIN,
+        "complete": True,
+        "summary": [
+            {"traffic": traffic, "metric": metric, "system": system, **row}
+            for traffic in traffics
+            for metric, _, _ in axes
+            for system in systems
+        ],
+        "rows": [
+            {"traffic": t, "metric": metric, "axis": axis, "value": value, "system": system, **row}
+            for t in traffics
+            for metric, axis, values in axes
+            for value in values
+            for system in systems
+        ],
+    }
+
+
+SAMPLES = {"figure5": figure5, "figure6": figure6, "figure7": sweep, "figure8": sweep}

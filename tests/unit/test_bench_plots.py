@@ -54,6 +54,17 @@ def test_figure_5_has_a_panel_an_alpha_and_a_line_a_number_of_adapters() -> None
     assert "floor of 20 adapters" in words
 
 
+def test_figures_7_and_8_have_a_line_a_system_and_the_noise() -> None:
+    words = words_in(plots.svg("figure7", SAMPLES["figure7"]()))
+    assert {"fused", "unfused", "merged again", "one adapter: TTFT", "no adapter: TPOT"} <= words
+
+
+def test_a_sweep_that_was_cut_short_is_drawn() -> None:
+    sample = SAMPLES["figure8"]()
+    sample["rows"] = [row for row in sample["rows"] if row["metric"] == "ttft"]
+    assert "one adapter: TTFT" in words_in(plots.svg("figure8", sample))
+
+
 def test_there_is_a_result_to_draw() -> None:
     assert "figure9" in MEASURED
 

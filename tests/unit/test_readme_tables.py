@@ -84,6 +84,17 @@ def test_figure_6_names_the_setting() -> None:
     assert num_rows(text) == 4
 
 
+def test_figures_7_and_8_show_the_noise_and_what_was_cut_short() -> None:
+    sample = SAMPLES["figure7"]()
+    text = table("figure7", **sample)
+    cells = "1.200 (1.100 to 1.300) | 1.150 to 1.250 | 1.200 (1.100 to 1.300) | 100.0 |"
+    assert f"| one adapter | TTFT | merged again / merged | {cells}" in text
+    assert f"| no adapter | TPOT | unfused / merged | {cells}" in text
+    assert num_rows(text) == 12
+    assert "cut short" not in text
+    assert table("figure8", **{**sample, "complete": False}).endswith("The run was cut short.")
+
+
 def test_table_1_says_where_a_row_is_from() -> None:
     text = table("table1", **table1.measure())
     assert "| gate-math | 12, 7.04, 0.41 | 12, 7.04, 0.41 | reconstructed |" in text
