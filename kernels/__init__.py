@@ -6,7 +6,8 @@
     reroute_cpu.py            native code of csrc/reroute
     reroute_triton.py         CUDA
     reroute_triton_ascend.py  Ascend's vector cores
-    route_ref.py, route_triton.py   scoring, top-k and rerouting in one: the definition, CUDA
+    route_spec.py, route_ref.py, route_triton.py
+                              scoring, top-k and rerouting in one: parameters, definition, CUDA
 
 Installed as `sgl_esft_kernels`. Knows neither SGLang nor `sgl_esft`.
 """
@@ -16,11 +17,14 @@ from sgl_esft_kernels.errors import KernelError, KernelInputError, KernelUnavail
 from sgl_esft_kernels.implementations import (
     IMPLEMENTATIONS,
     RerouteFunction,
+    RouterFunction,
     choose,
+    choose_router,
     implementation_for,
 )
 from sgl_esft_kernels.op import reroute
 from sgl_esft_kernels.reroute_ref import reroute_unfused
+from sgl_esft_kernels.route_spec import RouterSpec, unsupported_reason
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -28,11 +32,15 @@ __all__ = [
     "KernelInputError",
     "KernelUnavailableError",
     "RerouteFunction",
+    "RouterFunction",
+    "RouterSpec",
     "check_map_height",
     "choose",
+    "choose_router",
     "implementation_for",
     "reroute",
     "reroute_unfused",
+    "unsupported_reason",
 ]
 
 # The model hub's package is called "kernels" too. Where the checkout's root is on the import path,

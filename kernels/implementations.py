@@ -1,6 +1,7 @@
-"""The implementations of reroute, and the choice of one at start-up.
+"""The implementations of reroute and of the fused router, and the choice of one at start-up.
 
     choose(name or None, device type) -> Implementation, loaded -> its function, for every layer
+    choose_router(device type) -> the function that scores, chooses and reroutes in one
 
 Nothing is tried in turn: what was asked for runs, or a named error says what is missing.
 """
@@ -14,9 +15,13 @@ import torch
 
 from sgl_esft_kernels.errors import KernelUnavailableError
 from sgl_esft_kernels.reroute_ref import reroute_unfused
+from sgl_esft_kernels.route_ref import route_and_reroute
 
 # (topk_ids, token_adapter_slots, expert_map, out=None) -> slot ids; op.py has the contract
 RerouteFunction = Callable[..., torch.Tensor]
+# (router_logits, token_adapter_slots, expert_map, spec, correction_bias=None,
+#  num_token_non_padded=None) -> weights, slot ids; route_ref.py has the contract
+RouterFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -90,3 +95,19 @@ def choose(name: str | None, device_type: str) -> RerouteFunction:
             f"reroute {name!r} runs on {', '.join(chosen.device_types)}, not on {device_type}"
         )
     return chosen.load()
+
+
+def choose_router(device_type: str) -> RouterFunction:
+    """Load the fused router of a device type: one kernel on CUDA, its definition on a CPU.
+
+    Raises KernelUnavailableError where there is none.
+    """
+    if device_type == "cuda":
+        from sgl_esft_kernels.route_triton import load
+
+        return load()
+    if device_type == "cpu":
+        return route_and_reroute
+    raise KernelUnavailableError(
+        f"no fused router for device type {device_type!r}: there is one for cpu, cuda"
+    )

@@ -154,6 +154,22 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         remove_when="SGLang lets a plugin reserve physical expert slots",
     ),
     Hook(
+        target="sglang.srt.layers.moe.topk.select_experts",
+        kind=HookKind.AROUND,
+        function=weave_hooks.route_to_slots,
+        parameters=(
+            "hidden_states",
+            "router_logits",
+            "topk_config",
+            "layer_id",
+            "num_token_non_padded",
+            "expert_location_dispatch_info",
+            "dynamic_expert_bias",
+        ),
+        why="with --reroute router, top-k and rerouting are one kernel; else SGLang runs its own",
+        remove_when="SGLang lets a plugin supply the router of a layer",
+    ),
+    Hook(
         target="sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.dispatch",
         kind=HookKind.AROUND,
         function=weave_hooks.reroute_before_dispatch,

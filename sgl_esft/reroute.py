@@ -22,7 +22,7 @@ from sgl_esft_kernels import (
 )
 
 # --reroute -> the implementation; None = the device's own kernel.
-_IMPLEMENTATIONS = {"unfused": "reference", "fused": None, "router": None}
+_IMPLEMENTATIONS = {"unfused": "reference", "fused": None}
 
 
 class Rerouter:

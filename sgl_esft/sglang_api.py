@@ -17,8 +17,16 @@ from sglang.srt.layers.dp_attention import (
 )
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
-from sglang.srt.runtime_context import get_lora, get_model, get_observability, get_parallel
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_lora,
+    get_model,
+    get_observability,
+    get_parallel,
+)
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from transformers import PretrainedConfig
 
 from sgl_esft.errors import UnsupportedModelError
@@ -40,6 +48,31 @@ def base_config(model_path: str, revision: str | None) -> dict[str, Any]:
 def fused_moe_modules(model: torch.nn.Module) -> Iterator[Any]:
     """The model's routed-expert layers."""
     return (module for module in model.modules() if isinstance(module, FusedMoE))
+
+
+def routers(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(TopKConfig, FusedMoE) of each routed-expert layer whose block has SGLang's own router."""
+    for block in model.modules():
+        children = list(block.children())
+        found = [child.topk_config for child in children if isinstance(child, TopK)]
+        experts = [child for child in children if isinstance(child, FusedMoE)]
+        if len(found) == len(experts) == 1:
+            yield found[0], experts[0]
+
+
+def make_topk_output(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, router_logits: torch.Tensor
+) -> Any:
+    """What SGLang's router hands to the dispatcher."""
+    return StandardTopKOutput(topk_weights, topk_ids, router_logits)
+
+
+def records_experts() -> bool:
+    """Whether SGLang was asked to report or record the experts that it routes to."""
+    return (
+        get_global_experts_capturer() is not None
+        or get_exec().moe.expert_distribution_recorder_mode is not None
+    )
 
 
 def check_dispatcher(dispatcher: Any) -> None:

@@ -27,8 +27,9 @@ from sgl_esft.moe_layer import WovenLayer
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import verify
 from sgl_esft.reroute import Rerouter, load_reroute
+from sgl_esft.router import FusedRouter, load_router
 from sgl_esft.slot_layout import SlotLayout
-from sgl_esft_kernels import RerouteFunction
+from sgl_esft_kernels import RouterFunction
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         num_dp_ranks=sglang_api.num_dp_ranks(),
     )
     manager.load_initial(sglang_api.initial_adapters())
-    attach_rerouters(runner.model, layers, tags, load_reroute(config.reroute, device))
+    attach_rerouting(runner.model, layers, tags, config.reroute)
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
 
@@ -112,19 +113,44 @@ def _layout_of(fused_moe: Any) -> SlotLayout:
     return layout  # type: ignore[no-any-return]
 
 
-def attach_rerouters(
-    model: torch.nn.Module,
-    layers: dict[int, WovenLayer],
-    tags: BatchTags,
-    reroute: RerouteFunction,
+def attach_rerouting(
+    model: torch.nn.Module, layers: dict[int, WovenLayer], tags: BatchTags, kind: str
 ) -> None:
-    """From now on these layers reroute. Raises UnsupportedModelError for a foreign dispatcher."""
+    """From now on these layers reroute, as `--reroute kind` says.
+
+    Raises UnsupportedModelError for a foreign dispatcher or a router that cannot be fused,
+    UnsupportedDeviceError when the device has no such kernel.
+    """
+    device = next(iter(layers.values())).w13.device
     for module in sglang_api.fused_moe_modules(model):
-        layer, dispatcher = layers[module.layer_id], module.dispatcher
-        sglang_api.check_dispatcher(dispatcher)
-        dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, reroute)
+        sglang_api.check_dispatcher(module.dispatcher)
         # The expert map's rows contain this rank's part of SGLang's own mapping.
-        dispatcher.skip_local_expert_mapping = True
+        module.dispatcher.skip_local_expert_mapping = True
+    if kind == "router":
+        _attach_routers(model, layers, tags, load_router(device))
+        return
+    reroute = load_reroute(kind, device)
+    for module in sglang_api.fused_moe_modules(model):
+        layer = layers[module.layer_id]
+        module.dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, reroute)
+
+
+def _attach_routers(
+    model: torch.nn.Module, layers: dict[int, WovenLayer], tags: BatchTags, route: RouterFunction
+) -> None:
+    if sglang_api.records_experts():
+        raise UnsupportedModelError(
+            "--reroute router knows no expert ids to record, only slots: use --reroute fused"
+        )
+    fused = set()
+    for topk_config, module in sglang_api.routers(model):
+        layer = layers[module.layer_id]
+        topk_config.esft_router = FusedRouter(topk_config, layer.expert_map, tags, route)
+        fused.add(module.layer_id)
+    if fused != set(layers):
+        raise UnsupportedModelError(
+            f"layers {sorted(set(layers) - fused)} have a router of their own: use --reroute fused"
+        )
 
 
 def _gather_tags() -> GatherTags:

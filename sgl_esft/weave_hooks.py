@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_esft import expert_tensor, moe_layer, weave
+from sgl_esft import expert_tensor, moe_layer, sglang_api, weave
 from sgl_esft.adapter_format import content_digest
 from sgl_esft.config import required_config
 from sgl_esft.errors import UnsupportedModelError
@@ -62,6 +62,35 @@ def reroute_before_dispatch(
             )
         topk_output = topk_output._replace(topk_ids=rerouter(topk_output.topk_ids))
     return original(dispatcher, hidden_states, topk_output)
+
+
+def route_to_slots(
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_config: Any,
+    *,
+    num_token_non_padded: torch.Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """Where the router reroutes, top-k ids are this rank's slots already."""
+    router = getattr(topk_config, "esft_router", None)
+    if router is None:
+        return original(
+            hidden_states,
+            router_logits,
+            topk_config,
+            num_token_non_padded=num_token_non_padded,
+            **others,
+        )
+    strangers = [name for name in _NOT_IN_THE_ROUTER if others.get(name) is not None]
+    if strangers:
+        raise UnsupportedModelError(f"--reroute router cannot use {strangers}")
+    weights, slot_ids = router(router_logits, num_token_non_padded)
+    return sglang_api.make_topk_output(weights, slot_ids, router_logits)
+
+
+_NOT_IN_THE_ROUTER = ("expert_location_dispatch_info", "dynamic_expert_bias")
 
 
 def adapter_id_with_content(

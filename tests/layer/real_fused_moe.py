@@ -22,7 +22,6 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.errors import EsftError
 from sgl_esft.expert_memory import VirtualMemory
 from sgl_esft.model_spec import MoeSpec
-from sgl_esft.reroute import load_reroute
 from tests.layer.test_woven_layer import (
     HIDDEN,
     MAX_ADAPTERS,
@@ -40,7 +39,7 @@ from tests.random_layers import RandomExperts, Rank, share_of
 
 LAYER_ID = 3
 NUM_TOKENS = 48
-REROUTE = load_reroute("unfused", torch.device("cpu"))
+REROUTE = "unfused"
 SPEC = MoeSpec("DeepseekV2ForCausalLM", 4, (LAYER_ID,), NUM_EXPERTS, HIDDEN, WIDTH, "float32")
 
 
@@ -146,7 +145,7 @@ def compare_woven(case: Case) -> dict[str, str]:
     model = torch.nn.ModuleList([module])
     layers = weave.bind_layers(model, SPEC)
     tags = BatchTags(NUM_TOKENS, "cpu")
-    weave.attach_rerouters(model, layers, tags, REROUTE)
+    weave.attach_rerouting(model, layers, tags, REROUTE)
     woven = layers[LAYER_ID]
 
     def run(slot: int) -> torch.Tensor:
@@ -183,7 +182,7 @@ def refusals_of_a_woven_layer(case: Case) -> dict[str, str]:
     model = torch.nn.ModuleList([module])
     layers = weave.bind_layers(model, SPEC)
     tags = BatchTags(NUM_TOKENS, "cpu")
-    weave.attach_rerouters(model, layers, tags, REROUTE)
+    weave.attach_rerouting(model, layers, tags, REROUTE)
     dispatcher = module.dispatcher
     found = {
         "other_layers": refusal(lambda: weave.bind_layers(torch.nn.ModuleList(), SPEC)),
@@ -191,7 +190,7 @@ def refusals_of_a_woven_layer(case: Case) -> dict[str, str]:
     }
     module.dispatcher = object()
     found["foreign_dispatcher"] = refusal(
-        lambda: weave.attach_rerouters(model, layers, tags, REROUTE)
+        lambda: weave.attach_rerouting(model, layers, tags, REROUTE)
     )
     return found
 
