@@ -22,13 +22,13 @@ from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
 from sgl_esft_kernels.implementations import RerouteFunction
 from sgl_esft_kernels.op import LIBRARY, reroute
 
-UNIFIED_BUFFER = 192 * 1024  # bytes of a vector core of the 910B
+# Sized for the unified buffer, 192 KiB on a vector core of the 910B: 4 KiB for int32 lanes, 16 KiB
+# for a tile. All values that the lowered kernel names fit at once, those that are copied from
+# global memory twice, so that one can arrive while the other is used. docs/ascend.md adds it up.
 LANES = 1024  # expert ids a block, and the most that a token may have
-MAX_TILE = 4096  # cells of the map in the unified buffer: 20 adapters of 160 experts fit in one
-SHIFT = (
-    20  # exact for every lane: an error below LANES * K / 2**SHIFT never reaches the next integer
-)
-INT32 = 4  # bytes
+MAX_TOKENS = 512  # a block
+MAX_TILE = 4096  # cells of the map: 20 adapters of 160 experts fit in one tile
+SHIFT = 20  # lane // k by multiplication is exact where lane * k stays below 2**SHIFT
 
 # What the vendor's packages are for, by the module that each must have.
 NEEDED = {
@@ -57,27 +57,17 @@ def plan_blocks(k: int, num_cells: int) -> Blocks:
     """Blocks for k experts a token and a map of num_cells. Raises KernelInputError."""
     if not 1 <= k <= LANES:
         raise KernelInputError(f"topk_ids has {k} experts a token, must have 1 to {LANES}")
+    tokens = min(LANES // k, MAX_TOKENS)
+    lanes = _power_of_two(tokens * k)
     return Blocks(
         k=k,
-        tokens=LANES // k,
-        tag_lanes=_power_of_two(-(-LANES // k)),
-        lanes=LANES,
+        tokens=tokens,
+        tag_lanes=_power_of_two(-(-lanes // k)),
+        lanes=lanes,
         tile=min(MAX_TILE, _power_of_two(num_cells)),
         multiplier=-(-(2**SHIFT) // k),
         shift=SHIFT,
     )
-
-
-def unified_buffer_bytes(blocks: Blocks, id_bytes: int) -> int:
-    """The most a core needs, if no two buffers share memory and every copy is doubled.
-
-    Copies: ids, tags, a tile of the map, slot ids. Between them, int32 of a lane each: the token
-    of a lane, ids, cells, wanted, index, the gather's byte offsets, found, slot ids, the sign; of
-    a tag each: rows; of a cell each: the tile under the gather's type. And one mask of bits.
-    """
-    copies = 2 * (blocks.lanes * id_bytes * 2 + (blocks.tag_lanes + blocks.tile) * INT32)
-    between = (9 * blocks.lanes + blocks.tag_lanes + blocks.tile) * INT32
-    return copies + between + blocks.lanes // 8
 
 
 def launch_reroute(

@@ -5,11 +5,16 @@ text -> operations() -> how often each operation occurs, and in what types
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 
 OPERATION = re.compile(r"^\s*(?:%[\w:]+ = )?\"?([a-z]\w*\.[a-z][\w.]*)", re.MULTILINE)
 BODY = re.compile(r"linalg\.generic \{(.*?)\}.*?\{\n(.*?)\n\s*\}", re.DOTALL)
+
+RESULT = re.compile(r"(?:= (?:linalg\.fill|func\.call) .*|\}) -> tensor<(.*)>$", re.MULTILINE)
+ALLOCATION = re.compile(r"memref\.alloc\(\) : memref<(.*)>")
+BITS = {"i1": 1, "i32": 32, "f32": 32, "i64": 64}
 
 # One element at a time, between vectors or memory and a scalar.
 SCALAR_ACCESS = ("tensor.extract", "tensor.insert", "memref.load", "memref.store")
@@ -45,3 +50,20 @@ def scalar_loops(text: str) -> list[str]:
     return re.findall(
         r"scf\.for [^\n]*\n(?:(?!scf\.for).)*?\{ExtractedLoadOrStore\}", text, re.DOTALL
     )
+
+
+def allocations(text: str) -> set[str]:
+    """Types of the buffers that loads from global memory fill, such as `1024xi32`."""
+    return set(ALLOCATION.findall(text))
+
+
+def bytes_if_nothing_is_shared(text: str) -> int:
+    """Bytes of all values together, those loaded from global memory twice."""
+    types = RESULT.findall(text) + 2 * ALLOCATION.findall(text)
+    return sum(map(_bits, types)) // 8
+
+
+def _bits(shaped: str) -> int:
+    """`1024xi32` -> 32768."""
+    *sizes, element = shaped.split("x")
+    return math.prod(map(int, sizes)) * BITS[element]
