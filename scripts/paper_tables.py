@@ -113,6 +113,25 @@ def sweep(result: Any) -> str:
     return f"{table(header, rows)}\n\n{_ending(result)}"
 
 
+def figure7(result: Any) -> str:
+    """As `sweep`; then rerouting and tagging timed alone, as shares of a step, place by place."""
+    rows: dict[tuple[str, int], dict[str, float]] = {}
+    for row in result["rows"]:
+        if row["traffic"] == "adapter" and "estimate" in row:
+            place = rows.setdefault((row["metric"], row["value"]), {})
+            place[row["system"]] = sum(row["estimate"].values())
+    lines = [
+        [f"{_AXES[metric]} {value}", *(f"{100 * share:.2f}" for share in shares.values())]
+        for (metric, value), shares in rows.items()
+    ]
+    kinds = list(next(iter(rows.values()), {}))
+    estimates = table(["alone, % of a step of merged", *kinds], lines)
+    return f"{estimates}\n\n{sweep(result)}" if lines else sweep(result)
+
+
+_AXES = {"ttft": "TTFT, prompt of", "tpot": "TPOT, batch of"}
+
+
 def _ending(result: Any) -> str:
     """Where a result is from, and whether its run came to its end."""
     is_complete = result.get("complete", result.get("is_complete", True))
