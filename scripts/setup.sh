@@ -2,7 +2,8 @@
 # Make .venv hold the pinned CPU set and this project. Does nothing when it already does.
 #
 #   requirements/*, pyproject.toml -> [setup.sh] -> .venv, .venv/.setup-<hash of those>
-#   csrc/*                         -> [setup.sh] -> sgl_vmm in .venv, .venv/.csrc-<hash of those>
+#   csrc/*, torch's version        -> [setup.sh] -> sgl_vmm, sgl_reroute in .venv,
+#                                                   .venv/.csrc-<hash of those>
 #
 # PYTHON=... chooses the interpreter (default: the first of python3, python3.12, python3.11 that
 # fits). pip's own configuration (index, mirror, proxy, find-links) applies.
@@ -33,9 +34,13 @@ wanted_hash() {
         sha256sum | cut -c1-16
 }
 
+# sgl_reroute is built against torch's C++ interface, which another version changes.
 wanted_csrc_hash() {
-    find csrc -type f -not -path 'csrc/tests/*' -print0 | sort -z | xargs -0 sha256sum |
-        sha256sum | cut -c1-16
+    {
+        find csrc -type f -not -path 'csrc/tests/*' -print0 | sort -z | xargs -0 sha256sum
+        find "$VENV"/lib/python3*/site-packages -maxdepth 1 -name 'torch-*.dist-info' \
+            -printf '%f\n' 2>/dev/null || true
+    } | sha256sum | cut -c1-16
 }
 
 # SGLang 0.5.21's own pins have no wheels for 3.13 (requirements/README.md).
@@ -92,7 +97,7 @@ fail_install() {
 # Objects stay in build/, so that a changed file costs only its own compilation.
 build_csrc() {
     command -v "${CXX:-c++}" >/dev/null ||
-        fail "no C++ compiler: the expert memory in csrc/ is C++17" \
+        fail "no C++ compiler: the native code in csrc/ is C++17 and, where torch is, C++20" \
             "on Debian and Ubuntu: apt install g++; or name one: make setup CXX=/path/to/c++"
     pip_install --no-build-isolation --force-reinstall -C build-dir="$PWD/build/csrc" ./csrc ||
         fail "building csrc/ failed; the compiler's reason is above"
@@ -110,7 +115,7 @@ set_up() {
     step "SGLang and what it needs on a CPU ($(grep -c == requirements/cpu.txt) packages, a few minutes)"
     pip_install -r requirements/engine.txt -r requirements/cpu.txt -r requirements/build.txt \
         -r requirements/dev.txt || fail_install "the pinned packages"
-    step "the C++ extension (half a minute)"
+    step "the native code (a minute)"
     build_csrc "$VENV/.csrc-$(wanted_csrc_hash)"
     step "this project, editable"
     pip_install --no-build-isolation --editable . || fail_install "this project"
