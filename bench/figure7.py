@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -53,6 +54,21 @@ def traffics(model: Model) -> list[Traffic]:
     ]
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: new tokens of each request."""
+
+    num_tokens_per_request: tuple[int, ...]
+
+    @classmethod
+    def at(cls, place: Place) -> Pass:
+        return cls((place.value,) if place.metric == "ttft" else (1,) * place.value)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_tokens_per_request)
+
+
 def seconds_of_call(call: Callable[[], object]) -> float:
     """Processor time of one call: the median of some repeats of many calls."""
     found = []
@@ -64,34 +80,48 @@ def seconds_of_call(call: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def rerouting_seconds(model: Model, kind: str, num_tokens: int) -> dict[str, float]:
-    """What a forward pass of `num_tokens` adds, by part."""
-    spec = model.spec
+def tagging(work: Pass, tags: BatchTags) -> Callable[[], None]:
+    """What a pass does once: every token's adapter slot into the buffer."""
+    slots = [0] * len(work.num_tokens_per_request)
+    return lambda: tags.set(tag_tokens(slots, work.num_tokens_per_request))
+
+
+def rerouting(model: Model, kind: str, work: Pass, tags: BatchTags) -> Callable[[], object]:
+    """What a pass does in each MoE layer."""
+    spec, num_tokens = model.spec, work.num_tokens
     top_k = json.loads((model.base / "config.json").read_text())["num_experts_per_tok"]
     topk_ids = torch.rand(num_tokens, spec.num_experts).topk(top_k).indices.int()
     expert_map = torch.arange(2 * spec.num_experts, dtype=torch.int32).view(2, -1)
-    tags = BatchTags(num_tokens, "cpu")
     reroute = load_reroute(kind, torch.device("cpu"))
-    tag = lambda: tags.set(tag_tokens([0] * num_tokens, [1] * num_tokens))  # noqa: E731
+    return lambda: reroute(topk_ids, tags.token_adapter_slots(num_tokens), expert_map)
+
+
+def seconds_added(model: Model, kind: str, work: Pass) -> dict[str, float]:
+    """What rerouting adds to a pass, by part, on one thread."""
+    torch.set_num_threads(1)
+    tags = BatchTags(work.num_tokens, "cpu")
+    tag = tagging(work, tags)
     tag()
-    call = lambda: reroute(topk_ids, tags.token_adapter_slots(num_tokens), expert_map)  # noqa: E731
-    layers = len(spec.moe_layer_ids)
-    return {"rerouting": layers * seconds_of_call(call), "tagging": seconds_of_call(tag)}
+    layer = seconds_of_call(rerouting(model, kind, work, tags))
+    return {
+        "rerouting": len(model.spec.moe_layer_ids) * layer,
+        "tagging": seconds_of_call(tag),
+    }
 
 
 class Estimates:
-    """The `estimate` of a row; each call is timed once."""
+    """The `estimate` of a row; each pass is timed once."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._seconds: dict[tuple[str, int], dict[str, float]] = {}
+        self._seconds: dict[tuple[str, Pass], dict[str, float]] = {}
 
     def __call__(self, place: Place, system: str, step_seconds: float) -> Mapping[str, object]:
         if system not in KINDS:
             return {}
-        key = (system, place.value)
+        key = (system, Pass.at(place))
         if key not in self._seconds:
-            self._seconds[key] = rerouting_seconds(self._model, *key)
+            self._seconds[key] = seconds_added(self._model, *key)
         shares = {part: s / step_seconds for part, s in self._seconds[key].items()}
         return {"estimate": shares}
 

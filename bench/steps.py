@@ -224,7 +224,11 @@ def fleet(systems: Sequence[System]) -> Iterator[dict[str, Server]]:
             system.name: _settle(system.name, url)
             for system, url in zip(systems, urls, strict=True)
         }
-        yield servers
+        try:
+            yield servers
+        finally:
+            for server in servers.values():  # a stopped process would not hear that it must end
+                os.kill(server.scheduler, signal.SIGCONT)
 
 
 def _settle(name: str, url: str) -> Server:
