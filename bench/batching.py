@@ -24,11 +24,13 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import batching_served
 from bench.expert_memory import DATA, MODEL_CONFIG, PUBLISHED
 from bench.floor import selection_from_scores
 from bench.load import power_law_shares
@@ -116,7 +118,7 @@ def table_1_routing() -> Routing:
     shapes = profile_shapes("table1", spec) * 2
     tasks = sorted({shape.name.split("-")[1] for shape in shapes})
     rng = np.random.default_rng(0)
-    # Spread so that tuned experts are as hot as in the published scores: selected by 0.23 of tokens.
+    # Tuned experts are then as hot as in the published scores: 0.23 of tokens select one.
     scores = rng.lognormal(sigma=0.65, size=(len(tasks), len(spec.moe_layer_ids), NUM_EXPERTS))
     domains = [tasks.index(shape.name.split("-")[1]) for shape in shapes]
     is_tuned = np.zeros((len(shapes), *scores.shape[1:]), dtype=np.bool_)
@@ -340,27 +342,42 @@ def plan() -> list[tuple[Workload, str, Sequence[int], int | None]]:
 
 
 def main() -> None:
-    """Simulate and write bench/results/batching.json."""
+    """Simulate and write bench/results/batching.json, or serve and write batching_served.json."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--served", action="store_true", help="real servers instead")
+    parser.add_argument("--rounds", type=int, default=5, help="of --served")
     options = parser.parse_args()
+    path = _serve(options.rounds) if options.served else _simulate(options.seeds)
+    print(f"wrote {path.name}")
+
+
+def _serve(rounds: int) -> Path:
+    setting = batching_served.Setting()
+    figures = batching_served.measure(setting, rounds)
+    return write_result(
+        "batching_served",
+        {"what": "adapters that run at once, on over off", **asdict(setting), **figures},
+    )
+
+
+def _simulate(seeds: Sequence[int]) -> Path:
     rows = []
     for workload, experts, overtakes, most in plan():
-        for row in rows_of(workload, experts, overtakes, options.seeds, most):
+        for row in rows_of(workload, experts, overtakes, seeds, most):
             rows.append(row)
             print(_line(row), flush=True)
-    path = write_result(
+    return write_result(
         "batching",
         {
             "what": "distinct experts and adapters of a decode step, by --max-overtakes, over FCFS",
             "adapters": NUM_ADAPTERS,
             "mean_steps": Workload.mean_steps,
             "num_turnovers": Workload.num_turnovers,
-            "seeds": options.seeds,
+            "seeds": seeds,
             "rows": rows,
         },
     )
-    print(f"wrote {path.name}")
 
 
 def _line(row: Mapping[str, Any]) -> str:
