@@ -17,8 +17,8 @@ MAX_TOP_K = 32
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Added to the sum of a token's weights before they are divided by it: DeepSeek's own gate has it.
 RENORMALIZE_EPSILON = 1e-20
-# A choice that is NaN or below counts as this, so that every expert has a rank.
-LOWEST_CHOICE = torch.finfo(torch.float32).min
+# A choice that is NaN or below counts as this, so that every expert has a rank; two can be added.
+LOWEST_CHOICE = -1e38
 
 
 @dataclass(frozen=True)
