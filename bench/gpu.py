@@ -1,9 +1,10 @@
-"""Everything that a GPU has to show, by one command that ends inside ten minutes.
+"""Everything that a GPU has to show, in parts that each end inside ten minutes.
 
-    python -m bench.gpu --out bench/results
+    python -m bench.gpu --out bench/results [--parts memory reroute serve]
 
-    build csrc/ with the machine's own compiler -> its tests on the device -> the steps of
-    bench/gpu_steps.py, each a process with a time limit -> <out>/gpu.json, written after each step
+    build csrc/ with the machine's own compiler -> [its tests on the device] -> the part's steps of
+    bench/gpu_steps.py, each a process with a time limit -> the part's file in <out>, written after
+    each step
 
 Needed: Linux, an NVIDIA driver, Python 3.11 or newer with torch for CUDA, a C++17 compiler and
 Python.h; nothing is downloaded. SGLang is used where it is installed. A step that fails or runs out
@@ -33,24 +34,58 @@ from typing import Any
 from bench import gpu_build
 from bench.record import RESULTS, write_result
 
-TOTAL_SECONDS = 570
+TOTAL_SECONDS = 570  # of one part
 DEVICE_TESTS_SECONDS = 150
-# Longest a step may run; what is left of the total bounds it too.
-STEP_SECONDS = {
-    "vmm": 90,
-    "fragmentation": 90,
-    "load": 120,
-    "share": 60,
-    "moe: sglang fused_experts": 90,
-    "moe: torch grouped_mm": 60,
-    "moe: torch bmm over the base": 60,
-    "moe: by slot": 60,
+DEVICE_TESTS = "device tests"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps that are run and written together.
+
+    step_seconds: longest each step may run; what is left of the part's total bounds it too.
+    """
+
+    file: str
+    what: str
+    step_seconds: Mapping[str, int]
+
+
+PARTS = {
+    "memory": Part(
+        "gpu",
+        "the virtual expert tensor on a GPU",
+        {
+            DEVICE_TESTS: DEVICE_TESTS_SECONDS,
+            "vmm": 90,
+            "fragmentation": 90,
+            "load": 120,
+            "share": 60,
+            "moe: sglang fused_experts": 90,
+            "moe: torch grouped_mm": 60,
+            "moe: torch bmm over the base": 60,
+            "moe: by slot": 60,
+        },
+    ),
+    "reroute": Part(
+        "gpu_reroute",
+        "rerouting on a GPU: kernels, launches, CUDA graphs, a model's decode step",
+        {
+            "reroute: check": 120,
+            "reroute: launches": 60,
+            "reroute: graph safety": 60,
+            "reroute: time": 120,
+            "model step": 300,
+        },
+    ),
+    "serve": Part("gpu_serve", "SGLang with this plugin serving on a GPU", {"serve": 540}),
 }
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt): ")
+_NEEDS_A_GPU = "SGLang's kernel needs a GPU"
 SIMULATED = "contract simulator: no GPU took part"
 
 # Of each test executable, those tests that run on a device; empty = all, which hold more than that.
-DEVICE_TESTS: dict[str, tuple[str, ...]] = {
+DEVICE_TEST_NAMES: dict[str, tuple[str, ...]] = {
     "virtual_tensor": (),
     "vendor_backends": ("mistakes_are_refused_alike_everywhere",),
     "stress": ("random_loads_and_unloads_on_the_device",),
@@ -59,8 +94,9 @@ DEVICE_TESTS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Report:
-    """What is known so far; every change is written at once."""
+    """What is known so far of one part; every change is written at once."""
 
+    part: Part
     folder: Path
     evidence: str
     device: dict[str, Any]
@@ -75,9 +111,9 @@ class Report:
 
     def write(self) -> Path:
         return write_result(
-            "gpu",
+            self.part.file,
             {
-                "what": "the virtual expert tensor on a GPU",
+                "what": self.part.what,
                 "evidence": self.evidence,
                 "driver": self.device,
                 "complete": self.is_complete,
@@ -89,7 +125,7 @@ class Report:
 
     @property
     def is_complete(self) -> bool:
-        wanted = {"build", "device tests", *STEP_SECONDS}
+        wanted = {"build", *self.part.step_seconds}
         return wanted == set(self.steps) and all(step["ok"] for step in self.steps.values())
 
 
@@ -124,7 +160,8 @@ def run_step(
 ) -> Any:
     """The figures that a step's process prints in its last line."""
     command = [sys.executable, "-m", "bench.gpu_steps", name, *arguments]
-    done = _run(command, environment, seconds)
+    limits = {"BENCH_STEP_SECONDS": f"{seconds:.0f}"}
+    done = _run(command, {**environment, **limits}, seconds)
     if done.returncode:
         raise StepError(f"exit status {done.returncode}: {reason_in(done.stderr)}")
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -133,10 +170,10 @@ def run_step(
 
 def why_skipped(name: str, *, simulated: bool) -> str | None:
     """Why this step says nothing here, or None."""
-    if "sglang" not in name:
+    if "sglang" not in name and name != "serve":
         return None
     if simulated:
-        return "SGLang's kernel needs a GPU"
+        return "a test of its own serves the tiny model" if name == "serve" else _NEEDS_A_GPU
     return None if importlib.util.find_spec("sglang") else "SGLang is not installed"
 
 
@@ -146,7 +183,7 @@ def run_device_tests(
     """The C++ tests over all backends, with the device among them."""
     lines: list[str] = []
     clock = Clock(seconds)
-    for name, tests in DEVICE_TESTS.items():
+    for name, tests in DEVICE_TEST_NAMES.items():
         executable = gpu_build.test_executable(folder, name)
         done = _run([str(executable), *tests], environment, clock.left(seconds))
         lines += done.stdout.splitlines()
@@ -196,48 +233,67 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def run_all(report: Report, library: Callable[[Path], str], *, tiny: bool) -> None:
-    """Build, tests, steps. `library` is what to open instead of the driver, in a built folder."""
+    """Build, then the part. `library` is what to open instead of the driver, in a built folder."""
     clock = Clock(TOTAL_SECONDS)
     folders: list[Path] = []
     report.add("build", outcome_of(lambda: folders.append(gpu_build.build()) or {}))
     if not folders:
         return
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(folders[0]), os.environ.get("PYTHONPATH", "")]),
-        "SGL_VMM_DEVICE": "cuda",
-        "SGL_VMM_STEPS": "10" if tiny else "40",
-    }
-    arguments = ["--tiny"] if tiny else []
-    if instead := library(folders[0]):
-        environment["SGL_VMM_DEVICE_LIBRARY"] = instead
-        arguments += ["--library", instead]
-    tests = partial(run_device_tests, folders[0], environment, clock.left(DEVICE_TESTS_SECONDS))
-    report.add("device tests", outcome_of(tests))
-    for name, limit in STEP_SECONDS.items():
+    instead = library(folders[0])
+    environment = environment_of(folders[0], instead, tiny=tiny)
+    arguments = ["--tiny"] * tiny + (["--library", instead] if instead else [])
+    for name, limit in report.part.step_seconds.items():
         if skipped := why_skipped(name, simulated=bool(instead)):
             report.add(name, {"ok": True, "took_seconds": 0.0, "skipped": skipped})
             continue
-        step = partial(run_step, name, arguments, environment, clock.left(limit))
+        seconds = clock.left(limit)
+        if name == DEVICE_TESTS:
+            step = partial(run_device_tests, folders[0], environment, seconds)
+        else:
+            step = partial(run_step, name, arguments, environment, seconds)
         report.add(name, outcome_of(step))
 
 
+def environment_of(folder: Path, library: str, *, tiny: bool) -> dict[str, str]:
+    """What a step's process is given; without a GPU, Triton's kernels are interpreted."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+        "SGL_VMM_DEVICE": "cuda",
+        "SGL_VMM_STEPS": "10" if tiny else "40",
+    }
+    if library:
+        environment |= {"SGL_VMM_DEVICE_LIBRARY": library, "TRITON_INTERPRET": "1"}
+    return environment
+
+
 def main() -> None:
-    """Run everything and write <out>/gpu.json."""
+    """Run the parts and write their files."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--simulate", action="store_true", help="tiny, on the contract simulator")
     options = parser.parse_args()
-    if options.simulate:
-        report = Report(options.out, SIMULATED, {"name": "none (contract simulator of cuda)"})
-        run_all(report, lambda folder: str(gpu_build.simulator(folder, "cuda")), tiny=True)
-    else:
-        try:
-            report = Report(options.out, "ran on hardware", describe_gpu())
-        except StepError as error:
-            sys.exit(f"gpu: {error}")
-        run_all(report, lambda _: "", tiny=False)
-    print(f"wrote {report.write()}")
-    sys.exit(0 if report.is_complete else 1)
+    try:
+        evidence, device = (
+            (SIMULATED, {"name": "none (contract simulator of cuda)"})
+            if options.simulate
+            else ("ran on hardware", describe_gpu())
+        )
+    except StepError as error:
+        sys.exit(f"gpu: {error}")
+    reports = [Report(PARTS[name], options.out, evidence, device) for name in options.parts]
+    for report in reports:
+        run_all(report, _simulator if options.simulate else _driver, tiny=options.simulate)
+        print(f"wrote {report.write()}")
+    sys.exit(0 if all(report.is_complete for report in reports) else 1)
+
+
+def _simulator(folder: Path) -> str:
+    return str(gpu_build.simulator(folder, "cuda"))
+
+
+def _driver(_folder: Path) -> str:
+    return ""
 
 
 if __name__ == "__main__":

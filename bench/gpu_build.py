@@ -1,7 +1,9 @@
 """Build csrc/ with nothing but a C++ compiler, for a GPU machine that has no CMake, Ninja or pip.
 
-    csrc/ -> c++ -> build/gpu/<hash of csrc>/: sgl_vmm (the module), the tests on a device,
-                    the contract simulators
+    csrc/    -> c++  -> build/gpu/<hash of its sources>/: sgl_vmm (the module), the tests on a
+                        device, the contract simulators
+    kernels/ -> link -> the same folder, under its installed name
+    pyproject.toml   -> there too: the doors by which SGLang finds the plugin
 
 csrc/CMakeLists.txt is the build of this project; this is only for bench/gpu.py. Needed: a C++17
 compiler, Python.h, and pybind11's headers, which torch brings along.
@@ -14,12 +16,15 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
+KERNELS = ROOT / "kernels"
+KERNELS_NAME = "sgl_esft_kernels"  # as it is installed
 VENDORS = ("cuda", "acl")
 # The tests that know devices, compiled with a device's page (csrc/tests/device.h).
 DEVICE_TESTS = ("virtual_tensor", "vendor_backends", "stress")
@@ -35,11 +40,12 @@ class CannotBuildError(Exception):
 def build() -> Path:
     """The folder with everything, built at most once for the same sources."""
     folder = ROOT / "build" / "gpu" / _hash_of_sources()
+    link_kernels(folder)
+    write_doors(folder)
     if (folder / "complete").exists():
         return folder
     includes = python_includes()
     compiler = find_compiler()
-    folder.mkdir(parents=True, exist_ok=True)
     core = [*sorted(CSRC.glob("*.cpp")), *sorted((CSRC / "vmm").glob("*.cpp"))]
     core.remove(CSRC / "bindings.cpp")
     core_objects = [folder / f"{path.stem}.o" for path in core]
@@ -54,6 +60,28 @@ def build() -> Path:
     )
     (folder / "complete").touch()
     return folder
+
+
+def link_kernels(folder: Path) -> None:
+    """Makes `import sgl_esft_kernels` work where `folder` is on the import path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / KERNELS_NAME
+    if not link.is_symlink():
+        link.symlink_to(KERNELS)
+
+
+def write_doors(folder: Path) -> None:
+    """SGLang finds plugins by a distribution's metadata; here nothing is installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name = project["name"].replace("-", "_")
+    info = folder / f"{name}-{project['version']}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    version = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(version)
+    doors = ""
+    for group, entries in project["entry-points"].items():
+        doors += f"[{group}]\n" + "".join(f"{key} = {at}\n" for key, at in entries.items())
+    (info / "entry_points.txt").write_text(doors)
 
 
 def module(folder: Path) -> Path:
@@ -131,7 +159,15 @@ def _compile_all(compiler: str, jobs: Sequence[Sequence[Path | str]]) -> None:
 
 def _hash_of_sources() -> str:
     digest = hashlib.sha256(sysconfig.get_python_version().encode())
-    for path in sorted(CSRC.rglob("*")):
-        if path.suffix in (".cpp", ".h"):
-            digest.update(f"{path.relative_to(CSRC)}\n".encode() + path.read_bytes())
+    for path in _sources():
+        digest.update(f"{path.relative_to(CSRC)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _sources() -> list[Path]:
+    """What `build` compiles or includes; csrc/ holds more than that."""
+    tests = CSRC / "tests"
+    folders = [CSRC, CSRC / "vmm", tests / "simulators"]
+    found = [each for folder in folders for each in folder.iterdir() if each.suffix != ".txt"]
+    found += [*tests.glob("*.h"), *(tests / f"test_{name}.cpp" for name in DEVICE_TESTS)]
+    return sorted(each for each in found if each.suffix in (".cpp", ".h"))

@@ -1,6 +1,7 @@
 """How a GPU computes a MoE layer, for bench/gpu.py: each method the same on any kind of memory.
 
     Batch (which tokens go to which slots) -> method -> function of a layer
+    hidden states, weights, slot ids -> [experts_here] -> hidden states, inside a CUDA graph
 
 Which slots a method reads: those that tokens go to, or the base's. A slot without memory is never
 one of them.
@@ -9,6 +10,7 @@ one of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -53,13 +55,75 @@ def batched_mm(batch: Batch) -> Forward:
 
 def sglang_fused_experts(batch: Batch) -> Forward:
     """SGLang's Triton kernel, as a server runs it. Raises ImportError where SGLang is not."""
+    compute = _sglang_experts()
+    return lambda layer: compute(
+        batch.hidden, batch.topk_weights, batch.slot_ids, layer.w13, layer.w2
+    )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What computes a layer's experts inside a graph: any routing, no waiting for the host.
+
+    compute: (hidden [num_tokens, H], topk_weights and slot_ids [num_tokens, k],
+    w13 [num_slots, 2I, H], w2 [num_slots, H, I]) -> [num_tokens, H].
+    """
+
+    name: str
+    compute: Callable[..., torch.Tensor]
+
+
+def experts_here() -> Experts:
+    """SGLang's kernel where it can be had, else torch's grouped matmul; the name says why."""
+    if not torch.cuda.is_available():
+        return Experts("torch grouped_mm (no GPU)", grouped_experts)
+    try:
+        return Experts("sglang fused_experts", _sglang_experts())
+    except ImportError as error:
+        return Experts(f"torch grouped_mm (SGLang: {error})", grouped_experts)
+
+
+def _sglang_experts() -> Callable[..., torch.Tensor]:
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    topk = StandardTopKOutput(batch.topk_weights, batch.slot_ids, batch.topk_weights)
     config = MoeRunnerConfig(inplace=False)
-    return lambda layer: fused_experts(batch.hidden, layer.w13, layer.w2, topk, config)
+
+    def compute(
+        hidden: torch.Tensor,
+        topk_weights: torch.Tensor,
+        slot_ids: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+    ) -> torch.Tensor:
+        topk = StandardTopKOutput(topk_weights, slot_ids, topk_weights)
+        return fused_experts(hidden, w13, w2, topk, config)
+
+    return compute
+
+
+def grouped_experts(
+    hidden: torch.Tensor,
+    topk_weights: torch.Tensor,
+    slot_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    """As `grouped_mm`, with the alignment inside: sort by slot, two grouped matmuls, weighted sum.
+
+    Every slot id must be a slot; the sum's order is that of k, so a moved expert changes no bit.
+    """
+    num_tokens, top_k = slot_ids.shape
+    slots, order = slot_ids.reshape(-1).sort(stable=True)
+    every_slot = torch.arange(w13.shape[0], device=slots.device, dtype=slots.dtype)
+    ends = torch.searchsorted(slots, every_slot, right=True, out_int32=True)
+    gate, up = torch._grouped_mm(hidden[order // top_k], w13.transpose(-2, -1), offs=ends).chunk(
+        2, -1
+    )
+    out = torch._grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=ends)
+    by_token = torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1)
+    return (by_token * topk_weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
 
 METHODS: dict[str, Callable[[Batch], Forward]] = {

@@ -21,7 +21,7 @@ from typing import Any
 import sgl_vmm
 import torch
 
-from bench import adapter_load, bench_vmm, moe_layer
+from bench import adapter_load, bench_vmm, gpu_model, gpu_reroute, moe_layer
 from bench.gpu_moe import METHODS
 from bench.layers import ExpertShape, Subject
 from bench.native_memory import memory_of
@@ -49,6 +49,8 @@ class Size:
     moe_slots: moe_layer.Slots
     moe_tokens: tuple[int, ...]
     moe_repeats: int
+    reroute: gpu_reroute.Size
+    model: Callable[[], gpu_model.Size]  # reads files
 
 
 FULL = Size(
@@ -64,6 +66,8 @@ FULL = Size(
     moe_slots=moe_layer.V2_LITE,
     moe_tokens=(1, 8, 64, 256),
     moe_repeats=20,
+    reroute=gpu_reroute.FULL,
+    model=gpu_model.full_size,
 )
 TINY = Size(
     vmm_bytes=8 * MIB,
@@ -78,6 +82,8 @@ TINY = Size(
     moe_slots=moe_layer.SMALL,
     moe_tokens=(1, 4),
     moe_repeats=1,
+    reroute=gpu_reroute.TINY,
+    model=gpu_model.tiny_size,
 )
 
 Figures = dict[str, Any]
@@ -256,12 +262,25 @@ def moe(method: str) -> Callable[[Subject, Size], Figures]:
     return measure
 
 
+def serve(_subject: Subject, size: Size) -> Figures:
+    """Two real servers; imported here, because it needs more than torch."""
+    from bench import gpu_serve
+
+    return gpu_serve.measure(gpu_serve.TINY if size is TINY else gpu_serve.FULL)
+
+
 STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
     "vmm": vmm,
     "fragmentation": fragmentation,
     "load": load,
     "share": share,
     **{f"moe: {method}": moe(method) for method in METHODS},
+    "reroute: check": lambda subject, size: gpu_reroute.check(subject, size.reroute),
+    "reroute: launches": lambda subject, size: gpu_reroute.launches(subject, size.reroute),
+    "reroute: graph safety": lambda subject, size: gpu_reroute.graph_safety(subject, size.reroute),
+    "reroute: time": lambda subject, size: gpu_reroute.time_calls(subject, size.reroute),
+    "model step": lambda subject, size: gpu_model.measure(subject, size.model()),
+    "serve": serve,
 }
 
 
