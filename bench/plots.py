@@ -2,113 +2,38 @@
 
     bench/results/<name>.json -> [DRAWERS] -> docs/pictures/<name>.svg
 
-A result that is not there is named and skipped. The same result gives the same bytes: no date, no
-random ids, and the pinned matplotlib. Text stays text. The background is opaque, so that a picture
-reads on a light page and on a dark one; the colours are told apart by the colour-blind.
+A result that is not there is named and skipped. The same result gives the same bytes, with the
+pinned matplotlib (bench/plot_style.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.plot_style import (
+    COLOURS,
+    Spread,
+    base_line,
+    goal_line,
+    legend_below,
+    log_ticks,
+    panels,
+    quartile_line,
+    same_height,
+    to_svg,
+)
 from bench.record import RESULTS
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-
-# Okabe and Ito's palette.
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-    "#222222",
-)
-COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
-MARKERS = "osD^vP"
-STYLE = {
-    "svg.hashsalt": "sgl-esft",
-    "svg.fonttype": "none",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlesize": 10,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 4,
-    "figure.facecolor": "white",
-    "figure.constrained_layout.use": True,
-}
-
-Spread = Mapping[str, float]
 Result = Mapping[str, Any]
-
-
-def panels(columns: int, rows: int = 1, *, width: float = 3.4, height: float = 2.7) -> Any:
-    """A figure and its ``[rows, columns]`` axes; sizes in inches a panel."""
-    figure = Figure(figsize=(width * columns, height * rows))
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def quartile_line(
-    axes: Axes, x: Sequence[float], spreads: Sequence[Spread], place: int, label: str
-) -> None:
-    """Medians as a line, quartiles as bars; `place` chooses colour and marker."""
-    medians = [s["median"] for s in spreads]
-    below = [s["median"] - s["q1"] for s in spreads]
-    above = [s["q3"] - s["median"] for s in spreads]
-    colour = COLOURS[place % len(COLOURS)]
-    axes.errorbar(
-        x,
-        medians,
-        yerr=[below, above],
-        color=colour,
-        marker=MARKERS[place % len(MARKERS)],
-        capsize=2,
-        elinewidth=0.9,
-        label=label,
-    )
-
-
-def goal_line(axes: Axes, value: float, words: str, *, at: Literal["left", "right"]) -> None:
-    """A thin line at the goal, named at its left or right end."""
-    axes.axhline(value, color=BLACK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    axes.annotate(
-        words,
-        (at == "right", value),
-        xycoords=("axes fraction", "data"),
-        xytext=(-2 if at == "right" else 2, 2),
-        textcoords="offset points",
-        ha=at,
-        fontsize=7.5,
-    )
-
-
-def log_ticks(axes: Axes, values: Sequence[int]) -> None:
-    """Powers of two and the like: a logarithmic axis with these numbers written out."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(values), [str(value) for value in values])
-    axes.minorticks_off()
-
-
-def base_line(axes: Axes, words: str) -> None:
-    """What the ratios are to, at 1."""
-    axes.axhline(1, color=BLACK, linewidth=1, zorder=1, label=words)
 
 
 def figure5(result: Result) -> Figure:
@@ -124,7 +49,7 @@ def figure5(result: Result) -> Figure:
                 _load_line(axes, chosen, metric, place, f"{count} adapters")
             axes.set_xlim(0, 1.15 * max(row["rate"] for row in rows))
         line[0].set_ylabel(words)
-        _same_height(line)
+        same_height(line)
     for axes, alpha in zip(grid[0], reversed(alphas), strict=True):
         axes.set_title(f"alpha {alpha:g}")
     for axes in grid[-1]:
@@ -173,24 +98,6 @@ def _load_line(axes: Axes, rows: Sequence[Result], metric: str, place: int, labe
 
 def _values(rows: Sequence[Result], key: str) -> list[Any]:
     return sorted({row[key] for row in rows})
-
-
-def _same_height(line: Sequence[Axes]) -> None:
-    """Panels of one metric share their limits, so that they can be compared."""
-    low = min(axes.get_ylim()[0] for axes in line)
-    high = max(axes.get_ylim()[1] for axes in line)
-    for axes in line:
-        axes.set_ylim(low, high)
-
-
-def legend_below(figure: Figure, columns: int = 4) -> None:
-    """One legend of all panels, under them."""
-    found = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    places = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
-    figure.legend(list(found.values()), list(found), **places)
 
 
 def sweep(result: Result) -> Figure:
@@ -281,22 +188,121 @@ def _bars(
     axes.plot([at for at, _ in given], [value for _, value in given], "k_", markersize=9)
 
 
+def batching(result: Result) -> Figure:
+    """Distinct experts and late admissions by bound, over first come, first served."""
+    # "any running" is another rule, kept in the results to show why it was not taken.
+    rows = [row for row in result["rows"] if row["preference"] == "most running"]
+    loads = [row["load"] for row in rows]
+    figure, (line,) = panels(3, width=3.1, height=2.9)
+    by_size = _of(rows, "published", "uniform", load=max(loads))
+    by_popularity = _of(rows, load=max(loads), max_running=64)
+    _bound_lines(line[0], by_size, "experts_over_fcfs", "max_running", "{} running")
+    _bound_lines(line[1], by_popularity, "experts_over_fcfs", ("experts", "popularity"), "{}, {}")
+    _bound_lines(line[2], by_size, "delay_p99_over_fcfs", "max_running", "{} running")
+    line[0].set_ylabel("distinct experts [ratio]")
+    line[1].set_ylabel("distinct experts, 64 running [ratio]")
+    line[2].set_ylabel("p99 of steps until admission [ratio]")
+    return figure
+
+
+def gpu_reroute(result: Result) -> Figure:
+    """Microseconds of a call by kind of rerouting; a model's step over merged, and its floor."""
+    figure, ((calls, step),) = panels(2, width=4.4, height=3.1)
+    rows = _step_rows(result, "reroute: time")
+    for place, kind in enumerate(rows[0]["warm_l2"]["microseconds_a_call"] if rows else ()):
+        spreads = [row["warm_l2"]["microseconds_a_call"][kind] for row in rows]
+        quartile_line(calls, [row["num_tokens"] for row in rows], spreads, place, kind)
+    calls.set_ylabel("a call in a CUDA graph [microseconds]")
+    calls.legend(fontsize=7)
+    _adapter_lines(step, _step_rows(result, "model step"), "num_tokens", _fused_step)
+    base_line(step, "merged; dotted: floors")
+    step.set_ylabel("decode step over merged [ratio]")
+    step.legend(fontsize=7)
+    calls.set_yscale("log")
+    for axes, step_rows in ((calls, rows), (step, _step_rows(result, "model step"))):
+        axes.set_xlabel("batch [tokens]")
+        log_ticks(axes, _values(step_rows, "num_tokens"))
+    return figure
+
+
+def gpu_serve(result: Result) -> Figure:
+    """TTFT and TPOT of SGLang on a GPU over plain SGLang, by batch and number of adapters."""
+    figure, (line,) = panels(2, width=4.4, height=3.1)
+    rows = [row for row in _step_rows(result, "serve") if "reason" not in row]
+    for axes, metric in zip(line, ("ttft", "tpot"), strict=True):
+        _adapter_lines(axes, rows, "batch_size", lambda row, m=metric: row[f"{m}_over_plain"])
+        base_line(axes, "plain SGLang, base only")
+        axes.set_ylabel(f"{metric.upper()} [ratio]")
+        axes.set_xlabel("batch [requests]")
+        log_ticks(axes, _values(rows, "batch_size"))
+    legend_below(figure)
+    return figure
+
+
+def _of(rows: Sequence[Result], *owners: str, **wanted: object) -> list[Result]:
+    """Rows of some (experts, popularity), or of all, with these values."""
+    return [
+        row
+        for row in rows
+        if (not owners or (row["experts"], row["popularity"]) == owners)
+        and all(row[key] == value for key, value in wanted.items())
+    ]
+
+
+def _bound_lines(
+    axes: Axes, rows: Sequence[Result], metric: str, by: str | tuple[str, ...], words: str
+) -> None:
+    """A line for each value of `by`; at bound 0 all are first come, first served."""
+    keys = (by,) if isinstance(by, str) else by
+    base_line(axes, "first come, first served")
+    for place, values in enumerate(dict.fromkeys(tuple(row[k] for k in keys) for row in rows)):
+        chosen = [row for row in rows if tuple(row[k] for k in keys) == values]
+        x = [row["max_overtakes"] for row in chosen]
+        quartile_line(axes, x, [row[metric] for row in chosen], place, words.format(*values))
+    axes.set_xlabel("--max-overtakes [requests]")
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=7)
+
+
+def _step_rows(result: Result, step: str) -> Sequence[Result]:
+    """Rows of one step of bench/gpu.py; none where it failed or was left out."""
+    found: Sequence[Result] = result["steps"].get(step, {}).get("rows", [])
+    return found
+
+
+def _fused_step(row: Result) -> Spread:
+    found: Spread = row["over_merged"]["fused router"]
+    return found
+
+
+def _adapter_lines(
+    axes: Axes, rows: Sequence[Result], x: str, spread_of: Callable[[Result], Spread]
+) -> None:
+    """A line a number of adapters; where the floor is known it is dotted."""
+    for place, count in enumerate(_values(rows, "num_adapters")):
+        chosen = [row for row in rows if row["num_adapters"] == count]
+        at = [row[x] for row in chosen]
+        quartile_line(axes, at, [spread_of(row) for row in chosen], place, f"{count} adapters")
+        if all("floor" in row for row in chosen):
+            floors = [row["floor"] for row in chosen]
+            axes.plot(at, floors, ":", color=COLOURS[place % len(COLOURS)], linewidth=1.1)
+
+
 DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "figure5": figure5,
     "figure6": figure6,
     "figure7": sweep,
     "figure8": sweep,
     "figure9": figure9,
+    "batching": batching,
+    "gpu_reroute": gpu_reroute,
+    "gpu_serve": gpu_serve,
 }
 
 
 def svg(name: str, result: Result) -> str:
     """The picture of a result as SVG text. Raises KeyError for a result without a picture."""
-    with mpl.rc_context({**mpl.rcParamsDefault, **STYLE}):
-        figure = DRAWERS[name](result)
-        target = io.StringIO()
-        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"
+    return to_svg(partial(DRAWERS[name], result))
 
 
 def draw(results: Path = RESULTS, pictures: Path = PICTURES) -> list[str]:

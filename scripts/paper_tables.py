@@ -5,7 +5,7 @@ bench/results/{table1,table3,figure9,...}.json -> [a function each] -> readme_ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from scripts.markdown import percent, ratio, table, where
@@ -136,3 +136,86 @@ def _ending(result: Any) -> str:
     """Where a result is from, and whether its run came to its end."""
     is_complete = result.get("complete", result.get("is_complete", True))
     return where(result) + ("" if is_complete else " The run was cut short.")
+
+
+SHOWN_BOUND = 64  # of the bounds that were tried; the picture has all
+
+
+def batching(result: Any) -> str:
+    """A row a workload, at one bound."""
+    rows = []
+    for row in result["rows"]:
+        if row["max_overtakes"] == SHOWN_BOUND:
+            cells = [f"{row['experts']}, {row['popularity']}", str(row["max_running"])]
+            cells += [f"{row['load']:g}", row["preference"]]
+            ratios = [row[f"{name}_over_fcfs"] for name in ("experts", "adapters", "delay_p99")]
+            rows.append([*cells, *map(ratio, ratios), f"{row['queue']['median']:.2f}"])
+    header = ["experts, popularity", "running", "load", "prefers the adapter of"]
+    header += ["distinct experts", "distinct adapters", "p99 of steps until admission", "queue"]
+    return f"{table(header, rows)}\n\n{where(result)}"
+
+
+def gpu_reroute(result: Any) -> str:
+    """Launches of a layer, microseconds of a call, a model's step minus its floor."""
+    steps = result["steps"]
+    parts = [
+        _part(steps, "reroute: launches", _launches),
+        _part(steps, "reroute: time", _calls),
+        _part(steps, "model step", _model_step),
+    ]
+    return "\n\n".join([*parts, f"{result['evidence'].capitalize()}. {_ending(result)}"])
+
+
+def gpu_serve(result: Any) -> str:
+    """TTFT and TPOT by batch and number of adapters, over plain SGLang."""
+    part = _part(result["steps"], "serve", _served_rows)
+    return f"{part}\n\n{result['evidence'].capitalize()}. {_ending(result)}"
+
+
+def _part(steps: Any, name: str, make: Callable[[Any], str]) -> str:
+    """One step of bench/gpu.py as a table, or why there is none."""
+    step = steps.get(name, {"ok": False, "reason": "not yet run"})
+    return make(step) if step["ok"] else f"*{name}*: {step['reason']}"
+
+
+def _launches(step: Any) -> str:
+    counts = step["kernels_a_layer"]
+    header = [f"kernels of a MoE layer, {step['experts']}", *counts]
+    return table(header, [["", *("-" if n is None else str(n) for n in counts.values())]])
+
+
+def _calls(step: Any) -> str:
+    """Over the unfused chain where microseconds were not recorded."""
+    unit = "microseconds_a_call"
+    if unit not in step["rows"][0]["warm_l2"]:
+        unit = "over_unfused_chain"
+    kinds = list(step["rows"][0]["warm_l2"][unit])
+    rows = [
+        [str(row["num_tokens"]), cache, *(ratio(row[key][unit].get(kind)) for kind in kinds)]
+        for row in step["rows"]
+        for key, cache in (("warm_l2", "warm"), ("cold_l2", "cold"))
+        if key in row
+    ]
+    return table([f"{unit.replace('_', ' ')}: tokens", "L2", *kinds], rows)
+
+
+def _model_step(step: Any) -> str:
+    kinds = list(step["rows"][0]["over_merged"])
+    rows = []
+    for row in step["rows"]:
+        cells = [str(row["num_tokens"]), str(row["num_adapters"]), f"{row['floor']:.3f}"]
+        for kind in kinds:
+            points = 100 * (row["over_merged"][kind]["median"] - row["floor"])
+            cells.append(f"{ratio(row['over_merged'][kind])}; {points:+.1f}")
+        rows.append(cells)
+    header = ["tokens", "adapters", "floor"]
+    return table([*header, *(f"{kind} / merged; points over the floor" for kind in kinds)], rows)
+
+
+def _served_rows(step: Any) -> str:
+    rows = []
+    for row in step["rows"]:
+        cells = [str(row["batch_size"]), str(row["num_adapters"])]
+        cells += [ratio(row.get(f"{metric}_over_plain")) for metric in ("ttft", "tpot")]
+        rows.append([*cells, f"{row['floor']:.3f}" if "floor" in row else "-", str(row["rounds"])])
+    return table(["requests", "adapters", "TTFT", "TPOT", "floor of TPOT", "rounds"], rows)

@@ -206,6 +206,20 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "of turns; what runs *again* is the noise of the method. 1.01 is the goal:",
         paper_tables.sweep,
     ),
+    "batching": (
+        "Composing batches by adapter (`--max-overtakes 64`, 20 adapters) over first come, first\n"
+        "served, simulated; median and quartiles over traces. A load above 1 lets the queue grow:",
+        paper_tables.batching,
+    ),
+    "gpu_reroute": (
+        "Rerouting on a GPU, in CUDA graphs; at most 1.5 microseconds a call, one adapter at most\n"
+        "0.5 and 20 adapters at most 3 points over the floor are the goals:",
+        paper_tables.gpu_reroute,
+    ),
+    "gpu_serve": (
+        "SGLang serving DeepSeek-V2-Lite's shape on a GPU, woven over plain SGLang:",
+        paper_tables.gpu_serve,
+    ),
     "figure9": (
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
@@ -218,6 +232,9 @@ PLOTTED = {
     "figure6": "TTFT, TPOT and throughput over merged servers, by skew",
     "figure7": "TTFT by prompt length and TPOT by batch size, fused and unfused, over merged",
     "figure8": "TTFT by prompt length and TPOT by batch size, virtual over padded",
+    "batching": "Distinct experts and steps until admission, by the bound on overtakes",
+    "gpu_reroute": "Microseconds of a call, and a decode step over merged with its floor",
+    "gpu_serve": "TTFT and TPOT over plain SGLang, by batch size and number of adapters",
     "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
 }
 

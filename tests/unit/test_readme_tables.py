@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figure9, table1
+from scripts import paper_tables
 from scripts.readme_tables import TABLES, filled
 from tests.unit.result_samples import ORIGIN, SAMPLES
 
@@ -95,6 +96,36 @@ def test_figures_7_and_8_show_the_noise_and_what_was_cut_short() -> None:
     assert num_rows(table("figure8", **sample)) == 12
     assert "cut short" not in text
     assert table("figure8", **{**sample, "complete": False}).endswith("The run was cut short.")
+
+
+def test_batching_shows_one_bound() -> None:
+    sample = SAMPLES["batching"]()
+    assert num_rows(table("batching", **sample)) == 0
+    sample["rows"][0]["max_overtakes"] = paper_tables.SHOWN_BOUND
+    text = table("batching", **sample)
+    assert "| published, uniform | 16 | 1.2 | most running | 0.900 (0.800 to 1.000) |" in text
+    assert num_rows(text) == 1
+
+
+def test_gpu_tables_show_floors_and_what_has_failed() -> None:
+    sample = SAMPLES["gpu_reroute"]()
+    text = table("gpu_reroute", **sample)
+    assert "|  | 9 | 14 | 10 | 9 |" in text
+    assert "| 64 | warm | 2.000 (1.900 to 2.100) |" in text
+    assert "| 64 | 20 | 1.020 | 1.050 (0.950 to 1.150); +3.0 |" in text
+    assert "Ran on hardware. `python -m b`" in text
+    sample["steps"]["model step"] = {"ok": False, "reason": "out of memory"}
+    del sample["steps"]["reroute: time"]
+    text = table("gpu_reroute", **sample)
+    assert "*model step*: out of memory" in text
+    assert "*reroute: time*: not yet run" in text
+
+
+def test_gpu_serve_shows_cells_that_have_no_ratio() -> None:
+    text = table("gpu_serve", **SAMPLES["gpu_serve"]())
+    spread = "1.200 (1.100 to 1.300)"
+    assert f"| 64 | 20 | 1.100 (1.000 to 1.200) | {spread} | - | 4 |" in text
+    assert "| 256 | 20 | - | - | - | 1 |" in text
 
 
 def test_table_1_says_where_a_row_is_from() -> None:
