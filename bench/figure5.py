@@ -4,9 +4,9 @@
     - the floor that the adapters' bytes set (bench/floor.py) -> bench/results/figure5.json
 
 ExpertWeave 5.2, scaled down: one CPU core a server instead of 8 NPUs, the model of
-bench/scaled_model.py, the load of bench/load.py. Base-only serves every request of the trace with
-the base model, as the paper does. A round runs base-only once and each alpha once, in an order that
-turns about; two servers are alive, and the one that is not asked sleeps.
+bench/scaled_model.py, the load of bench/load.py, traces of some seconds. Base-only serves every
+request of the trace with the base model, as the paper does. A round runs base-only once and each
+alpha once, in an order that turns about. Two servers are alive, and the one not asked sleeps.
 
 `rows` of the result, one for each (adapters, alpha, rate):
 
@@ -36,23 +36,26 @@ from typing import Any
 
 from bench import floor
 from bench.load import (
+    Arrival,
     LoadFigures,
     Seat,
+    ServerCommand,
     Workload,
     all_to_base,
+    end_on_sigterm,
     make_trace,
     play,
     power_law_shares,
     ratio_spreads,
     saturated_rate,
+    servers,
     take_turns,
 )
 from bench.record import RESULTS, spread, write_result
 from bench.scaled_model import ScaledModel, ScaledShape
 from sgl_esft.zoo import serving
 
-BASE = "base"
-NO_PREFIX_CACHE = ("--disable-radix-cache",)  # runs repeat the prompts
+BASE, WOVEN = "base", "woven"
 NUM_EXPERTS, TOP_K = 64, 6
 
 
@@ -63,7 +66,8 @@ class Plan:
     adapters: tuple[int, ...] = (5, 10, 20)
     alphas: tuple[float, ...] = (1.0, 0.3, 0.1)
     rates: tuple[float, ...] = (0.3, 0.6)
-    rounds: int = 4
+    rounds: int = 5
+    horizon_seconds: float = 4.0  # of a trace; each run takes a little longer
     shape: ScaledShape = field(default_factory=ScaledShape)
     workload: Workload = field(default_factory=Workload)
 
@@ -74,6 +78,7 @@ QUICK = Plan(
     alphas=(0.3,),
     rates=(0.5,),
     rounds=2,
+    horizon_seconds=0.5,
     shape=ScaledShape(hidden_size=128, expert_width=64, num_moe_layers=2),
     workload=Workload(num_requests=5, mean_prompt_tokens=8, mean_output_tokens=8),
 )
@@ -94,13 +99,14 @@ class Stand:
         return play(trace, {None: Seat(self.base_url)}, self.model.base())
 
     def woven_run(self, requests_per_second: float, alpha: float, seed: int) -> LoadFigures:
-        seats: dict[str | None, Seat] = {n: Seat(self.woven_url, n) for n in self._names()}
-        return play(self._trace(requests_per_second, alpha, seed), seats, self.model.base())
+        trace = self._trace(requests_per_second, alpha, seed)
+        return play(trace, self._seats(), self.model.base())
 
-    def warm_up(self) -> None:
-        """Let every adapter answer once; the figures are not kept."""
-        for name in self._names():
-            saturated_rate(WARM_UP, Seat(self.woven_url, name), self.model.base())
+    def warm_up(self) -> float:
+        """Requests a second that base-only serves at saturation; every adapter answers once."""
+        for seat in self._seats().values():
+            saturated_rate(WARM_UP, seat, self.model.base())
+        return saturated_rate(self.plan.workload, Seat(self.base_url), self.model.base())
 
     def rows(self, rate: float, requests_per_second: float) -> list[dict[str, Any]]:
         """A row for each alpha."""
@@ -137,8 +143,12 @@ class Stand:
     def _names(self) -> list[str]:
         return list(self.model.adapters(self.num_adapters))
 
-    def _trace(self, requests_per_second: float, alpha: float, seed: int) -> Any:
-        return make_trace(self.plan.workload, requests_per_second, self._names(), alpha, seed)
+    def _seats(self) -> dict[str | None, Seat]:
+        return {name: Seat(self.woven_url, name) for name in self._names()}
+
+    def _trace(self, requests_per_second: float, alpha: float, seed: int) -> tuple[Arrival, ...]:
+        workload = self.plan.workload.lasting(self.plan.horizon_seconds, requests_per_second)
+        return make_trace(workload, requests_per_second, self._names(), alpha, seed)
 
 
 def tpot_floor(model: ScaledModel, num_adapters: int, alpha: float, batch: float) -> float:
@@ -168,16 +178,24 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
     model = ScaledModel.of(plan.shape)
     model.adapters(max(plan.adapters))  # written now, not while a server is measured
     rows: list[dict[str, Any]] = []
-    with serving.server([*serving.merged_arguments(model.base()), *NO_PREFIX_CACHE]) as base_url:
-        saturated = saturated_rate(plan.workload, Seat(base_url), model.base())
-        for count in plan.adapters:
-            arguments = serving.woven_arguments(model.base(), model.adapters(count))
-            with serving.server([*arguments, *NO_PREFIX_CACHE, *reroute]) as woven_url:
-                stand = Stand(plan, model, base_url, woven_url, count)
-                stand.warm_up()
-                for rate in plan.rates:
-                    rows += _printed(stand.rows(rate, rate * saturated))
-                    _write(plan, rows, out, reroute)
+    saturated = 0.0
+    for count in plan.adapters:
+        with servers(commands(model, count, reroute)) as urls:
+            stand = Stand(plan, model, urls[BASE], urls[WOVEN], count)
+            warm = stand.warm_up()
+            saturated = saturated or warm  # the same rates for every number of adapters
+            for rate in plan.rates:
+                rows += _printed(stand.rows(rate, rate * saturated))
+                _write(plan, rows, out, reroute)
+
+
+def commands(model: ScaledModel, count: int, reroute: Sequence[str]) -> dict[str, ServerCommand]:
+    """Plain SGLang with the base, and the base with `count` adapters woven in."""
+    woven = serving.woven_arguments(model.base(), model.adapters(count))
+    return {
+        BASE: ServerCommand(serving.merged_arguments(model.base())),
+        WOVEN: ServerCommand([*woven, *reroute]),
+    }
 
 
 def _printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -203,6 +221,7 @@ def _write(plan: Plan, rows: list[dict[str, Any]], out: Path, reroute: Sequence[
             "is_complete": len(rows) == wanted,
             "reroute": reroute[-1] if reroute else "default",
             "rounds": plan.rounds,
+            "horizon_seconds": plan.horizon_seconds,
             "workload": vars(plan.workload),
             "model": vars(plan.shape),
             "rows": rows,
@@ -219,6 +238,7 @@ def main() -> None:
     parser.add_argument("--reroute", help="kind of rerouting of the woven server")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    end_on_sigterm()
     reroute = ["--reroute", options.reroute] if options.reroute else []
     measure(QUICK if options.quick else Plan(), reroute, options.out)
 

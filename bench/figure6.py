@@ -29,8 +29,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,19 +38,22 @@ from typing import Any
 from bench.load import (
     LoadFigures,
     Seat,
+    ServerCommand,
     Workload,
+    end_on_sigterm,
     make_trace,
     play,
     power_law_shares,
     ratio_spreads,
     saturated_rate,
+    servers,
     take_turns,
 )
 from bench.record import RESULTS, write_result
 from bench.scaled_model import ScaledModel, ScaledShape
 from sgl_esft.zoo import serving
 
-NO_PREFIX_CACHE = ("--disable-radix-cache",)  # runs repeat the prompts
+WOVEN = "woven"
 DP2_EP2 = ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention")
 
 Seats = Mapping[str | None, Seat]
@@ -79,7 +81,8 @@ class Plan:
     settings: tuple[str, ...] = tuple(SETTINGS)
     alphas: tuple[float, ...] = (0.32, 0.2, 0.1)
     rate: float = 1.0
-    rounds: int = 3
+    rounds: int = 4
+    horizon_seconds: float = 3.5  # of a trace; a run takes longer, as servers are at their limit
     shape: ScaledShape = field(default_factory=ScaledShape)
     workload: Workload = field(default_factory=Workload)
 
@@ -88,6 +91,7 @@ QUICK = Plan(
     settings=("half",),
     alphas=(0.32,),
     rounds=2,
+    horizon_seconds=0.5,
     shape=ScaledShape(hidden_size=128, expert_width=64, num_moe_layers=2),
     workload=Workload(num_requests=5, mean_prompt_tokens=8, mean_output_tokens=8),
 )
@@ -101,6 +105,11 @@ class Stand:
     model: ScaledModel
     merged: Seats
     woven: Seats
+
+    def warm_up(self) -> float:
+        """Requests a second that a merged server serves at saturation; every seat answers once."""
+        seats = (*self.woven.values(), *self.merged.values())
+        return [saturated_rate(self.plan.workload, s, self.model.base()) for s in seats][-1]
 
     def rows(self, setting: str, requests_per_second: float) -> list[dict[str, Any]]:
         """A row for each alpha."""
@@ -127,40 +136,21 @@ class Stand:
         self, seats: Seats, requests_per_second: float, alpha: float, seed: int
     ) -> LoadFigures:
         names = list(self.model.adapters(2))
-        trace = make_trace(self.plan.workload, requests_per_second, names, alpha, seed)
+        workload = self.plan.workload.lasting(self.plan.horizon_seconds, requests_per_second)
+        trace = make_trace(workload, requests_per_second, names, alpha, seed)
         return play(trace, seats, self.model.base())
 
 
-@contextmanager
-def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """What is started inside runs on these cores; the launcher gives its ranks their threads."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def merged_seats(model: ScaledModel, cores: Sequence[int], servers: ExitStack) -> Seats:
-    """A merged server for each of two adapters, on a core each."""
-    seats: dict[str | None, Seat] = {}
-    for index, name in enumerate(model.adapters(2)):
-        arguments = [*serving.merged_arguments(model.merged(index)), *NO_PREFIX_CACHE]
-        with on_cores(cores[index : index + 1]):
-            seats[name] = Seat(servers.enter_context(serving.server(arguments)))
-    return seats
-
-
-def woven_seats(
-    model: ScaledModel, cores: Sequence[int], arguments: Sequence[str], servers: ExitStack
-) -> Seats:
-    """One server for both adapters, on these cores."""
+def commands(
+    model: ScaledModel, setting: Setting, cores: Sequence[int], reroute: Sequence[str]
+) -> dict[str, ServerCommand]:
+    """A merged server for each adapter with a core each, and a woven one for both."""
     adapters = model.adapters(2)
-    woven = [*serving.woven_arguments(model.base(), adapters), *NO_PREFIX_CACHE, *arguments]
-    with on_cores(cores):
-        url = servers.enter_context(serving.server(woven))
-    return {name: Seat(url, name) for name in adapters}
+    woven = [*serving.woven_arguments(model.base(), adapters), *setting.arguments, *reroute]
+    return {
+        name: ServerCommand(serving.merged_arguments(model.merged(index)), [cores[index]])
+        for index, name in enumerate(adapters)
+    } | {WOVEN: ServerCommand(woven, cores[: setting.num_cores])}
 
 
 def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
@@ -173,18 +163,21 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
         raise TooFewCoresError("figure 6 needs two cores: start it without taskset.")
     model = ScaledModel.of(plan.shape)
     rows: list[dict[str, Any]] = []
-    with ExitStack() as merged_servers:
-        merged = merged_seats(model, cores, merged_servers)
-        hot = next(iter(merged.values()))
-        requests_per_second = plan.rate * saturated_rate(plan.workload, hot, model.base())
-        for name in plan.settings:
-            setting = SETTINGS[name]
-            with ExitStack() as woven_server:
-                arguments = [*setting.arguments, *reroute]
-                woven = woven_seats(model, cores[: setting.num_cores], arguments, woven_server)
-                saturated_rate(plan.workload, next(iter(woven.values())), model.base())  # warms up
-                rows += _printed(Stand(plan, model, merged, woven).rows(name, requests_per_second))
-            _write(plan, rows, out, reroute)
+    saturated = 0.0
+    for name in plan.settings:
+        with servers(commands(model, SETTINGS[name], cores, reroute)) as urls:
+            stand = stand_of(plan, model, urls)
+            warm = stand.warm_up()
+            saturated = saturated or warm  # the same rate in both settings
+            rows += _printed(stand.rows(name, plan.rate * saturated))
+        _write(plan, rows, out, reroute)
+
+
+def stand_of(plan: Plan, model: ScaledModel, urls: Mapping[str, str]) -> Stand:
+    """Which server each adapter's requests go to, in either system."""
+    names = list(model.adapters(2))
+    merged: Seats = {name: Seat(urls[name]) for name in names}
+    return Stand(plan, model, merged, {name: Seat(urls[WOVEN], name) for name in names})
 
 
 def _printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -208,6 +201,7 @@ def _write(plan: Plan, rows: list[dict[str, Any]], out: Path, reroute: Sequence[
             "is_complete": len(rows) == wanted,
             "reroute": reroute[-1] if reroute else "default",
             "rounds": plan.rounds,
+            "horizon_seconds": plan.horizon_seconds,
             "workload": vars(plan.workload),
             "model": vars(plan.shape),
             "rows": rows,
@@ -224,6 +218,7 @@ def main() -> None:
     parser.add_argument("--reroute", help="kind of rerouting of the woven server")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    end_on_sigterm()
     reroute = ["--reroute", options.reroute] if options.reroute else []
     measure(QUICK if options.quick else Plan(), reroute, options.out)
 

@@ -3,6 +3,7 @@
     Workload, adapters, alpha, seed -> [make_trace] -> arrivals
     arrivals, adapter -> Seat       -> [play]       -> LoadFigures
     runs by name, rounds            -> [take_turns] -> LoadFigures of each run and round
+    ServerCommand by name           -> [servers]    -> URLs, started together
 
 Shares of adapters follow a power law with shape alpha, as S-LoRA and ExpertWeave 5.2 draw them:
 adapter i of N gets ``((i + 1) / N) ** alpha - (i / N) ** alpha``. Alpha 1 is uniform, 0.32 is
@@ -23,19 +24,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import signal
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import sgl_esft  # noqa: F401  # prepares for SGLang's imports on a CPU
 from bench.record import spread
+from sgl_esft.zoo import serving  # sgl_esft comes before SGLang: it prepares for its imports
 
 TIMEOUT_SECONDS = 240.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz "  # each is one token of the scaled model
+
+
+NO_PREFIX_CACHE = ("--disable-radix-cache",)  # runs repeat their prompts
 
 
 class LoadError(Exception):
@@ -46,9 +55,13 @@ class LoadError(Exception):
 class Workload:
     """What requests look like. Lengths are uniform in [half, one and a half] of the mean."""
 
-    num_requests: int = 24
+    num_requests: int = 16
     mean_prompt_tokens: int = 32
     mean_output_tokens: int = 24
+
+    def lasting(self, seconds: float, requests_per_second: float) -> Workload:
+        """As many of these requests as arrive in `seconds`, at least 4."""
+        return replace(self, num_requests=max(4, round(seconds * requests_per_second)))
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,26 @@ class Seat:
 
     url: str
     adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How to start a server: the launcher's arguments, and the cores it may use (None = all)."""
+
+    arguments: Sequence[str]
+    cores: Sequence[int] | None = None
+
+    def start(self, until: ExitStack) -> str:
+        """Its URL once it is healthy; it ends with `until`. Raises serving.ServerError.
+
+        Affinity is the calling thread's, and what it starts inherits it.
+        """
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cores or before)
+        try:
+            return until.enter_context(serving.server([*self.arguments, *NO_PREFIX_CACHE]))
+        finally:
+            os.sched_setaffinity(0, before)
 
 
 @dataclass(frozen=True)
@@ -161,6 +194,20 @@ def play(
     for arrival, output in zip(trace, outputs, strict=True):
         _check(arrival, output)
     return _figures(client, trace, outputs, seconds, tokenizer_folder)
+
+
+@contextmanager
+def servers(commands: Mapping[str, ServerCommand]) -> Iterator[dict[str, str]]:
+    """URLs by name. All start at once: most of a start is imports. Raises serving.ServerError."""
+    with ExitStack() as until:
+        with ThreadPoolExecutor(len(commands)) as pool:
+            starts = {name: pool.submit(c.start, until) for name, c in commands.items()}
+        yield {name: start.result() for name, start in starts.items()}
+
+
+def end_on_sigterm() -> None:
+    """Leave by SystemExit, so that servers end too: they are in sessions of their own."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def saturated_rate(workload: Workload, seat: Seat, tokenizer_folder: Path) -> float:
@@ -284,10 +331,10 @@ def _figures(
     found, _ = client.calculate_metrics(rows, list(outputs), seconds, tokenizer, "sglang")
     decodes = [(o.start_time + o.ttft, o.start_time + o.latency) for o in outputs]
     return LoadFigures(
-        ttft=found.median_ttft_ms / 1e3,
-        ttft_p99=found.p99_ttft_ms / 1e3,
-        tpot=found.median_tpot_ms / 1e3,
-        tpot_p99=found.p99_tpot_ms / 1e3,
+        ttft=float(found.median_ttft_ms) / 1e3,
+        ttft_p99=float(found.p99_ttft_ms) / 1e3,
+        tpot=float(found.median_tpot_ms) / 1e3,
+        tpot_p99=float(found.p99_tpot_ms) / 1e3,
         prefill_throughput=found.input_throughput,
         decode_throughput=found.output_throughput,
         decode_batch=decode_batch(decodes),
