@@ -22,12 +22,17 @@ pytestmark = pytest.mark.server
 CHUNKED = ("--chunked-prefill-size", "64", "--max-running-requests", "24")
 DP_ARCHITECTURE = "Qwen2MoeForCausalLM"  # last, so that its server still runs for the last test
 # Expert memory is virtual: experts that end within a page, or many on one page. "padded" is the
-# baseline that gives every slot its memory.
+# paper's baselines: every slot has its memory, and rerouting is a chain of torch operations.
 LAYOUTS = {
     "one-rank": (*CHUNKED, "--expert-page-size", AWKWARD_PAGE),
     "tp2-ep2": TP2_EP2,
     "dp2-ep2": (*DP2_EP2, "--expert-page-size", "2MiB"),
-    "padded": (*CHUNKED, "--expert-memory", "padded"),
+    "padded": (*CHUNKED, "--expert-memory", "padded", "--reroute", "unfused"),
+}
+# Rerouting inside the router: softmax, and sigmoid with a bias and groups.
+ROUTER_LAYOUTS = {
+    "router": (*CHUNKED, "--reroute", "router"),
+    "router-tp2-ep2": (*TP2_EP2, "--reroute", "router"),
 }
 BATCH = 40
 # SGLang's own Mixtral has no DP attention; test_launch_refusals.py has that case.
@@ -36,6 +41,8 @@ CASES = [
     ("MixtralForCausalLM", "tp2-ep2"),
     ("DeepseekV3ForCausalLM", "one-rank"),
     ("DeepseekV3ForCausalLM", "tp2-ep2"),
+    ("DeepseekV3ForCausalLM", "router-tp2-ep2"),
+    ("DeepseekV2ForCausalLM", "router"),
     ("DeepseekV2ForCausalLM", "padded"),
     *itertools.product(
         ("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM", DP_ARCHITECTURE),
@@ -51,7 +58,8 @@ def test_woven_equals_merged(
     family = families.get(architecture)
     reference = reference_of(family, server_pool)
     expected, prompts = reference.answers, reference.prompts
-    server = server_pool.get(ServerSpec(family.base, family.named, LAYOUTS[layout]))
+    flags = (LAYOUTS | ROUTER_LAYOUTS)[layout]
+    server = server_pool.get(ServerSpec(family.base, family.named, flags))
     requests = [(name, i) for name in expected for i in range(len(prompts))]
     random.Random(layout).shuffle(requests)
     wrong = []
