@@ -1,7 +1,7 @@
 """A virtual environment with Ascend's Triton compiler; needs no NPU, no CANN and no torch.
 
 requirements/triton-ascend.txt -> [ascend_env] -> build/ascend-venv, .stamp inside
-In:  pinned wheels (75 MB; 270 MB unpacked), once.  Out: the path of its Python.
+In:  pinned wheels (72 MB; 250 MB unpacked), once.  Out: the path of its Python.
 """
 
 from __future__ import annotations
@@ -30,11 +30,18 @@ def make(venv: Path = VENV) -> Path:
     """The environment's Python, made unless it is there with these pins. Prints what it does."""
     python = venv / "bin" / "python"
     with _locked(venv.with_suffix(".lock")):
-        if not _has_stamp(venv):
+        if not _stamp(venv).exists():
             print(f"ascend: virtual environment in {venv}", flush=True)
-            _run([choose_python(), "-m", "venv", "--clear", str(venv)], "python's venv module")
-            print(f"ascend: {_what()} (75 MB, under a minute)", flush=True)
-            _run(_install(python), _what())
+            _run(
+                [choose_python(), "-m", "venv", "--clear", "--without-pip", str(venv)],
+                "the virtual environment cannot be made",
+            )
+            print(f"ascend: {_what()} (72 MB, under a minute)", flush=True)
+            _run(
+                _install(python),
+                f"{_what()} cannot be installed: the index that pip is configured with must "
+                f"have every pin of requirements/{PINS.name}",
+            )
             _stamp(venv).touch()
     return python
 
@@ -57,28 +64,22 @@ def _what() -> str:
 
 
 def _install(python: Path) -> list[str]:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--quiet", "--no-input"]
-    command += ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+    command += ["--quiet", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command += ["--only-binary", ":all:"]
     return [*command, "--requirement", str(PINS)]
 
 
-def _run(command: list[str], what: str) -> None:
+def _run(command: list[str], problem: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise AscendEnvironmentError(
-            f"{what} cannot be installed, the index that pip is configured with must have "
-            f"every pin of requirements/{PINS.name}:\n{done.stderr}{done.stdout}"
-        )
+        raise AscendEnvironmentError(f"{problem}\n{done.stderr}{done.stdout}")
 
 
 def _stamp(venv: Path) -> Path:
     """Named after the pins and the folder: a moved environment has scripts that point nowhere."""
     text = f"{venv.resolve()}\n{PINS.read_text()}"
     return venv / f".made-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _has_stamp(venv: Path) -> bool:
-    return _stamp(venv).exists()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 
 from scripts import ascend_env
 from scripts.ascend_lowering import LoweringError, Request, lower, reroute_request
+from scripts.requirements_files import read_pins
 from sgl_esft_kernels.reroute_triton_ascend import Blocks, plan_blocks
 from tests.kernels.lowered_text import (
     allocations,
@@ -148,7 +149,11 @@ def test_gather_of_int32_is_refused() -> None:
         lower([Request(str(NAIVE_FILE), "gather_of_int32", GATHER, {})])
 
 
-@pytest.mark.slow
+def test_the_compiler_is_the_one_that_an_npu_gets() -> None:
+    pins, npu = read_pins("triton-ascend.txt"), read_pins("npu.txt")
+    assert pins["triton-ascend"] == npu["triton-ascend"]
+
+
 def test_missing_wheel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
