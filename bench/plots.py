@@ -205,6 +205,39 @@ def batching(result: Result) -> Figure:
     return figure
 
 
+def reroute(result: Result) -> Figure:
+    """Fused over unfused and over SGLang's gather, and as a share of a MoE layer; by tokens."""
+    figure, ((chains, layer),) = panels(2, width=4.4, height=3.3)
+    _ratio_lines(chains, result["rows"], CHAINS)
+    _ratio_lines(layer, result["layer_rows"], LAYER_SHARES)
+    goals = result["goals"]
+    base_line(chains, "equal")
+    goal_line(chains, goals["fused_over_unfused"], "goal: fused / unfused", at="right")
+    goal_line(layer, goals["fused_over_layer"], "goal: fused / layer", at="right")
+    chains.set_ylabel("time of a call [ratio]")
+    layer.set_ylabel("time of a call over a MoE layer [ratio]")
+    return figure
+
+
+CHAINS = {
+    "fused_over_unfused": "fused / unfused",
+    "fused_over_unfused_bare": "fused / unfused without checks",
+    "fused_over_gather": "fused / SGLang's gather, under EP",
+}
+LAYER_SHARES = {"fused_over_layer": "fused / layer", "unfused_over_layer": "unfused / layer"}
+
+
+def _ratio_lines(axes: Axes, rows: Sequence[Result], names: Mapping[str, str]) -> None:
+    """Ratios by the wall clock on two logarithmic axes."""
+    x = [row["num_tokens"] for row in rows]
+    for place, (name, words) in enumerate(names.items()):
+        quartile_line(axes, x, [row[name]["wall"] for row in rows], place, words)
+    axes.set_yscale("log")
+    log_ticks(axes, x)
+    axes.set_xlabel("batch [tokens]")
+    axes.legend(fontsize=7)
+
+
 def gpu_reroute(result: Result) -> Figure:
     """Microseconds of a call by kind of rerouting; a model's step over merged, and its floor."""
     figure, ((calls, step),) = panels(2, width=4.4, height=3.1)
@@ -294,6 +327,7 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "figure7": sweep,
     "figure8": sweep,
     "figure9": figure9,
+    "reroute": reroute,
     "batching": batching,
     "gpu_reroute": gpu_reroute,
     "gpu_serve": gpu_serve,

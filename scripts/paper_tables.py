@@ -138,6 +138,41 @@ def _ending(result: Any) -> str:
     return where(result) + ("" if is_complete else " The run was cut short.")
 
 
+def reroute(result: Any) -> str:
+    """Fused over unfused and gather; as a share of a layer; instructions of an id."""
+    names = ("fused_over_unfused", "fused_out_over_unfused", "fused_over_gather")
+    rows = [
+        [str(row["num_tokens"]), *(ratio(row[name]["wall"]) for name in names)]
+        for row in result["rows"]
+    ]
+    header = ["tokens", "fused / unfused", "the same, into a tensor that is there"]
+    chains = table([*header, "fused / SGLang's gather, under EP"], rows)
+    rows = [
+        [
+            str(row["num_tokens"]),
+            _share(row["fused_over_layer"]["wall"]),
+            _share(row["unfused_over_layer"]["wall"]),
+        ]
+        for row in result["layer_rows"]
+    ]
+    shares = table(["tokens", "fused, % of a MoE layer", "unfused, % of a MoE layer"], rows)
+    return f"{chains}\n\n{shares}\n\n{_instructions(result['callgrind'])}\n\n{where(result)}"
+
+
+def _share(spread: Mapping[str, float]) -> str:
+    return f"{100 * spread['median']:.3f} ({100 * spread['q1']:.3f} to {100 * spread['q3']:.3f})"
+
+
+def _instructions(counted: Any) -> str:
+    if "skipped" in counted:
+        return f"Instructions were not counted: {counted['skipped']}."
+    found = [
+        f"{row['instructions_per_id']:.1f} ({row['num_tokens']} tokens, int{row['id_bits']})"
+        for row in counted["rows"]
+    ]
+    return f"Instructions for each id, by callgrind: {', '.join(found)}."
+
+
 SHOWN_BOUND = 64  # of the bounds that were tried; the picture has all
 
 

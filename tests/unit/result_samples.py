@@ -88,6 +88,33 @@ def figure7() -> dict[str, Any]:
     return found
 
 
+def clocks(median: float) -> dict[str, Any]:
+    quartiles = {"q1": 0.9 * median, "median": median, "q3": 1.1 * median}
+    return {"wall": quartiles, "cpu": quartiles}
+
+
+def reroute() -> dict[str, Any]:
+    rows = [
+        {
+            "num_tokens": num_tokens,
+            "fused_over_unfused": clocks(0.1),
+            "fused_out_over_unfused": clocks(0.08),
+            "fused_over_unfused_bare": clocks(0.15),
+            "fused_over_gather": clocks(0.9),
+        }
+        for num_tokens in (1, 4096)
+    ]
+    layer = {"fused_over_layer": clocks(0.001), "unfused_over_layer": clocks(0.01)}
+    counted = {"num_tokens": 64, "id_bits": 32, "instructions": 960, "instructions_per_id": 2.5}
+    return {
+        **ORIGIN,
+        "goals": {"fused_over_unfused": 0.2, "fused_over_layer": 0.005},
+        "rows": rows,
+        "layer_rows": [{"num_tokens": num_tokens, **layer} for num_tokens in (1, 256)],
+        "callgrind": {"rows": [counted]},
+    }
+
+
 def batching() -> dict[str, Any]:
     names = ("experts", "drawn", "adapters", "delay", "delay_p99")
     rows = [
@@ -163,6 +190,7 @@ SAMPLES = {
     "figure6": figure6,
     "figure7": figure7,
     "figure8": sweep,
+    "reroute": reroute,
     "batching": batching,
     "gpu_reroute": gpu_reroute,
     "gpu_serve": gpu_serve,

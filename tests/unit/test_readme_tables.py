@@ -98,6 +98,16 @@ def test_figures_7_and_8_show_the_noise_and_what_was_cut_short() -> None:
     assert table("figure8", **{**sample, "complete": False}).endswith("The run was cut short.")
 
 
+def test_reroute_shows_ratios_shares_and_instructions() -> None:
+    sample = SAMPLES["reroute"]()
+    text = table("reroute", **sample)
+    assert "| 4096 | 0.100 (0.090 to 0.110) | 0.080 (0.072 to 0.088) |" in text
+    assert "| 256 | 0.100 (0.090 to 0.110) | 1.000 (0.900 to 1.100) |" in text
+    assert "Instructions for each id, by callgrind: 2.5 (64 tokens, int32)." in text
+    skipped = table("reroute", **{**sample, "callgrind": {"skipped": "no valgrind"}})
+    assert "Instructions were not counted: no valgrind." in skipped
+
+
 def test_batching_shows_one_bound() -> None:
     sample = SAMPLES["batching"]()
     assert num_rows(table("batching", **sample)) == 0
