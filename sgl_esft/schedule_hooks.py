@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from sgl_esft import adapter_batching
 from sgl_esft.adapter_batching import AdapterId, ArrivalBook, Waiting
 from sgl_esft.config import required_config
-from sgl_esft.errors import InvariantError
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +54,7 @@ class Composer:
         num_running: Counter[AdapterId] = Counter(
             req.lora_id for req in running if not req.finished()
         )
-        by_key = {_key(req): req for req in waiting_queue}
-        if len(by_key) != len(waiting_queue):
-            raise InvariantError("two waiting requests have one id: send them with different rids")
+        by_key = _by_key(waiting_queue)
         self._book.observe(list(by_key))
         requests, waiting = [], []
         for key, num_overtakes in self._book.by_arrival():
@@ -66,7 +63,7 @@ class Composer:
         order = adapter_batching.plan_order(waiting, num_running, self._max_overtakes)
         waiting_queue[:] = [requests[index] for index in order]
         if self._metrics is not None:
-            self._metrics.set(num_running, self._book.num_admissions_that_overtook)
+            self._metrics.set(self._book.num_admissions_that_overtook)
 
 
 class BatchingMetrics:
@@ -75,14 +72,8 @@ class BatchingMetrics:
     def __init__(self, rank: int) -> None:
         # SGLang names the folder that its processes share before it starts a rank, and
         # prometheus_client reads that name when it is imported.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter
 
-        self._adapters = Gauge(
-            "sgl_esft:adapters_running",
-            "Adapters in the running batch, when requests were last chosen to join it.",
-            labelnames=("rank",),
-            multiprocess_mode="mostrecent",
-        ).labels(str(rank))
         self._overtaking = Counter(
             "sgl_esft:overtaking_admissions",
             "Requests that left the waiting queue while an earlier one waited.",
@@ -90,16 +81,24 @@ class BatchingMetrics:
         ).labels(str(rank))
         self._num_published = 0
 
-    def set(self, num_running: Counter[AdapterId], num_overtaking: int) -> None:
-        """Publish the running batch, and how many requests have overtaken so far."""
-        self._adapters.set(sum(adapter_id is not None for adapter_id in num_running))
+    def set(self, num_overtaking: int) -> None:
+        """Publish how many requests have overtaken others so far."""
         self._overtaking.inc(num_overtaking - self._num_published)
         self._num_published = num_overtaking
 
 
-def _key(req: Any) -> Hashable:
-    """SGLang puts a retracted request at the queue's end, so it arrives anew."""
-    return req.rid, req.retraction_count
+def _by_key(queue: Sequence[Any]) -> dict[Hashable, Any]:
+    """The queue's requests, each under a key that is alike on all ranks and as long as it waits.
+
+    SGLang puts a retracted request at the queue's end, so it gets another key and arrives anew.
+    """
+    seen: Counter[Hashable] = Counter()
+    found: dict[Hashable, Any] = {}
+    for req in queue:
+        name = (req.rid, req.retraction_count)
+        found[*name, seen[name]] = req  # clients choose ids, so two may have one
+        seen[name] += 1
+    return found
 
 
 def max_overtakes_for(policy: Any) -> int:

@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sgl_esft import config, env
 from sgl_esft.adapter_batching import AdapterId, ArrivalBook, Waiting, plan_order
-from sgl_esft.errors import InvariantError
 from sgl_esft.schedule_hooks import Composer, max_overtakes_for
 
 WEAVING = {"max_adapters": 1, "max_experts_per_adapter": 1}
@@ -305,9 +304,11 @@ def test_a_retracted_request_arrives_anew() -> None:
     assert [req.rid for req in queue] == ["old", "back"]
 
 
-def test_two_requests_with_one_id_are_not_taken_for_one() -> None:
-    with pytest.raises(InvariantError, match="one id"):
-        Composer(1, None).reorder([Req("0", "a"), Req("0", "a")], [])
+def test_two_requests_with_one_id_are_both_kept() -> None:
+    first, second = Req("0", "b"), Req("0", "a")
+    queue = [first, second]
+    Composer(1, None).reorder(queue, [Req("x", "a")])
+    assert queue == [second, first]
 
 
 @pytest.fixture
