@@ -39,7 +39,7 @@ from tests.random_layers import RandomExperts, Rank, share_of
 
 LAYER_ID = 3
 NUM_TOKENS = 48
-REROUTE = "unfused"
+REROUTE = "fused"
 SPEC = MoeSpec("DeepseekV2ForCausalLM", 4, (LAYER_ID,), NUM_EXPERTS, HIDDEN, WIDTH, "float32")
 
 
