@@ -10,7 +10,9 @@ one of them, the other's core is idle. Two settings:
     half    woven on one core, as the paper has it: half of what the merged servers have
     equal   woven on both cores, two ranks (DP2 attention, EP2): what the merged servers have
 
-Three servers are alive at once; those that are not asked sleep. The rate is a share of what one
+A server's HTTP and tokenizer processes share its cores, and the client takes what is left: in
+`half` that is the other core for woven, and nobody's own for the merged servers. Three servers are
+alive at once; those that are not asked sleep. The rate is a share of what one
 merged server serves at saturation, and high enough that the busy one is at its limit.
 
 `rows` of the result, one for each (setting, alpha):

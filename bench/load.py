@@ -42,8 +42,6 @@ from sgl_esft.zoo import serving  # sgl_esft comes before SGLang: it prepares fo
 
 TIMEOUT_SECONDS = 240.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz "  # each is one token of the scaled model
-
-
 NO_PREFIX_CACHE = ("--disable-radix-cache",)  # runs repeat their prompts
 
 

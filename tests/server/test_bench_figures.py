@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.load import METRICS
+from bench.load import METRICS, ServerCommand, servers
+from sgl_esft.zoo import serving
 from tests.servers import ROOT
 
 pytestmark = pytest.mark.server
@@ -54,3 +56,11 @@ def test_figure6_has_a_row_of_woven_over_merged(tmp_path: Path) -> None:
     (row,) = result["rows"]
     assert (row["setting"], row["alpha"], row["hot_share"]) == ("half", 0.32, 0.801)
     check_row(row)
+
+
+def test_a_server_that_cannot_start_is_an_error_and_cores_are_as_before(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    bad = ServerCommand(["--model-path", str(tmp_path / "missing")], sorted(before)[:1])
+    with pytest.raises(serving.ServerError, match="missing"), servers({"bad": bad}):
+        pytest.fail("there is no server")
+    assert os.sched_getaffinity(0) == before

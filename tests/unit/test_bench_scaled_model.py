@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from bench import figure5, floor, scaled_model
+from bench import figure5, figure6, floor, scaled_model
+from bench.load import Seat
 from bench.scaled_model import ScaledModel, ScaledShape
 from sgl_esft.adapter_config import EXPERT_CONFIG_NAME, read_expert_config
 from sgl_esft.adapter_format import read_manifest
@@ -112,3 +114,45 @@ def test_tpot_floor_grows_with_adapters_and_batch(model: ScaledModel) -> None:
     assert 1.01 < floors[1] < floors[2] < 2
     assert figure5.tpot_floor(model, 20, 1.0, batch=1.0) == pytest.approx(1.0)
     assert figure5.tpot_floor(model, 20, 0.1, batch=8.0) < floors[2]
+
+
+def test_figure5_serves_the_same_base_plain_and_woven(model: ScaledModel) -> None:
+    found = figure5.commands(model, 3, ["--reroute", "unfused"])
+    assert set(found) == {"base", "woven"}
+    assert "--no-esft" in found["base"].arguments
+    assert [a for a in found["woven"].arguments if "=" in a] == [
+        f"{name}={folder}" for name, folder in model.adapters(3).items()
+    ]
+    assert found["woven"].arguments[-2:] == ["--reroute", "unfused"]
+    assert all(str(model.base()) in command.arguments for command in found.values())
+
+
+@pytest.mark.parametrize(("setting", "cores"), [("half", [4]), ("equal", [4, 5])])
+def test_figure6_gives_each_merged_server_a_core_and_woven_its_share(
+    model: ScaledModel, setting: str, cores: list[int]
+) -> None:
+    found = figure6.commands(model, figure6.SETTINGS[setting], [4, 5], [])
+    assert {name: command.cores for name, command in found.items()} == {
+        "a00": [4],
+        "a01": [5],
+        "woven": cores,
+    }
+    assert str(model.merged(1)) in found["a01"].arguments
+    assert ("--enable-dp-attention" in found["woven"].arguments) == (setting == "equal")
+
+
+def test_figure6_sends_each_adapter_to_its_merged_server(model: ScaledModel) -> None:
+    urls = {"a00": "first", "a01": "second", "woven": "both"}
+    stand = figure6.stand_of(figure6.QUICK, model, urls)
+    assert stand.merged == {"a00": Seat("first"), "a01": Seat("second")}
+    assert stand.woven == {"a00": Seat("both", "a00"), "a01": Seat("both", "a01")}
+
+
+def test_figure6_needs_two_cores(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:1])
+    try:
+        with pytest.raises(figure6.TooFewCoresError, match="needs two cores"):
+            figure6.measure(figure6.QUICK, [], tmp_path)
+    finally:
+        os.sched_setaffinity(0, before)
