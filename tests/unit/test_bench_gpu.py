@@ -1,11 +1,13 @@
-"""bench/gpu.py: its whole flow over the contract simulator, and how it fails."""
+"""bench/gpu.py: its parts over the contract simulator, and how they fail."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,17 +16,22 @@ from bench.gpu_steps import STEPS
 from tests.servers import ROOT
 
 
-@pytest.mark.slow
-def test_whole_flow_over_the_simulator(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--simulate", "--out", str(tmp_path)]
+def run_simulated(folder: Path, part: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.gpu", "--simulate", "--parts", part]
+    command += ["--out", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text())
+    found: dict[str, Any] = json.loads((folder / f"{gpu.PARTS[part].file}.json").read_text())
     assert found["evidence"] == gpu.SIMULATED
     assert found["machine"]["device"] == "none (contract simulator of cuda)"
     assert found["complete"]
-    steps = found["steps"]
-    assert list(steps) == ["build", "device tests", *gpu.STEP_SECONDS]
+    assert list(found["steps"]) == ["build", *gpu.PARTS[part].step_seconds]
+    return found["steps"]
+
+
+@pytest.mark.slow
+def test_memory_over_the_simulator(tmp_path: Path) -> None:
+    steps = run_simulated(tmp_path, "memory")
     assert "unmapping_one_slot_keeps_its_neighbours_half_page" in steps["device tests"]["passed"]
     assert "random_loads_and_unloads_on_the_device" in steps["device tests"]["passed"]
     assert {row["page_bytes"] for row in steps["vmm"]["rows"]} == {2 << 20, 4 << 20}
@@ -36,8 +43,30 @@ def test_whole_flow_over_the_simulator(tmp_path: Path) -> None:
     assert all("over_memcpy" in row for row in steps["vmm"]["rows"])
 
 
+@pytest.mark.slow
+def test_rerouting_over_the_simulator(tmp_path: Path) -> None:
+    steps = run_simulated(tmp_path, "reroute")
+    assert steps["reroute: check"]["equal"]
+    followed = steps["reroute: graph safety"]["replayed_as_eager"]
+    assert set(followed) == {"unfused chain", "standalone", "fused router"}
+    assert all("another adapter loaded" in changes for changes in followed.values())
+    # What only a GPU can say is not there, or null.
+    assert set(steps["reroute: launches"]["kernels_a_layer"].values()) == {None}
+    assert "microseconds" not in json.dumps(steps["reroute: time"]["rows"])
+    rows = steps["model step"]["rows"]
+    assert "microseconds" not in json.dumps(rows)
+    assert [(row["num_tokens"], row["num_adapters"]) for row in rows] == [(5, 1), (5, 3)]
+    assert rows[0]["touched_woven"] == rows[0]["touched_merged"]
+    assert rows[1]["floor"] > 1
+
+
+def test_serving_is_skipped_over_the_simulator() -> None:
+    assert gpu.why_skipped("serve", simulated=True) == "a test of its own serves the tiny model"
+
+
 def test_every_step_has_a_limit_and_all_end_inside_ten_minutes() -> None:
-    assert set(gpu.STEP_SECONDS) == set(STEPS)
+    limits = [name for part in gpu.PARTS.values() for name in part.step_seconds]
+    assert sorted(limits) == sorted([gpu.DEVICE_TESTS, *STEPS])
     assert gpu.TOTAL_SECONDS < 600
     clock = gpu.Clock(20)
     assert clock.left(60) <= 20
@@ -50,7 +79,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def report_in(folder: Path) -> gpu.Report:
-    return gpu.Report(folder, "a test", {"name": "none"})
+    return gpu.Report(gpu.PARTS["memory"], folder, "a test", {"name": "none"})
 
 
 def test_a_failing_step_is_kept_with_its_reason_and_the_others_go_on(
@@ -125,3 +154,33 @@ def test_sglangs_kernel_is_skipped_where_it_cannot_run(monkeypatch: pytest.Monke
     assert gpu.why_skipped(name, simulated=False) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert gpu.why_skipped(name, simulated=False) == "SGLang is not installed"
+
+
+def test_without_installation_the_plugin_has_its_doors(tmp_path: Path) -> None:
+    gpu_build.link_kernels(tmp_path)
+    gpu_build.write_doors(tmp_path)
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "for group in ('sglang.srt.platforms', 'sglang.srt.plugins'):\n"
+        "    print([door.value for door in entry_points(group=group)])\n"
+        "import sgl_esft_kernels\n"
+        "print(sgl_esft_kernels.__file__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    platforms, plugins, kernels = done.stdout.splitlines()
+    assert "'sgl_esft.platform:activate'" in platforms
+    assert plugins.count("'sgl_esft.plugin:register'") == 1
+    assert Path(kernels).parent == tmp_path / "sgl_esft_kernels"
+
+
+def test_what_is_not_compiled_there_leaves_the_build_as_it_is() -> None:
+    names = {path.name for path in gpu_build._sources()}
+    assert {"bindings.cpp", "cuda.cpp", "cuda_abi.h", "test_stress.cpp", "simulator.h"} <= names
+    assert not any("reroute" in str(path) for path in gpu_build._sources())
