@@ -18,7 +18,6 @@ import argparse
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,10 +106,8 @@ def chains(inputs: Inputs) -> dict[str, Work]:
 
 def num_calls(work: Work, seconds: float) -> int:
     """How many calls fill about that time, so that a clock's tick does not matter."""
-    work()
-    start = time.perf_counter()
-    work()
-    return max(1, int(seconds / max(time.perf_counter() - start, 1e-7)))
+    shortest = min(timed(work).wall for _ in range(5))
+    return max(1, int(seconds / max(shortest, 1e-7)))
 
 
 def repeated(work: Work, count: int) -> Callable[[], Taken]:
@@ -232,7 +229,7 @@ def measure(
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "rows": measure_chains(token_counts, rounds, seconds),
-        "layer_rows": measure_layer(shape, layer_token_counts, max(2, rounds // 3), seconds),
+        "layer_rows": measure_layer(shape, layer_token_counts, max(3, rounds // 3), seconds),
         "callgrind": count_instructions(COUNTED_TOKEN_COUNTS),
     }
 
@@ -242,9 +239,10 @@ def print_table(figures: Mapping[str, Any]) -> None:
     for row in [*figures["rows"], *figures["layer_rows"]]:
         for name, clocks in row.items():
             if name != "num_tokens":
-                wall, goal = clocks["wall"], GOALS.get(name)
+                wall, cpu = clocks["wall"], clocks["cpu"]["median"]
                 spread = f"{wall['median']:.4f} ({wall['q1']:.4f} to {wall['q3']:.4f})"
-                print(f"{row['num_tokens']:5} {name:24} {spread}" + (f"  goal {goal}" * bool(goal)))
+                goal = f", goal {GOALS[name]}" if name in GOALS else ""
+                print(f"{row['num_tokens']:5} {name:24} {spread}, cpu {cpu:.4f}{goal}")
     for row in figures["callgrind"].get("rows", []):
         per_id = row["instructions_per_id"]
         print(f"{row['num_tokens']:5} int{row['id_bits']}: {per_id:.1f} instructions an id")

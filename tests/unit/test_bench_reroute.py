@@ -12,7 +12,7 @@ import torch
 from bench import reroute as subject
 from bench.layers import ExpertShape
 
-TINY = ["--batch-sizes", "1", "8", "--layer-batch-sizes", "2", "--rounds", "2"]
+TINY = ["--batch-sizes", "1", "8", "--layer-batch-sizes", "2", "--rounds", "3"]
 
 
 @pytest.fixture(autouse=True)

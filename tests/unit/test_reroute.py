@@ -1,11 +1,8 @@
 """Rerouting: the paper's figure, a loop in Python, and the layer's choice between the two ways."""
 
-import random
-
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sgl_esft.batch_tags import BatchTags
 from sgl_esft.expert_map import ExpertMap, base_row
@@ -13,87 +10,19 @@ from sgl_esft.reroute import Rerouter
 from sgl_esft.slot_layout import SlotLayout
 from sgl_esft_kernels import reroute_unfused
 from tests import figure4
-
-TOKEN_COUNTS = (0, 1, 2, 3, 7, 133)
-POPULARITIES = ("all base", "one adapter", "distinct", "uniform", "zipf", "skewed")
-
-
-def naive(topk_ids: torch.Tensor, tags: torch.Tensor, table: torch.Tensor) -> list[list[int]]:
-    """The definition, one lookup at a time."""
-    rows = table.tolist()
-    base = len(rows) - 1
-    return [
-        [rows[base if tag == -1 else tag][expert] if expert >= 0 else -1 for expert in experts]
-        for tag, experts in zip(tags.tolist(), topk_ids.tolist(), strict=True)
-    ]
-
-
-def draw_tags(
-    popularity: str, num_tokens: int, num_adapters: int, rng: random.Random
-) -> torch.Tensor:
-    """[num_tokens] int32 adapter slots, -1 the base."""
-    slots = range(-1, num_adapters)
-    weights = {
-        "all base": [1 if slot == -1 else 0 for slot in slots],
-        "one adapter": [1 if slot == num_adapters - 1 else 0 for slot in slots],
-        "uniform": [1 for _ in slots],
-        "zipf": [1 / (2 + slot) for slot in slots],
-        "skewed": [100 if slot == 0 or num_adapters == 0 else 1 for slot in slots],
-    }
-    if popularity == "distinct":
-        tags = [slots[i % len(slots)] for i in range(num_tokens)]
-    else:
-        tags = rng.choices(slots, weights[popularity], k=num_tokens)
-    return torch.tensor(tags, dtype=torch.int32)
-
-
-def draw_map(num_adapters: int, num_experts: int, *, ep: bool, rng: random.Random) -> torch.Tensor:
-    """[N + 1, M] int32 with values that name their row, so that no wrong one looks right."""
-    table = torch.arange((num_adapters + 1) * num_experts, dtype=torch.int32)
-    table = table.view(num_adapters + 1, num_experts)
-    if ep:
-        foreign = torch.tensor([rng.random() < 0.5 for _ in range(num_experts)])
-        table = table.masked_fill(foreign, -1)
-    return table
+from tests.kernels.cases import Case, naive, random_cases
 
 
 @settings(max_examples=250)
-@given(
-    num_tokens=st.sampled_from(TOKEN_COUNTS),
-    k=st.integers(1, 8),
-    num_adapters=st.integers(0, 16),
-    num_experts=st.sampled_from([1, 8, 64]),
-    popularity=st.sampled_from(POPULARITIES),
-    dtype=st.sampled_from([torch.int32, torch.int64]),
-    share_of_none=st.sampled_from([0.0, 0.2, 1.0]),
-    ep=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
-def test_equals_the_naive_loop(
-    num_tokens: int,
-    k: int,
-    num_adapters: int,
-    num_experts: int,
-    popularity: str,
-    dtype: torch.dtype,
-    share_of_none: float,
-    ep: bool,
-    seed: int,
-) -> None:
-    rng = random.Random(seed)
-    table = draw_map(num_adapters, num_experts, ep=ep, rng=rng)
-    tags = draw_tags(popularity, num_tokens, num_adapters, rng)
-    ids = [
-        -1 if rng.random() < share_of_none else rng.randrange(num_experts)
-        for _ in range(num_tokens * k)
-    ]
-    topk_ids = torch.tensor(ids, dtype=dtype).view(num_tokens, k)
+@given(case=random_cases(max_tokens=133))
+def test_equals_the_naive_loop(case: Case) -> None:
+    topk_ids, tags, table = case.make()
     before = topk_ids.clone(), tags.clone(), table.clone()
 
     slot_ids = reroute_unfused(topk_ids, tags, table)
 
     assert slot_ids.tolist() == naive(*before)
-    assert slot_ids.dtype == dtype
+    assert slot_ids.dtype == case.dtype
     assert slot_ids.shape == topk_ids.shape
     assert all(map(torch.equal, before, (topk_ids, tags, table))), "an input was changed"
 
