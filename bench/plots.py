@@ -108,7 +108,7 @@ def sweep(result: Result) -> Figure:
     for line, traffic in zip(grid, traffics, strict=True):
         for axes, (metric, words) in zip(line, SWEPT.items(), strict=True):
             chosen = [r for r in rows if (r["traffic"], r["metric"]) == (traffic, metric)]
-            _sweep_panel(axes, chosen)
+            _sweep_panel(axes, chosen, _goal(result.get("goals", {}), metric))
             axes.set_title(f"{TRAFFICS.get(traffic, traffic)}: {metric.upper()}")
             axes.set_xlabel(words)
     legend_below(figure)
@@ -120,14 +120,21 @@ TRAFFICS = {"adapter": "one adapter", "base": "no adapter"}
 AGAIN = " again"  # a second process of what the others are compared with: the noise
 
 
-def _sweep_panel(axes: Axes, rows: Sequence[Result]) -> None:
+def _goal(goals: Mapping[str, float], metric: str) -> float | None:
+    """The goal of this metric where it has one of its own, else the first: of both metrics."""
+    own = [value for words, value in goals.items() if words.endswith(metric.upper())]
+    return next(iter([*own, *goals.values()]), None)
+
+
+def _sweep_panel(axes: Axes, rows: Sequence[Result], goal: float | None) -> None:
     """Ratios by the wall clock, a line a system; the noise as a grey band."""
     if not rows:
         axes.set_axis_off()
         return
     axes.set_ylabel(f"over {rows[0]['over']} [ratio]")
     base_line(axes, str(rows[0]["over"]))
-    goal_line(axes, 1.01, "1%", at="right")
+    if goal is not None:
+        goal_line(axes, goal, f"goal: {goal:g}", at="right")
     systems = list(dict.fromkeys(row["system"] for row in rows))
     place = 0
     for system in systems:

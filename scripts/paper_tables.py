@@ -190,6 +190,16 @@ def batching(result: Any) -> str:
     return f"{table(header, rows)}\n\n{where(result)}"
 
 
+def batching_served(result: Any) -> str:
+    """One load on two servers of the demo, the policy on over off."""
+    names = ("adapters", "ttft_mean", "ttft_p99", "duration")
+    cells = [str(result["max_overtakes"]), str(result["max_running"]), str(result["rounds"])]
+    cells += [ratio(result[f"{name}_over_fcfs"]) for name in names]
+    header = ["--max-overtakes", "running", "rounds", "distinct adapters at once"]
+    header += ["mean TTFT", "p99 TTFT", "time for all"]
+    return f"{table(header, [cells])}\n\n{where(result)}"
+
+
 def gpu_reroute(result: Any) -> str:
     """Launches of a layer, microseconds of a call, a model's step minus its floor."""
     steps = result["steps"]
@@ -248,9 +258,15 @@ def _model_step(step: Any) -> str:
 
 
 def _served_rows(step: Any) -> str:
+    """A cell without ratios had too little time."""
     rows = []
     for row in step["rows"]:
         cells = [str(row["batch_size"]), str(row["num_adapters"])]
         cells += [ratio(row.get(f"{metric}_over_plain")) for metric in ("ttft", "tpot")]
-        rows.append([*cells, f"{row['floor']:.3f}" if "floor" in row else "-", str(row["rounds"])])
-    return table(["requests", "adapters", "TTFT", "TPOT", "floor of TPOT", "rounds"], rows)
+        points = row.get("tpot_points_over_floor")
+        over = "-" if points is None else f"{100 * points:+.1f}"
+        rows.append(
+            [*cells, f"{row['floor']:.3f}", over, str(row.get("rounds", row.get("reason")))]
+        )
+    header = ["requests", "adapters", "TTFT", "TPOT", "floor of TPOT", "points over the floor"]
+    return table([*header, "rounds"], rows)

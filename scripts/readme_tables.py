@@ -217,6 +217,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "served, simulated; median and quartiles over traces. A load above 1 lets the queue grow:",
         paper_tables.batching,
     ),
+    "batching_served": (
+        "The same policy on a real server of the demo with six adapters, on over off, median and\n"
+        "quartiles over rounds:",
+        paper_tables.batching_served,
+    ),
     "gpu_reroute": (
         "Rerouting on a GPU, in CUDA graphs; at most 1.5 microseconds a call, one adapter at most\n"
         "0.5 and 20 adapters at most 3 points over the floor are the goals:",

@@ -66,6 +66,7 @@ def test_figure_5_has_a_panel_an_alpha_and_a_line_a_number_of_adapters() -> None
 def test_figures_7_and_8_have_a_line_a_system_and_the_noise() -> None:
     words = words_in(plots.svg("figure7", SAMPLES["figure7"]()))
     assert {"fused", "unfused", "merged again", "one adapter: TTFT", "no adapter: TPOT"} <= words
+    assert {"goal: 1.03", "goal: 1.01"} <= words
 
 
 def test_a_sweep_that_was_cut_short_is_drawn() -> None:

@@ -117,6 +117,13 @@ def test_batching_shows_one_bound() -> None:
     assert num_rows(text) == 1
 
 
+def test_batching_served_is_one_row() -> None:
+    names = ("adapters", "ttft_mean", "ttft_p99", "duration")
+    ratios = {f"{name}_over_fcfs": SPREAD for name in names}
+    text = table("batching_served", max_overtakes=32, max_running=8, rounds=5, **ratios)
+    assert f"| 32 | 8 | 5 | {CELL} | {CELL} | {CELL} | {CELL} |" in text
+
+
 def test_gpu_tables_show_floors_and_what_has_failed() -> None:
     sample = SAMPLES["gpu_reroute"]()
     text = table("gpu_reroute", **sample)
@@ -134,8 +141,8 @@ def test_gpu_tables_show_floors_and_what_has_failed() -> None:
 def test_gpu_serve_shows_cells_that_have_no_ratio() -> None:
     text = table("gpu_serve", **SAMPLES["gpu_serve"]())
     spread = "1.200 (1.100 to 1.300)"
-    assert f"| 64 | 20 | 1.100 (1.000 to 1.200) | {spread} | - | 4 |" in text
-    assert "| 256 | 20 | - | - | - | 1 |" in text
+    assert f"| 64 | 20 | 1.100 (1.000 to 1.200) | {spread} | 1.150 | +5.0 | 4 |" in text
+    assert "| 256 | 20 | - | - | 1.600 | - | 1 rounds: too few |" in text
 
 
 def test_table_1_says_where_a_row_is_from() -> None:
