@@ -51,9 +51,21 @@ def compile_launch(
 
 def resources(kernel: CompiledKernel) -> dict[str, int]:
     """What one thread of it takes, by ptxas: REG, STACK, SHARED, LOCAL, ..."""
+    text = _cuobjdump(kernel, "--dump-resource-usage")
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+
+
+def num_instructions(kernel: CompiledKernel) -> int:
+    """Machine instructions, without the padding at the end."""
+    names = re.findall(
+        r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]*)", _cuobjdump(kernel, "--dump-sass")
+    )
+    return sum(name != "NOP" for name in names)
+
+
+def _cuobjdump(kernel: CompiledKernel, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

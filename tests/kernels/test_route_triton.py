@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from sglang.kernels.ops.moe import moe_fused_gate
 from triton.runtime.errors import InterpreterError
 
 from sgl_esft_kernels import KernelInputError, KernelUnavailableError, route_ref
 from sgl_esft_kernels import route_triton as subject
 from sgl_esft_kernels.route_spec import LOGIT_DTYPES, RouterSpec
-from tests.kernels.compiled import compiler, resources
+from tests.kernels.compiled import compiler, num_instructions, resources
 from tests.kernels.interpreted import interpreter
 from tests.kernels.routers import ROUTERS, Arguments, Router
 
@@ -214,6 +215,38 @@ def test_compiles_without_spilling(name: str) -> None:
     used = resources(kernels[0])
     assert (used["STACK"], used["LOCAL"]) == (0, 0)
     assert used["REG"] <= 128
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # SGLang leaves it open
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v2-lite", "deepseek-v3"])
+def test_is_no_longer_than_a_router_that_does_not_reroute(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_fused_gate, "is_arch_support_pdl", lambda: False)
+    logits, tags, table, spec, bias, live = BY_NAME[name].make()
+    with compiler() as kernels:
+        subject.route_and_reroute(logits, tags, table, spec, bias, live)
+        moe_fused_gate.moe_fused_gate(
+            logits,
+            bias,
+            spec.top_k,
+            scoring_func=spec.scoring,
+            renormalize=spec.renormalize,
+            routed_scaling_factor=spec.routed_scale,
+            num_expert_group=spec.num_expert_groups,
+            topk_group=spec.topk_groups,
+            num_token_non_padded=live,
+        )
+    ours, theirs = map(num_instructions, kernels)  # neither has a loop
+    assert 100 < ours <= theirs
+
+
+def test_asserts_are_in_debug_builds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiler() as kernels:
+        subject.route_and_reroute(*BY_NAME["mixtral"].make())
+        monkeypatch.setattr(subject, "is_debug", lambda: True)
+        subject.route_and_reroute(*BY_NAME["mixtral"].make())
+    assert ["__assertfail" in kernel.asm["ptx"] for kernel in kernels] == [False, True]
 
 
 def test_batches_of_any_size_share_a_binary() -> None:
