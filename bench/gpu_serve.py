@@ -93,7 +93,7 @@ TINY = Size(
     output_tokens=8,
     rounds=2,
     write_seconds=10.0,
-    start_seconds=120.0,
+    start_seconds=300.0,
 )
 
 
@@ -155,11 +155,13 @@ def measure(size: Size, root: Path = ROOT / "build" / "gpu-serve") -> Figures:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     files, max_batch = write_files(size, root), max(size.batch_sizes)
     with ExitStack() as stack:
-        urls = [
-            stack.enter_context(serving.server(arguments(files, device, max_batch)))
-            for arguments in (woven_arguments, plain_arguments)
-        ]
-        cells, missing = _drive(size, files, *urls, lambda: time.monotonic() < end)
+        urls = []
+        for arguments in (woven_arguments, plain_arguments):
+            # A step that is ended for its time leaves its servers behind: end before that.
+            wait_seconds = max(1.0, min(size.start_seconds, end - time.monotonic()))
+            command = arguments(files, device, max_batch)
+            urls.append(stack.enter_context(serving.server(command, wait_seconds)))
+        cells, missing = _drive(size, files, (urls[0], urls[1]), lambda: time.monotonic() < end)
     return {
         "num_layers": files.config["num_hidden_layers"],
         "prompt_tokens": size.prompt_tokens,
@@ -174,7 +176,7 @@ Pair = tuple[LoadFigures, LoadFigures]  # woven, plain
 
 
 def _drive(
-    size: Size, files: Files, woven: str, plain: str, has_time: Callable[[], bool]
+    size: Size, files: Files, urls: tuple[str, str], has_time: Callable[[], bool]
 ) -> tuple[dict[Cell, list[Pair]], int]:
     """Every cell once a round, so that short time costs rounds and not cells; round 0 warms up."""
     cells: dict[Cell, list[Pair]] = {
@@ -186,7 +188,7 @@ def _drive(
             if not has_time():
                 missing += 1
                 continue
-            pair = _run_pair(size, files, (woven, plain), cell, number)
+            pair = _run_pair(size, files, urls, cell, number)
             if number:
                 pairs.append(pair)
     return cells, missing

@@ -180,7 +180,7 @@ def test_floor_of_served_adapters(files: gpu_serve.Files) -> None:
 
 
 def test_short_time_costs_rounds_and_says_so(files: gpu_serve.Files) -> None:
-    cells, missing = gpu_serve._drive(gpu_serve.TINY, files, "", "", lambda: False)
+    cells, missing = gpu_serve._drive(gpu_serve.TINY, files, ("", ""), lambda: False)
     assert missing == (gpu_serve.TINY.rounds + 1) * len(cells)
     row = gpu_serve._row(files, (2, 3), [], "cpu")
     assert row["reason"] == "0 rounds in the time: too few"
