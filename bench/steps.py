@@ -247,9 +247,19 @@ def _processes(url: str) -> list[psutil.Process]:
     """The launcher, whose command line ends in its port, and all below it."""
     port = url.rpartition(":")[2]
     for process in psutil.Process().children():
-        if process.cmdline()[-1:] == [port]:
+        if _ends_in(process, port):
             return [process, *process.children(recursive=True)]
-    raise StepError(f"no process of ours serves {url}")
+    raise StepError(
+        f"what answers at {url} is no process of ours: ours has ended, and another server has "
+        "its port; start again"
+    )
+
+
+def _ends_in(process: psutil.Process, word: str) -> bool:
+    try:
+        return process.cmdline()[-1:] == [word]
+    except psutil.Error:  # it has ended
+        return False
 
 
 def _pin(process: int, core: int) -> None:

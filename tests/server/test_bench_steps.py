@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,12 +39,19 @@ def test_merged_and_woven_take_turns_over_the_same_tokens(tmp_path: Path) -> Non
     assert found["rows"][1]["wall"]["num_turns"] >= 3
 
 
+def wait_until_stopped(process: psutil.Process) -> None:
+    deadline = time.monotonic() + 10
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_schedulers_stand_still_and_refusals_are_errors() -> None:
     with open_model("demo") as model:
         with fleet([model.plain("plain")]) as servers:
             server = servers["plain"]
             scheduler = psutil.Process(server.scheduler)
-            assert scheduler.status() == psutil.STATUS_STOPPED
+            wait_until_stopped(scheduler)
             assert len(scheduler.cpu_affinity()) == 1
             with server.turn(), pytest.raises(StepError, match=r"plain: .*nobody"):
                 Stream(Lane(server, "nobody"), make_batch(1, 4, 1, VOCABULARY, seed=0)).start()
