@@ -200,15 +200,17 @@ def batching(result: Result) -> Figure:
     # "any running" is another rule, kept in the results to show why it was not taken.
     rows = [row for row in result["rows"] if row["preference"] == "most running"]
     loads = [row["load"] for row in rows]
-    figure, (line,) = panels(3, width=3.1, height=2.9)
+    figure, (line,) = panels(3, width=3.1, height=3.4)
     by_size = _of(rows, "published", "uniform", load=max(loads))
     by_popularity = _of(rows, load=max(loads), max_running=64)
     _bound_lines(line[0], by_size, "experts_over_fcfs", "max_running", "{} running")
     _bound_lines(line[1], by_popularity, "experts_over_fcfs", ("experts", "popularity"), "{}, {}")
     _bound_lines(line[2], by_size, "delay_p99_over_fcfs", "max_running", "{} running")
+    for axes, setting in zip(line, ("uniform", "64 running", "uniform"), strict=True):
+        axes.set_title(f"{setting}, load {max(loads):g}")
     line[0].set_ylabel("distinct experts [ratio]")
-    line[1].set_ylabel("distinct experts, 64 running [ratio]")
-    line[2].set_ylabel("p99 of steps until admission [ratio]")
+    line[1].set_ylabel("distinct experts [ratio]")
+    line[2].set_ylabel("p99 of steps waited [ratio]")
     return figure
 
 
@@ -301,7 +303,7 @@ def _bound_lines(
         quartile_line(axes, x, [row[metric] for row in chosen], place, words.format(*values))
     axes.set_xlabel("--max-overtakes [requests]")
     axes.set_xlim(left=0)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.19), ncols=2)
 
 
 def _step_rows(result: Result, step: str) -> Sequence[Result]:
