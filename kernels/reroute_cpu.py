@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from sgl_esft_kernels.errors import KernelUnavailableError
 from sgl_esft_kernels.op import reroute
 
 PACKAGE = "sgl_reroute"
+VERSION_FILE = "torch_version.txt"  # written by csrc/CMakeLists.txt
 REMEDY = (
     "build csrc/ where torch is installed: `make setup`, or "
     "`pip install --no-build-isolation --no-deps --force-reinstall ./csrc`"
@@ -37,6 +39,7 @@ def load() -> Callable[..., torch.Tensor]:
 def _load_library() -> None:
     """Once a process: torch refuses to register an operator's implementation twice."""
     path = library_path()
+    check_version(path.parent)
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -50,3 +53,15 @@ def library_path() -> Path:
         for path in Path(folder).glob("*sgl_reroute.so"):
             return path
     raise KernelUnavailableError(f"the native reroute is not installed: {REMEDY}")
+
+
+def check_version(folder: Path) -> None:
+    """Raises KernelUnavailableError unless the library in `folder` was built for this torch.
+
+    Asked before it is loaded: with another torch's tensors it could read what is not there.
+    """
+    built_for, running = (folder / VERSION_FILE).read_text(), version("torch")
+    if built_for != running:
+        raise KernelUnavailableError(
+            f"the native reroute was built for torch {built_for}, this is {running}: {REMEDY}"
+        )

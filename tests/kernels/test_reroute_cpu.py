@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,19 @@ def test_a_library_that_cannot_be_loaded_says_how_to_build_it(
 ) -> None:
     broken = tmp_path / "libsgl_reroute.so"
     broken.write_bytes(b"not a library")
+    (tmp_path / "torch_version.txt").write_text(version("torch"))
     monkeypatch.setattr(reroute_cpu, "library_path", lambda: broken)
     with pytest.raises(KernelUnavailableError, match=r"libsgl_reroute.so cannot be loaded.*make"):
+        reroute_cpu._load_library.__wrapped__()
+
+
+def test_a_library_for_another_torch_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "libsgl_reroute.so"
+    library.write_bytes(b"not a library")
+    (tmp_path / "torch_version.txt").write_text("2.0.1")
+    monkeypatch.setattr(reroute_cpu, "library_path", lambda: library)
+    message = r"built for torch 2\.0\.1, this is .*make setup"
+    with pytest.raises(KernelUnavailableError, match=message):
         reroute_cpu._load_library.__wrapped__()
