@@ -1,6 +1,6 @@
 """Work captured once in a CUDA graph: replayed, timed, and its nodes counted.
 
-    work -> [capture] -> Captured -> replay, timer (for bench/pairing.py), num_kernels
+    work -> [capture] -> Captured -> replay, timer (for bench/pairing.py), nodes
 
 On a CPU (`--simulate`) the work itself stands in for its graph: the flow is the same, and there is
 nothing to count.
@@ -41,9 +41,9 @@ class Captured:
     graph: torch.cuda.CUDAGraph | None  # None = the work itself, on a CPU
 
     @property
-    def num_kernels(self) -> int | None:
-        """Kernel launches of one replay; None where nothing was captured."""
-        return None if self.graph is None else node_kinds(self.graph)["kernel"]
+    def nodes(self) -> dict[str, int] | None:
+        """Nodes of one replay by kind, "kernel" among them; None where nothing was captured."""
+        return None if self.graph is None else dict(node_kinds(self.graph))
 
 
 def capture(work: Work, device: str) -> Captured:

@@ -4,8 +4,8 @@
     each in a CUDA graph by batch size and kind of rerouting -> adapters' tags and router logits
     written into its buffers -> replays in turns -> woven over merged, minus the floor
 
-Weights are random. The merged model is adapter 0's, and what the woven one answers to tokens of
-adapter 0 must equal its answer to the bit. Attention is left out but for its matmuls, and norms
+Weights are random. The merged model is adapter 0's, and the woven one must answer tokens of
+adapter 0 as it does. Attention is left out but for its matmuls, and norms
 stand for what SGLang fuses around them. The floor is counted: the bytes of the trunk and of the
 slots that the very batch touches.
 """
@@ -38,6 +38,7 @@ GOAL_ONE = 0.005  # one adapter over merged
 GOAL_POINTS = 0.03  # twenty adapters over merged, minus the floor
 # Tuned experts are hotter: with this bonus about a fifth of all selections go to an adapter's own.
 TUNED_BONUS = 1.0
+ROUNDING = 0.05  # of logits after 26 layers in bfloat16; another expert would give about 1
 
 Figures = dict[str, Any]
 Tuned = Mapping[int, Sequence[int]]  # layer id -> expert ids
@@ -326,8 +327,7 @@ def _rows(
     rows = []
     for num_adapters in size.adapter_counts:
         write_batch(buffers, size, num_adapters, seed=num_tokens)
-        if num_adapters == 1:
-            _check_equal(graphs)
+        difference = _difference(graphs) if num_adapters == 1 else {}
         taken = interleave({name: timer(g, 1) for name, g in graphs.items()}, size.rounds)
         touched = count_touched(buffers, woven, size.config["num_experts_per_tok"])
         floor = touched.floor_ratio(merged.trunk.num_bytes, size.shape.num_bytes)
@@ -339,19 +339,30 @@ def _rows(
                 "touched_woven": touched.woven,
                 "redirected": touched.redirected,
                 "floor": floor,
+                "logits_off": difference,
                 **_over_merged(taken, floor, subject.device),
             }
         )
     return rows
 
 
-def _check_equal(graphs: Mapping[str, Captured]) -> None:
-    """Raises RuntimeError unless the woven model answers adapter 0 as the merged one does."""
+def _difference(graphs: Mapping[str, Captured]) -> dict[str, float]:
+    """Each woven model's logits for adapter 0 beside the merged model's, 0 = equal to the bit.
+
+    |difference| / |merged|. Kernels that choose their tiles by the number of slots, as SGLang's do,
+    round otherwise. Raises RuntimeError where it is no rounding.
+    """
     for each in graphs.values():
         each.replay()
+    expected = graphs[PLAIN].result.float()
+    found = {}
     for name, each in graphs.items():
-        if not torch.equal(each.result, graphs[PLAIN].result):
-            raise RuntimeError(f"{name}: one adapter's logits are not the merged model's")
+        found[name] = float((each.result.float() - expected).norm() / expected.norm())
+        if not found[name] < ROUNDING:
+            raise RuntimeError(
+                f"{name}: one adapter's logits are not the merged model's, off by {found[name]:.3g}"
+            )
+    return found
 
 
 def _over_merged(

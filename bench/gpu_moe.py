@@ -9,6 +9,7 @@ one of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,19 @@ import torch
 from torch.nn import functional as F
 
 from bench.moe_layer import Batch, cpu_forward
+from sgl_esft.launch.ports import pick_free_port
 from sgl_esft.moe_layer import WovenLayer
+
+# What SGLang may raise where it is half installed, or is another version than the one tried.
+_CANNOT = (
+    ImportError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 Forward = Callable[[WovenLayer], torch.Tensor]
 
@@ -74,13 +87,26 @@ class Experts:
 
 
 def experts_here() -> Experts:
-    """SGLang's kernel where it can be had, else torch's grouped matmul; the name says why."""
+    """SGLang's kernel where it runs, else torch's grouped matmul; the name says why."""
     if not torch.cuda.is_available():
         return Experts("torch grouped_mm (no GPU)", grouped_experts)
     try:
-        return Experts("sglang fused_experts", _sglang_experts())
-    except ImportError as error:
-        return Experts(f"torch grouped_mm (SGLang: {error})", grouped_experts)
+        return Experts("sglang fused_experts", _tried(_sglang_experts()))
+    except _CANNOT as error:
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        return Experts(f"torch grouped_mm (SGLang: {reason})", grouped_experts)
+
+
+def _tried(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`compute` after it has answered once, on a small layer."""
+    hidden, w13, w2 = (
+        torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        for shape in ((2, 64), (4, 128, 64), (4, 64, 64))
+    )
+    slot_ids = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    compute(hidden, slot_ids.float(), slot_ids, w13, w2)
+    torch.cuda.synchronize()
+    return compute
 
 
 def _sglang_experts() -> Callable[..., torch.Tensor]:
@@ -88,6 +114,7 @@ def _sglang_experts() -> Callable[..., torch.Tensor]:
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
+    _be_a_server()
     config = MoeRunnerConfig(inplace=False)
 
     def compute(
@@ -101,6 +128,23 @@ def _sglang_experts() -> Callable[..., torch.Tensor]:
         return fused_experts(hidden, w13, w2, topk, config)
 
     return compute
+
+
+@functools.cache
+def _be_a_server() -> None:
+    """SGLang's kernels ask for a server's arguments and for its groups, of one rank here."""
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+    init_distributed_environment(
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        distributed_init_method=f"tcp://127.0.0.1:{pick_free_port()}",
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+    )
+    initialize_model_parallel()
 
 
 def grouped_experts(

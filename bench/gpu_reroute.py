@@ -372,13 +372,14 @@ def _routes_of(step: LayerStep, size: Size) -> dict[str, Route]:
 def launches(subject: Subject, size: Size) -> Figures:
     """Kernels that one MoE layer launches by each route; null where there is no GPU to count on."""
     step = make_step(subject, size)
-    counts: dict[str, int | None] = {}
-    for name, route in _routes_of(step, size).items():
-        counts[name] = capture(partial(step.run, route), subject.device).num_kernels
-    figures: Figures = {"experts": experts_here().name, "kernels_a_layer": counts}
-    if subject.device == "cuda":
-        figures["more_than_plain"] = {
-            name: (counts[name] or 0) - (counts[PLAIN] or 0) for name in counts
+    nodes = {
+        name: capture(partial(step.run, route), subject.device).nodes
+        for name, route in _routes_of(step, size).items()
+    }
+    figures: Figures = {"experts": experts_here().name, "nodes_a_layer": nodes}
+    if plain := nodes[PLAIN]:
+        figures["kernels_more_than_plain"] = {
+            name: found["kernel"] - plain["kernel"] for name, found in nodes.items() if found
         }
     return figures
 

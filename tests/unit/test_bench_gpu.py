@@ -51,12 +51,13 @@ def test_rerouting_over_the_simulator(tmp_path: Path) -> None:
     assert set(followed) == {"unfused chain", "standalone", "fused router"}
     assert all("another adapter loaded" in changes for changes in followed.values())
     # What only a GPU can say is not there, or null.
-    assert set(steps["reroute: launches"]["kernels_a_layer"].values()) == {None}
+    assert set(steps["reroute: launches"]["nodes_a_layer"].values()) == {None}
     assert "microseconds" not in json.dumps(steps["reroute: time"]["rows"])
     rows = steps["model step"]["rows"]
     assert "microseconds" not in json.dumps(rows)
     assert [(row["num_tokens"], row["num_adapters"]) for row in rows] == [(5, 1), (5, 3)]
     assert rows[0]["touched_woven"] == rows[0]["touched_merged"]
+    assert set(rows[0]["logits_off"].values()) == {0.0}
     assert rows[1]["floor"] > 1
 
 
