@@ -240,9 +240,9 @@ def print_table(figures: Mapping[str, Any]) -> None:
         for name, clocks in row.items():
             if name != "num_tokens":
                 wall, cpu = clocks["wall"], clocks["cpu"]["median"]
-                spread = f"{wall['median']:.4f} ({wall['q1']:.4f} to {wall['q3']:.4f})"
+                spread = f"{wall['median']:.3g} ({wall['q1']:.3g} to {wall['q3']:.3g})"
                 goal = f", goal {GOALS[name]}" if name in GOALS else ""
-                print(f"{row['num_tokens']:5} {name:24} {spread}, cpu {cpu:.4f}{goal}")
+                print(f"{row['num_tokens']:5} {name:24} {spread}, cpu {cpu:.3g}{goal}")
     for row in figures["callgrind"].get("rows", []):
         per_id = row["instructions_per_id"]
         print(f"{row['num_tokens']:5} int{row['id_bits']}: {per_id:.1f} instructions an id")
