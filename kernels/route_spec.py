@@ -103,7 +103,7 @@ def unsupported_reason(spec: RouterSpec) -> str | None:
 
 def _unsupported_shared(num_shared: int, scoring: str, is_grouped: bool) -> str | None:
     if num_shared > 0 and scoring == "softmax" and not is_grouped:
-        return "fused shared experts after an ungrouped softmax: SGLang's routers do not agree on them"
+        return "shared experts after an ungrouped softmax: SGLang's routers do not agree on them"
     if num_shared > 1 and is_grouped:
         return (
             f"{num_shared} fused shared experts with groups: SGLang's routers do not agree on "
