@@ -24,7 +24,7 @@ def run_quick(module: str, out: Path) -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
