@@ -33,6 +33,7 @@ import numpy as np
 
 from bench.record import RESULTS, spread, write_result
 from bench.steps import (
+    ENVIRONMENT,
     Batch,
     Lane,
     Lanes,
@@ -74,7 +75,7 @@ class Plan:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     decode_prompt_length: int = 32
     num_new_tokens: int = 64
-    steps_per_turn: int = 8
+    steps_per_turn: int = 5
     rounds: int = 5  # of a place of TTFT, for each fleet, at least
     seconds: float = 9.0  # of each place and fleet; one batch may take longer
     num_fleets: int = 2
@@ -243,6 +244,7 @@ class Sweep:
             "decode_prompt_tokens": self.plan.decode_prompt_length,
             "decode_steps": self.plan.num_new_tokens,
             "steps_per_turn": self.plan.steps_per_turn,
+            "server_environment": ENVIRONMENT,
             "summary": self.summary(),
             "rows": self.rows(),
         }
@@ -376,8 +378,13 @@ def options_of(description: str) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace, full: Plan) -> Plan:
-    """The full plan or the quick one, with what the command line changes."""
+    """The full plan or the quick one, with what the model and the command line change.
+
+    The scaled model is several times slower: it gets one fleet and fewer rounds.
+    """
     plan = QUICK if options.quick else full
+    if options.model == "scaled" and not options.quick:
+        plan = replace(plan, rounds=3, num_fleets=1)
     changes = {"seconds": options.seconds, "num_fleets": options.fleets}
     return replace(plan, **{name: v for name, v in changes.items() if v is not None})
 

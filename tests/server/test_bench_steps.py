@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.steps import Lane, StepError, Stream, fleet, make_batch
+from bench.steps import ENVIRONMENT, Lane, StepError, Stream, fleet, make_batch
 from bench.sweep import QUICK, VOCABULARY, Model, Sweep, Traffic, open_model
 
 pytestmark = pytest.mark.server
@@ -52,7 +53,9 @@ def test_schedulers_stand_still_and_refusals_are_errors() -> None:
             server = servers["plain"]
             scheduler = psutil.Process(server.scheduler)
             wait_until_stopped(scheduler)
+            assert scheduler.environ().items() >= ENVIRONMENT.items()
             assert len(scheduler.cpu_affinity()) == 1
             with server.turn(), pytest.raises(StepError, match=r"plain: .*nobody"):
                 Stream(Lane(server, "nobody"), make_batch(1, 4, 1, VOCABULARY, seed=0)).start()
         assert not scheduler.is_running()
+    assert not ENVIRONMENT.keys() & os.environ.keys()
