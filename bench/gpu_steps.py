@@ -300,7 +300,9 @@ def main() -> None:
         return
     size = TINY if options.tiny else FULL
     figures = STEPS[options.step](subject, size)
-    print(json.dumps({"shape": asdict(size.shape), **figures}))
+    print(json.dumps({"shape": asdict(size.shape), **figures}), flush=True)
+    # At a regular exit, threads of communication libraries may wait for each other for good.
+    os._exit(0)
 
 
 if __name__ == "__main__":
