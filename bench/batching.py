@@ -347,14 +347,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--served", action="store_true", help="real servers instead")
     parser.add_argument("--rounds", type=int, default=5, help="of --served")
+    parser.add_argument("--urls", nargs=2, default=(), help="of --served: servers that run already")
     options = parser.parse_args()
-    path = _serve(options.rounds) if options.served else _simulate(options.seeds)
+    path = _serve(options.rounds, options.urls) if options.served else _simulate(options.seeds)
     print(f"wrote {path.name}")
 
 
-def _serve(rounds: int) -> Path:
+def _serve(rounds: int, urls: Sequence[str]) -> Path:
     setting = batching_served.Setting()
-    figures = batching_served.measure(setting, rounds)
+    figures = batching_served.measure(setting, rounds, urls)
     return write_result(
         "batching_served",
         {"what": "adapters that run at once, on over off", **asdict(setting), **figures},

@@ -33,9 +33,9 @@ class Setting:
 
     max_overtakes: int = 32
     max_running: int = 8
-    num_clients: int = 48
-    num_requests: int = 192
-    mean_tokens: int = 24  # geometric lengths, capped at four times it
+    num_clients: int = 32
+    num_requests: int = 96
+    mean_tokens: int = 12  # geometric lengths, capped at four times it
 
 
 @dataclass(frozen=True)
@@ -130,24 +130,38 @@ def mean_adapters(answers: Sequence[Answer]) -> float:
     return float(running.sum(axis=1).mean())
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, object]:
-    """Ratios of the server with the policy to the one without, round by round."""
-    base, adapters = zoo.base_path(), zoo.adapter_paths()
-    common = [*serving.woven_arguments(base, adapters), "--disable-radix-cache"]
-    common += ["--max-running-requests", str(setting.max_running)]
-    rows: list[dict[str, float]] = []
+def measure(setting: Setting, rounds: int, urls: Sequence[str] = ()) -> dict[str, object]:
+    """Ratios of the server with the policy to the one without, round by round.
+
+    urls: the two, on and off, where they run already as `arguments` says.
+    """
+    if urls:
+        return compare(setting, rounds, *urls)
     with (
-        serving.server([*common, "--max-overtakes", str(setting.max_overtakes)]) as on,
-        serving.server([*common, "--max-overtakes", "0"]) as off,
+        serving.server(arguments(setting, setting.max_overtakes)) as on,
+        serving.server(arguments(setting, 0)) as off,
     ):
-        for number in range(-1, rounds):  # one round warms up
-            asks = make_asks(setting, sorted(adapters), number)
-            urls = {"on": on, "off": off}
-            order = list(urls) if number % 2 else list(reversed(urls))
-            taken = {name: play(urls[name], asks, setting.num_clients) for name in order}
-            if number >= 0:
-                rows.append(_ratios(taken["on"], taken["off"]))
-                print(rows[-1], flush=True)
+        return compare(setting, rounds, on, off)
+
+
+def arguments(setting: Setting, max_overtakes: int) -> list[str]:
+    """The launcher's, for one of the two servers."""
+    woven = serving.woven_arguments(zoo.base_path(), zoo.adapter_paths())
+    running = ["--max-running-requests", str(setting.max_running), "--disable-radix-cache"]
+    return [*woven, *running, "--max-overtakes", str(max_overtakes)]
+
+
+def compare(setting: Setting, rounds: int, on: str, off: str) -> dict[str, object]:
+    """The same requests to both, in turns; the order alternates."""
+    adapters = sorted(zoo.adapter_paths())
+    rows = []
+    for number in range(rounds):
+        asks = make_asks(setting, adapters, number)
+        urls = {"on": on, "off": off}
+        order = list(urls) if number % 2 else list(reversed(urls))
+        taken = {name: play(urls[name], asks, setting.num_clients) for name in order}
+        rows.append(_ratios(taken["on"], taken["off"]))
+        print(rows[-1], flush=True)
     return {
         "adapters": len(adapters),
         "rounds": rounds,
