@@ -251,10 +251,15 @@ def gpu_reroute(result: Result) -> Figure:
     """Microseconds of a call by kind of rerouting; a model's step over merged, and its floor."""
     figure, ((calls, step),) = panels(2, width=4.4, height=3.1)
     rows = _step_rows(result, "reroute: time")
-    for place, kind in enumerate(rows[0]["warm_l2"]["microseconds_a_call"] if rows else ()):
-        spreads = [row["warm_l2"]["microseconds_a_call"][kind] for row in rows]
+    has_times = bool(rows) and "microseconds_a_call" in rows[0]["warm_l2"]
+    unit = "microseconds_a_call" if has_times else "over_unfused_chain"
+    # A difference may be below zero, which a logarithmic axis cannot show: it is in the table.
+    kinds = [kind for kind in (rows[0]["warm_l2"][unit] if rows else ()) if "minus" not in kind]
+    for place, kind in enumerate(kinds):
+        spreads = [row["warm_l2"][unit][kind] for row in rows]
         quartile_line(calls, [row["num_tokens"] for row in rows], spreads, place, kind)
-    calls.set_ylabel("a call in a CUDA graph [microseconds]")
+    words = "[microseconds]" if has_times else "over the unfused chain [ratio]"
+    calls.set_ylabel(f"a call in a CUDA graph {words}")
     calls.legend(fontsize=7)
     _adapter_lines(step, _step_rows(result, "model step"), "num_tokens", _fused_step)
     base_line(step, "merged; dotted: floors")

@@ -208,13 +208,18 @@ def gpu_reroute(result: Any) -> str:
         _part(steps, "reroute: time", _calls),
         _part(steps, "model step", _model_step),
     ]
-    return "\n\n".join([*parts, f"{result['evidence'].capitalize()}. {_ending(result)}"])
+    return "\n\n".join([*parts, _evidence(result)])
 
 
 def gpu_serve(result: Any) -> str:
     """TTFT and TPOT by batch and number of adapters, over plain SGLang."""
     part = _part(result["steps"], "serve", _served_rows)
-    return f"{part}\n\n{result['evidence'].capitalize()}. {_ending(result)}"
+    return f"{part}\n\n{_evidence(result)}"
+
+
+def _evidence(result: Any) -> str:
+    words = result["evidence"]
+    return f"{words[:1].upper()}{words[1:]}. {_ending(result)}"
 
 
 def _part(steps: Any, name: str, make: Callable[[Any], str]) -> str:
@@ -224,9 +229,10 @@ def _part(steps: Any, name: str, make: Callable[[Any], str]) -> str:
 
 
 def _launches(step: Any) -> str:
-    counts = step["kernels_a_layer"]
-    header = [f"kernels of a MoE layer, {step['experts']}", *counts]
-    return table(header, [["", *("-" if n is None else str(n) for n in counts.values())]])
+    """Kernels among a graph's nodes; a dash where there was no GPU to count on."""
+    nodes = step["nodes_a_layer"]
+    cells = ["-" if found is None else str(found["kernel"]) for found in nodes.values()]
+    return table([f"kernels of a MoE layer, {step['experts']}", *nodes], [["", *cells]])
 
 
 def _calls(step: Any) -> str:

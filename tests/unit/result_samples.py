@@ -140,11 +140,12 @@ def batching() -> dict[str, Any]:
 
 def gpu_reroute() -> dict[str, Any]:
     kinds = ("unfused chain", "standalone", "fused router")
+    timed = (*kinds, "fused router minus router")
     calls = [
         {
             "num_tokens": num_tokens,
             **{
-                cache: {"microseconds_a_call": {kind: spread(2.0) for kind in kinds}}
+                cache: {"microseconds_a_call": {kind: spread(2.0) for kind in timed}}
                 for cache in ("warm_l2", "cold_l2")
             },
         }
@@ -160,9 +161,10 @@ def gpu_reroute() -> dict[str, Any]:
         for num_tokens in (1, 64)
         for num_adapters in (0, 1, 20)
     ]
-    launches = {"plain": 9, "unfused chain": 14, "standalone": 10, "fused router": 9}
+    kernels = {"plain": 9, "unfused chain": 14, "standalone": 10, "fused router": 9}
+    nodes = {name: {"kernel": count, "memset": 1} for name, count in kernels.items()}
     found = {
-        "reroute: launches": {"ok": True, "experts": "some", "kernels_a_layer": launches},
+        "reroute: launches": {"ok": True, "experts": "some", "nodes_a_layer": nodes},
         "reroute: time": {"ok": True, "rows": calls},
         "model step": {"ok": True, "rows": steps},
     }
