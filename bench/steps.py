@@ -163,21 +163,21 @@ class Stream:
         """Wait for the answer's head."""
         self._response = self._connection.getresponse()
         if self._response.status != 200:
-            raise StepError(f"{self.server.name}: {self._response.read()[:500]!r}")
+            raise self._failed(repr(self._response.read()[:500]))
 
     def start(self) -> None:
         """Until every request has its first token: from then on each step decodes all."""
         self.open()
         while len(self.output_ids) < len(self.batch):
             if self._next_request() is None:
-                raise StepError(f"{self.server.name} ended before all requests had begun")
+                raise self._failed("ended before all requests had begun")
 
     def step(self) -> float:
         """The time at which the first request's next token is there."""
         while (request := self._next_request()) is not None:
             if request == 0:
                 return time.perf_counter()
-        raise StepError(f"{self.server.name} ended after {len(self.output_ids[0])} tokens")
+        raise self._failed(f"ended after {len(self.output_ids[0])} tokens")
 
     def steps(self, count: int) -> Taken:
         """The median of `count` decode steps, and their mean processor time."""
@@ -198,13 +198,18 @@ class Stream:
         self._connection.close()
         return [self.output_ids[index] for index in range(len(self.batch))]
 
+    def _failed(self, reason: str) -> StepError:
+        self._response.close()
+        self._connection.close()
+        return StepError(f"{self.server.name}: {reason}")
+
     def _next_request(self) -> int | None:
         """Index of the request that the next event tells of; None at the end."""
         while line := self._response.readline():
             if line.startswith(b"data: {"):
                 event = json.loads(line[len(b"data: ") :])
                 if "error" in event:
-                    raise StepError(f"{self.server.name}: {event['error']}")
+                    raise self._failed(str(event["error"]))
                 index = int(event.get("index", 0))
                 self.output_ids[index] = event["output_ids"]
                 return index

@@ -53,7 +53,9 @@ def test_schedulers_stand_still_and_refusals_are_errors() -> None:
             server = servers["plain"]
             scheduler = psutil.Process(server.scheduler)
             wait_until_stopped(scheduler)
-            assert scheduler.environ().items() >= ENVIRONMENT.items()
+            launcher = scheduler.parent()
+            assert launcher is not None
+            assert launcher.environ().items() >= ENVIRONMENT.items()
             assert len(scheduler.cpu_affinity()) == 1
             with server.turn(), pytest.raises(StepError, match=r"plain: .*nobody"):
                 Stream(Lane(server, "nobody"), make_batch(1, 4, 1, VOCABULARY, seed=0)).start()
