@@ -21,6 +21,8 @@ MAX_PADDING_ROWS = 64  # SGLang pads a batch to a multiple of ranks; it has no m
 def tag_tokens(request_slots: Sequence[int], num_tokens_per_request: Sequence[int]) -> torch.Tensor:
     """[sum(num_tokens_per_request)] int32 on the host: each request's slot, once a token."""
     slots = torch.tensor(request_slots, dtype=torch.int32)
+    if max(num_tokens_per_request, default=1) == min(num_tokens_per_request, default=1) == 1:
+        return slots  # decoding, where the time that this takes is felt
     repeats = torch.tensor(num_tokens_per_request, dtype=torch.int64)
     return slots.repeat_interleave(repeats)
 
@@ -54,7 +56,8 @@ class BatchTags:
             self.reset()
             self._buffer = buffer
         _copy(buffer[:num_tokens], tags)
-        buffer[num_tokens : max(num_tokens, self._num_tokens)].fill_(BASE)
+        if num_tokens < self._num_tokens:
+            buffer[num_tokens : self._num_tokens].fill_(BASE)
         self._num_tokens = num_tokens
 
     def reset(self) -> None:

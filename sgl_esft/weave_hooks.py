@@ -69,9 +69,10 @@ def route_to_slots(
     hidden_states: torch.Tensor,
     router_logits: torch.Tensor,
     topk_config: Any,
-    *,
+    layer_id: int | None = None,
     num_token_non_padded: torch.Tensor | None = None,
-    **others: Any,
+    expert_location_dispatch_info: Any = None,
+    dynamic_expert_bias: torch.Tensor | None = None,
 ) -> Any:
     """Where the router reroutes, top-k ids are this rank's slots already."""
     router = getattr(topk_config, "esft_router", None)
@@ -80,17 +81,18 @@ def route_to_slots(
             hidden_states,
             router_logits,
             topk_config,
+            layer_id=layer_id,
             num_token_non_padded=num_token_non_padded,
-            **others,
+            expert_location_dispatch_info=expert_location_dispatch_info,
+            dynamic_expert_bias=dynamic_expert_bias,
         )
-    strangers = [name for name in _NOT_IN_THE_ROUTER if others.get(name) is not None]
-    if strangers:
-        raise UnsupportedModelError(f"--reroute router cannot use {strangers}")
+    if expert_location_dispatch_info is not None or dynamic_expert_bias is not None:
+        raise UnsupportedModelError(
+            "--reroute router has neither moved experts nor a bias for each token: "
+            "use --reroute fused"
+        )
     weights, slot_ids = router(router_logits, num_token_non_padded)
     return sglang_api.make_topk_output(weights, slot_ids, router_logits)
-
-
-_NOT_IN_THE_ROUTER = ("expert_location_dispatch_info", "dynamic_expert_bias")
 
 
 def adapter_id_with_content(

@@ -5,9 +5,11 @@ launch/plan.py (may we listen there?)   zoo/serving.py, tests (where shall we li
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 from sgl_esft.errors import ConfigError
@@ -17,6 +19,7 @@ _LOWEST = 20000
 # SGLang derives further ports from the one it serves on: neighbours would collide.
 _STEP = 37
 _turn = itertools.count(os.getpid())
+_claims: dict[int, int] = {}  # port -> descriptor of its locked file, for this process's life
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -36,7 +39,8 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def pick_free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now and that the kernel will give to nobody by itself.
+    """A port that is free now, that nobody else who asks here gets while this process lives,
+    and that the kernel will give to nobody by itself.
 
     Asking the kernel for any free port is not enough: it takes it from the range from which
     it also numbers outgoing connections, and one of those may take it before the server does.
@@ -49,8 +53,25 @@ def pick_free_port(host: str = "127.0.0.1") -> int:
             check_port_free(host, port)
         except ConfigError:
             continue
-        return port
+        if _claim(port):
+            return port
     raise ConfigError(f"no free port on {host} from {_LOWEST} to {candidates.stop - 1}")
+
+
+def _claim(port: int) -> bool:
+    """Whether the port is ours: a server listens only some seconds after its port was chosen."""
+    if port in _claims:
+        return True
+    folder = Path(tempfile.gettempdir()) / f"sgl-esft-ports-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    claim = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(claim)
+        return False
+    _claims[port] = claim
+    return True
 
 
 def _first_ephemeral() -> int:

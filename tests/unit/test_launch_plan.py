@@ -434,3 +434,19 @@ def test_help_and_refusals_need_neither_sglang_nor_torch(root: Path) -> None:
     for flag in ("--esft-adapters", "--max-adapters", "--adapter-root", "--no-esft", "--port"):
         assert flag in done.stdout
     assert "ConfigError: --enable-eplb" in done.stderr
+
+
+def test_processes_that_ask_at_once_get_ports_of_their_own() -> None:
+    """A server listens long after its port was chosen, and its neighbour asks meanwhile."""
+    code = (
+        "from sgl_esft.launch import ports; import itertools; ports._turn = itertools.count(7)\n"
+        "print(*[ports.pick_free_port() for _ in range(5)], flush=True); input()"
+    )
+    command = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    askers = [subprocess.Popen(command, **pipes) for _ in range(3)]
+    answers = [asker.stdout.readline().split() for asker in askers]
+    for asker in askers:
+        asker.communicate("\n", timeout=30)
+    given = [port for answer in answers for port in answer]
+    assert len(given) == len(set(given)) == 15
