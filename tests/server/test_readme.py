@@ -217,7 +217,7 @@ def test_models_table_claims_what_the_equality_test_runs() -> None:
         if cell.strip() == "equal"
     }
     assert {architecture for architecture, _ in rows} == set(SUPPORTED)
-    assert claimed == set(CASES)
+    assert claimed == {case for case in CASES if case[1] in LAYOUTS}
 
 
 def test_tables_without_results_say_so(tmp_path: Path) -> None:
