@@ -36,6 +36,7 @@ import psutil
 from sgl_esft.zoo import serving
 
 NUM_STALE = 2  # tokens at the start of a turn: sent before the stop, and cut in two by it
+SPARE_TOKENS = 16  # an event may bring two tokens at once, so a stream has fewer steps than tokens
 NEVER = 1 << 20  # a stream interval: the first token, then all at the end
 FIRST_PLAIN_TOKEN = 3  # of the demo's tokenizer; those below are special
 
@@ -374,7 +375,8 @@ def measure_tpot(
 def decode_in_turns(lanes: Lanes, batch: Batch, steps_per_turn: int, turns: Turns) -> Outputs:
     """One batch on every server: its turns are appended to `turns`, its tokens returned."""
     streams = {name: _begin(lane, batch) for name, lane in lanes.items()}
-    for number in range((batch.num_new_tokens - 1) // (steps_per_turn + NUM_STALE)):
+    num_steps = batch.num_new_tokens - 1 - SPARE_TOKENS
+    for number in range(num_steps // (steps_per_turn + NUM_STALE)):
         for name in in_turns(list(lanes), number):
             with lanes[name].server.turn():
                 turns[name].append(streams[name].steps(steps_per_turn))

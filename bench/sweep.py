@@ -74,7 +74,7 @@ class Plan:
     prompt_lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     decode_prompt_length: int = 32
-    num_new_tokens: int = 64
+    num_new_tokens: int = 80
     steps_per_turn: int = 5
     rounds: int = 5  # of a place of TTFT, for each fleet, at least
     seconds: float = 9.0  # of each place and fleet; one batch may take longer
@@ -85,7 +85,7 @@ class Plan:
         yield from (("tpot", size) for size in self.batch_sizes)
 
 
-QUICK = Plan((128,), (2,), num_new_tokens=32, rounds=3, seconds=1.0, num_fleets=1)
+QUICK = Plan((128,), (2,), num_new_tokens=48, rounds=3, seconds=1.0, num_fleets=1)
 
 
 @dataclass(frozen=True)
