@@ -40,7 +40,7 @@ format: setup ## let ruff fix and format
 bench: setup ## run the benches (BENCHES=, ARGS=) into bench/results
 	@set -e; for bench in $(BENCHES); do echo "bench: $$bench"; $(python) -m $$bench $(ARGS); done
 
-bench-gpu: ## on a GPU machine: its tests and figures into bench/results/gpu.json (GPU_PYTHON=)
+bench-gpu: ## on a GPU machine: its tests and figures into bench/results/gpu*.json (GPU_PYTHON=)
 	@$(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 zoo: setup ## train the demo's base and adapters again into OUT= (under an hour on two cores)
