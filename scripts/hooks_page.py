@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_esft.hook_ledger import Hook
-from sgl_esft.hooks import CPU_HOOKS, WEAVE_HOOKS
+from sgl_esft.hooks import CPU_HOOKS, ROUTER_HOOKS, WEAVE_HOOKS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
 
@@ -40,6 +40,7 @@ def page() -> str:
         *_section(
             "Weaving", "Installed unless the server was started with `--no-esft`.", WEAVE_HOOKS
         ),
+        *_section("Rerouting in the router", "Installed with `--reroute router`.", ROUTER_HOOKS),
         *_section(
             "The CPU reference platform",
             "Installed where that [platform](cpu_platform.md) is active.",

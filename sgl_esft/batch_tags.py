@@ -41,12 +41,13 @@ class BatchTags:
         self._large = self._static
         self._buffer = self._static  # of the batch at hand
         self._num_tokens = 0
+        self._view = self._static[:0]  # as many rows of it as were asked for last
 
     def reserve(self, max_num_tokens: int) -> None:
         """Make the static buffer large enough; before a graph holds its address."""
         if _capacity(self._static) < max_num_tokens:
             self._static = _base_tags(max_num_tokens, self._static.device)
-            self._buffer, self._num_tokens = self._static, 0
+            self._begin(self._static, 0)
 
     def set(self, tags: torch.Tensor) -> None:
         """Take [num_tokens] int32 tags, of the host or the device; rows beyond read as base."""
@@ -54,16 +55,15 @@ class BatchTags:
         buffer = self._buffer_for(num_tokens)
         if buffer is not self._buffer:
             self.reset()
-            self._buffer = buffer
-        _copy(buffer[:num_tokens], tags)
-        if num_tokens < self._num_tokens:
+        elif num_tokens < self._num_tokens:
             buffer[num_tokens : self._num_tokens].fill_(BASE)
-        self._num_tokens = num_tokens
+        self._begin(buffer, num_tokens)
+        _copy(self._view, tags)
 
     def reset(self) -> None:
         """Every token is base."""
         self._buffer[: self._num_tokens].fill_(BASE)
-        self._num_tokens = 0
+        self._begin(self._buffer, 0)
 
     def token_adapter_slots(self, num_tokens: int) -> torch.Tensor:
         """The first num_tokens tags. Raises InvariantError if the batch was tagged differently.
@@ -71,12 +71,22 @@ class BatchTags:
         More rows than tags are padding. Fewer would mean that rows and tags do
         not belong together, which must never be guessed at.
         """
+        if num_tokens != self._view.shape[0]:  # it is the same for all layers of a forward pass
+            self._check_num_rows(num_tokens)
+            self._view = self._buffer[:num_tokens]
+        return self._view
+
+    def _check_num_rows(self, num_tokens: int) -> None:
         if num_tokens < self._num_tokens or num_tokens > self._buffer.shape[0]:
             raise InvariantError(
                 f"the MoE layer has {num_tokens} tokens, the batch was tagged for "
                 f"{self._num_tokens} (room for {self._buffer.shape[0]})"
             )
-        return self._buffer[:num_tokens]
+
+    def _begin(self, buffer: torch.Tensor, num_tokens: int) -> None:
+        """A batch of `num_tokens` tags in `buffer`."""
+        self._buffer, self._num_tokens = buffer, num_tokens
+        self._view = buffer[:num_tokens]
 
     def _buffer_for(self, num_tokens: int) -> torch.Tensor:
         if num_tokens <= _capacity(self._static):

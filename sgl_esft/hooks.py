@@ -154,22 +154,6 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         remove_when="SGLang lets a plugin reserve physical expert slots",
     ),
     Hook(
-        target="sglang.srt.layers.moe.topk.select_experts",
-        kind=HookKind.AROUND,
-        function=weave_hooks.route_to_slots,
-        parameters=(
-            "hidden_states",
-            "router_logits",
-            "topk_config",
-            "layer_id",
-            "num_token_non_padded",
-            "expert_location_dispatch_info",
-            "dynamic_expert_bias",
-        ),
-        why="with --reroute router, top-k and rerouting are one kernel; else SGLang runs its own",
-        remove_when="SGLang lets a plugin supply the router of a layer",
-    ),
-    Hook(
         target="sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.dispatch",
         kind=HookKind.AROUND,
         function=weave_hooks.reroute_before_dispatch,
@@ -234,5 +218,25 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         parameters=("self", "obj", "_"),
         why="SGLang keeps the path of an unloaded adapter and loads it again when it is asked for",
         remove_when="an explicit unload clears lora_ref_cache",
+    ),
+)
+
+# Only with --reroute router: the hook is called in every layer.
+ROUTER_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.layers.moe.topk.select_experts",
+        kind=HookKind.AROUND,
+        function=weave_hooks.route_to_slots,
+        parameters=(
+            "hidden_states",
+            "router_logits",
+            "topk_config",
+            "layer_id",
+            "num_token_non_padded",
+            "expert_location_dispatch_info",
+            "dynamic_expert_bias",
+        ),
+        why="top-k and rerouting are one kernel",
+        remove_when="SGLang lets a plugin supply the router of a layer",
     ),
 )

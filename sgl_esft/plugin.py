@@ -49,8 +49,10 @@ def select_hooks() -> tuple[Hook, ...]:
     selected: tuple[Hook, ...] = ()
     if platform.is_active():
         selected += hooks.CPU_HOOKS
-    if current_config() is not None:
+    config = current_config()
+    if config is not None:
         selected += hooks.WEAVE_HOOKS
+        selected += hooks.ROUTER_HOOKS if config.reroute == "router" else ()
     return selected
 
 

@@ -36,9 +36,9 @@ def load() -> None:
     load_plugins()
 
 
-def weaving(platform: str = "cpu") -> None:
+def weaving(platform: str = "cpu", reroute: str = "router") -> None:
     os.environ["ESFT_PLATFORM"] = platform
-    EsftConfig(max_adapters=2, max_experts_per_adapter=3).export()
+    EsftConfig(max_adapters=2, max_experts_per_adapter=3, reroute=reroute).export()
 
 
 def in_place(ledger: tuple[Hook, ...]) -> dict[str, bool]:
@@ -52,7 +52,7 @@ def in_place(ledger: tuple[Hook, ...]) -> dict[str, bool]:
 
 
 def everything_in_place() -> dict[str, bool]:
-    return in_place(hooks.CPU_HOOKS + hooks.WEAVE_HOOKS)
+    return in_place(hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS)
 
 
 def complaint() -> str:
@@ -79,6 +79,13 @@ def weaving_on_an_accelerator() -> Any:
 
 
 @scenario
+def weaving_with_sglangs_router() -> Any:
+    weaving(reroute="fused")
+    load()
+    return {"in_place": everything_in_place(), "complaint": complaint()}
+
+
+@scenario
 def weaving_off() -> Any:
     os.environ["ESFT_PLATFORM"] = "cpu"
     load()
@@ -93,7 +100,7 @@ def each_hook_undone() -> Any:
     weaving()
     load()
     complaints = {}
-    for hook in hooks.CPU_HOOKS + hooks.WEAVE_HOOKS:
+    for hook in hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS:
         owner, name = hook.owner()
         with mock.patch.object(owner, name, new=object()):
             complaints[hook.target] = complaint()
@@ -230,7 +237,7 @@ def exit_code_of(body: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    for hook in hooks.CPU_HOOKS + hooks.WEAVE_HOOKS:
+    for hook in hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS:
         hook.owner()  # imports what all scenarios need
     with tempfile.TemporaryDirectory() as folder:
         results = {name: run(name, Path(folder)) for name in SCENARIOS}

@@ -16,9 +16,10 @@ from sgl_esft.hook_ledger import Hook, HookKind
 from tests.processes import run_module
 
 ROOT = Path(__file__).resolve().parents[2]
-LEDGER = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS
+LEDGER = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS
 CPU_TARGETS = {hook.target for hook in hooks.CPU_HOOKS}
 WEAVE_TARGETS = {hook.target for hook in hooks.WEAVE_HOOKS}
+ROUTER_TARGETS = {hook.target for hook in hooks.ROUTER_HOOKS}
 
 each_hook = pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.target.split(".", 2)[-1])
 
@@ -88,8 +89,9 @@ def answer_of(results: dict[str, Any], scenario: str) -> Any:
 @pytest.mark.parametrize(
     ("scenario", "expected"),
     [
-        ("weaving_on_the_cpu", CPU_TARGETS | WEAVE_TARGETS),
-        ("weaving_on_an_accelerator", WEAVE_TARGETS),
+        ("weaving_on_the_cpu", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS),
+        ("weaving_on_an_accelerator", WEAVE_TARGETS | ROUTER_TARGETS),
+        ("weaving_with_sglangs_router", CPU_TARGETS | WEAVE_TARGETS),
         ("weaving_off", CPU_TARGETS),
     ],
 )
@@ -107,7 +109,7 @@ def test_names_imported_before_lead_to_the_hooks_too(results: dict[str, Any]) ->
 
 def test_each_hook_is_missed_when_it_is_undone(results: dict[str, Any]) -> None:
     answer = answer_of(results, "each_hook_undone")
-    assert answer["complaints"].keys() == CPU_TARGETS | WEAVE_TARGETS
+    assert answer["complaints"].keys() == CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS
     for target, complaint in answer["complaints"].items():
         assert complaint.endswith(f"adapters would be ignored: {target}")
     assert answer["in_the_end"] == ""
