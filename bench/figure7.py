@@ -127,11 +127,11 @@ class Estimates:
 
 
 def main() -> None:
-    """Measure and write bench/results/figure7.json."""
+    """Measure and write bench/results/figure7.json, or figure7_scaled.json."""
     options = options_of(__doc__.partition("\n")[0])
     with open_model(options.model) as model:
         sweep = Sweep(
-            "figure7",
+            "figure7" if options.model == "demo" else "figure7_scaled",
             plan_of(options, Plan()),
             traffics(model),
             {

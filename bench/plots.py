@@ -339,6 +339,7 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "figure5": figure5,
     "figure6": figure6,
     "figure7": sweep,
+    "figure7_scaled": sweep,
     "figure8": sweep,
     "figure9": figure9,
     "reroute": reroute,

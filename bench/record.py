@@ -20,7 +20,7 @@ NO_DEVICE = "none (CPU reference platform)"
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Minimum, quartiles and maximum of some runs."""
-    low, median, high = statistics.quantiles(values, n=4)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"min": min(values), "q1": low, "median": median, "q3": high, "max": max(values)}
 
 

@@ -201,6 +201,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "Noise does not reach what rerouting and tagging take by themselves:",
         paper_tables.figure7,
     ),
+    "figure7_scaled": (
+        "The same with DeepSeek-V2-Lite's 64 experts and 6 a token, in four layers of 512 x 384,\n"
+        "where a step is long enough to compare with:",
+        paper_tables.figure7,
+    ),
     "figure8": (
         "Virtual expert memory over padded, all places of an axis together, median and quartiles\n"
         "of turns; what runs *again* is the noise of the method. 1.01 is the goal:",
@@ -242,6 +247,7 @@ PLOTTED = {
     "figure5": "TTFT, TPOT and throughput over base-only, by arrival rate, skew and adapters",
     "figure6": "TTFT, TPOT and throughput over merged servers, by skew",
     "figure7": "TTFT by prompt length and TPOT by batch size, fused and unfused, over merged",
+    "figure7_scaled": "The same, with V2-Lite's experts scaled down",
     "figure8": "TTFT by prompt length and TPOT by batch size, virtual over padded",
     "reroute": "Time of rerouting by number of tokens, over the unfused chain and over a MoE layer",
     "batching": "Distinct experts and steps until admission, by the bound on overtakes",
