@@ -25,7 +25,6 @@ what is over the floor.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -42,7 +41,6 @@ from bench.load import (
     ServerCommand,
     Workload,
     all_to_base,
-    end_on_sigterm,
     make_trace,
     play,
     power_law_shares,
@@ -51,10 +49,12 @@ from bench.load import (
     servers,
     take_turns,
 )
-from bench.record import RESULTS, spread, write_result
+from bench.record import spread
 from bench.scaled_model import ScaledModel, ScaledShape
+from bench.served_figure import run, write_rows
 from sgl_esft.zoo import serving
 
+WHAT = "woven adapters over base-only, served: TTFT, TPOT, throughput as ratios"
 BASE, WOVEN = "base", "woven"
 NUM_EXPERTS, TOP_K = 64, 6
 
@@ -178,6 +178,7 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
     model = ScaledModel.of(plan.shape)
     model.adapters(max(plan.adapters))  # written now, not while a server is measured
     rows: list[dict[str, Any]] = []
+    num_wanted = len(plan.adapters) * len(plan.alphas) * len(plan.rates)
     saturated = 0.0
     for count in plan.adapters:
         with servers(commands(model, count, reroute)) as urls:
@@ -186,7 +187,7 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
             saturated = saturated or warm  # the same rates for every number of adapters
             for rate in plan.rates:
                 rows += _printed(stand.rows(rate, rate * saturated))
-                _write(plan, rows, out, reroute)
+                write_rows("figure5", WHAT, plan, rows, num_wanted, out, reroute)
 
 
 def commands(model: ScaledModel, count: int, reroute: Sequence[str]) -> dict[str, ServerCommand]:
@@ -212,35 +213,9 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _write(plan: Plan, rows: list[dict[str, Any]], out: Path, reroute: Sequence[str]) -> None:
-    wanted = len(plan.adapters) * len(plan.alphas) * len(plan.rates)
-    path = write_result(
-        "figure5",
-        {
-            "what": "woven adapters over base-only, served: TTFT, TPOT, throughput as ratios",
-            "is_complete": len(rows) == wanted,
-            "reroute": reroute[-1] if reroute else "default",
-            "rounds": plan.rounds,
-            "horizon_seconds": plan.horizon_seconds,
-            "workload": vars(plan.workload),
-            "model": vars(plan.shape),
-            "rows": rows,
-        },
-        folder=out,
-    )
-    print(f"wrote {path.name}: {len(rows)} of {wanted} rows", flush=True)
-
-
 def main() -> None:
     """Measure and write bench/results/figure5.json."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few requests")
-    parser.add_argument("--reroute", help="kind of rerouting of the woven server")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    end_on_sigterm()
-    reroute = ["--reroute", options.reroute] if options.reroute else []
-    measure(QUICK if options.quick else Plan(), reroute, options.out)
+    run(__doc__.partition("\n")[0], measure, Plan(), QUICK)
 
 
 if __name__ == "__main__":

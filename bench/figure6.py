@@ -28,7 +28,6 @@ merged server serves at saturation, and high enough that the busy one is at its 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,6 @@ from bench.load import (
     Seat,
     ServerCommand,
     Workload,
-    end_on_sigterm,
     make_trace,
     play,
     power_law_shares,
@@ -51,10 +49,11 @@ from bench.load import (
     servers,
     take_turns,
 )
-from bench.record import RESULTS, write_result
 from bench.scaled_model import ScaledModel, ScaledShape
+from bench.served_figure import run, write_rows
 from sgl_esft.zoo import serving
 
+WHAT = "two adapters woven over two merged servers: TTFT, TPOT, throughput as ratios"
 WOVEN = "woven"
 DP2_EP2 = ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention")
 
@@ -165,6 +164,7 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
         raise TooFewCoresError("figure 6 needs two cores: start it without taskset.")
     model = ScaledModel.of(plan.shape)
     rows: list[dict[str, Any]] = []
+    num_wanted = len(plan.settings) * len(plan.alphas)
     saturated = 0.0
     for name in plan.settings:
         with servers(commands(model, SETTINGS[name], cores, reroute)) as urls:
@@ -172,7 +172,7 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
             warm = stand.warm_up()
             saturated = saturated or warm  # the same rate in both settings
             rows += _printed(stand.rows(name, plan.rate * saturated))
-        _write(plan, rows, out, reroute)
+        write_rows("figure6", WHAT, plan, rows, num_wanted, out, reroute)
 
 
 def stand_of(plan: Plan, model: ScaledModel, urls: Mapping[str, str]) -> Stand:
@@ -194,35 +194,9 @@ def _printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _write(plan: Plan, rows: list[dict[str, Any]], out: Path, reroute: Sequence[str]) -> None:
-    wanted = len(plan.settings) * len(plan.alphas)
-    path = write_result(
-        "figure6",
-        {
-            "what": "two adapters woven over two merged servers: TTFT, TPOT, throughput as ratios",
-            "is_complete": len(rows) == wanted,
-            "reroute": reroute[-1] if reroute else "default",
-            "rounds": plan.rounds,
-            "horizon_seconds": plan.horizon_seconds,
-            "workload": vars(plan.workload),
-            "model": vars(plan.shape),
-            "rows": rows,
-        },
-        folder=out,
-    )
-    print(f"wrote {path.name}: {len(rows)} of {wanted} rows", flush=True)
-
-
 def main() -> None:
     """Measure and write bench/results/figure6.json."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few requests")
-    parser.add_argument("--reroute", help="kind of rerouting of the woven server")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    end_on_sigterm()
-    reroute = ["--reroute", options.reroute] if options.reroute else []
-    measure(QUICK if options.quick else Plan(), reroute, options.out)
+    run(__doc__.partition("\n")[0], measure, Plan(), QUICK)
 
 
 if __name__ == "__main__":
