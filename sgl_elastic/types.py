@@ -1,0 +1,154 @@
+"""The nouns of the elastic runtime: memory's shape, where things live, what a scale will do.
+
+    shape, placement, request --> [plan] --> Plan(steps) --> coordinator --> memory, instances
+
+All frozen, all JSON-able by `dataclasses.asdict`. Sizes in bytes, device ids as the operator
+numbers them, expert ids as the model numbers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class RegionKind(str, Enum):
+    """What the slots of a region are."""
+
+    TRUNK = "trunk"  # one slot: every tensor that is no routed expert; on each device
+    EXPERT = "expert"  # slot e: base expert e; behind them the adapters' experts
+    KV = "kv"  # slot t: the KV of token slot t; slot 0 is the engine's padding row
+
+
+@dataclass(frozen=True)
+class Region:
+    """One virtual tensor, with the same slots on every device (ExpertWeave section 4.2)."""
+
+    name: str
+    kind: RegionKind
+    num_slots: int
+    slot_bytes: int
+    layer_id: int = -1  # EXPERT: the model's layer; -1 for the others
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """What a model's memory looks like on any device; the same for every degree of DP and EP."""
+
+    page_bytes: int
+    num_experts: int  # M, routed experts of a MoE layer
+    max_adapters: int  # N; 0 without weaving
+    slots_per_adapter: int  # E_max
+    regions: tuple[Region, ...]
+
+    def of_kind(self, kind: RegionKind) -> tuple[Region, ...]:
+        """The regions of one kind, in order."""
+        return tuple(region for region in self.regions if region.kind is kind)
+
+
+@dataclass(frozen=True)
+class AdapterEntry:
+    """An adapter as every device and instance knows it."""
+
+    adapter_id: str  # SGLang's id of one loaded version
+    name: str
+    path: str
+    adapter_slot: int
+    pinned: bool
+    experts: Mapping[int, tuple[int, ...]]  # layer id -> expert ids, ascending
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One configuration: the devices of an instance and what each of them holds.
+
+    Rank r runs on `device_ids[r]`. `homes[e]` is the device of expert e, in every layer.
+    `kv_tokens[r]` is the KV capacity of rank r in tokens, without the padding row.
+    """
+
+    device_ids: tuple[int, ...]
+    homes: tuple[int, ...]
+    kv_tokens: tuple[int, ...]
+
+    @property
+    def dp_size(self) -> int:
+        """DP = EP = the number of devices; TP is 1."""
+        return len(self.device_ids)
+
+    def experts_of(self, device_id: int) -> tuple[int, ...]:
+        """Expert ids whose home the device is, ascending."""
+        return tuple(e for e, home in enumerate(self.homes) if home == device_id)
+
+    def kv_tokens_of(self, device_id: int) -> int:
+        """KV tokens of a device; 0 where no rank runs."""
+        if device_id not in self.device_ids:
+            return 0
+        return self.kv_tokens[self.device_ids.index(device_id)]
+
+
+class StepKind(str, Enum):
+    """What one step does; all are idempotent."""
+
+    ADD_DEVICE = "add_device"  # start the worker of a device (the paper's add-nodes)
+    SHRINK_KV = "shrink_kv"  # the serving rank gives KV tokens above `num_tokens` back
+    MAP_EXPERTS = "map_experts"  # pages behind expert slots (vpage-remap)
+    MAP_TRUNK = "map_trunk"
+    MAP_KV = "map_kv"  # KV capacity of a device that the serving instance does not use
+    COPY_TRUNK = "copy_trunk"  # p2p-copy from `source_id`
+    COPY_EXPERTS = "copy_experts"  # p2p-copy from `source_id`, adapters' experts with them
+    UNMAP_EXPERTS = "unmap_experts"
+    GROW_KV = "grow_kv"  # the serving rank gets KV tokens up to `num_tokens`
+    REMOVE_DEVICE = "remove_device"  # everything unmapped, the worker ends
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan, on one device."""
+
+    kind: StepKind
+    device_id: int
+    source_id: int = -1  # of a copy
+    expert_ids: tuple[int, ...] = ()
+    num_tokens: int = 0  # of a KV step: the capacity afterwards
+    num_bytes: int = 0  # of a copy: bytes over the link
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a scale will do. `before` runs while the old instance serves, `after` once it is gone."""
+
+    old: Placement
+    new: Placement
+    before: tuple[Step, ...]
+    after: tuple[Step, ...]
+    peak_pages: Mapping[int, int]  # device id -> the most pages at any moment
+    final_pages: Mapping[int, int]  # device id -> pages when all is done
+    kv_moves: Mapping[int, int] = field(default_factory=dict)  # leaving device -> who takes its KV
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes over all links before the switch, KV of running requests not included."""
+        return sum(step.num_bytes for step in self.before)
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """What an operator or the autoscaler asks for."""
+
+    dp_size: int
+    device_ids: tuple[int, ...] = ()  # the devices to end up with; () = the planner's choice
+    leave: tuple[int, ...] = ()  # devices that must leave
+    dry_run: bool = False
+    key: str = ""  # idempotency key; "" = none
+    drain: bool = False  # wait for running streams instead of handing them over
+
+
+class OperationState(str, Enum):
+    """Life of a scale operation."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    ROLLED_BACK = "rolled_back"  # failed before the switch: the old configuration serves
+    DEGRADED = "degraded"  # switched, but what follows the switch has not finished yet
