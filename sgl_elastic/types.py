@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
-class RegionKind(str, Enum):
+class RegionKind(StrEnum):
     """What the slots of a region are."""
 
     TRUNK = "trunk"  # one slot: every tensor that is no routed expert; on each device
@@ -87,7 +87,7 @@ class Placement:
         return self.kv_tokens[self.device_ids.index(device_id)]
 
 
-class StepKind(str, Enum):
+class StepKind(StrEnum):
     """What one step does; all are idempotent."""
 
     ADD_DEVICE = "add_device"  # start the worker of a device (the paper's add-nodes)
@@ -116,7 +116,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a scale will do. `before` runs while the old instance serves, `after` once it is gone."""
+    """What a scale will do. `before` runs while the old one serves, `after` once it is gone."""
 
     old: Placement
     new: Placement
@@ -144,7 +144,7 @@ class ScaleRequest:
     drain: bool = False  # wait for running streams instead of handing them over
 
 
-class OperationState(str, Enum):
+class OperationState(StrEnum):
     """Life of a scale operation."""
 
     PENDING = "pending"

@@ -1,0 +1,77 @@
+"""What `scale()` needs of memory, instances and the front door; the real ones and the tests' fakes.
+
+    coordinator.py --> [Memory, Instances, Front] <-- memory/control.py, instance/manager.py, front.py
+
+Every call blocks until it is done and raises StepFailedError (or a subclass) when it cannot be;
+then it has undone its own half. Calls come from one thread, that of the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step
+
+
+class Memory(Protocol):
+    """The memory of all devices (the HMM)."""
+
+    def shape(self) -> MemoryShape:
+        """What the model's memory looks like on any device."""
+
+    def adapters(self) -> tuple[AdapterEntry, ...]:
+        """The adapters whose experts are in memory now."""
+
+    def budget_pages(self, device_id: int) -> int:
+        """The most pages a device can give; devices that have not been added yet included."""
+
+    def execute(self, step: Step) -> None:
+        """Do a step that is memory's: all kinds but SHRINK_KV and GROW_KV."""
+
+    def undo(self, step: Step) -> None:
+        """Take an executed step back; harmless for one that was not executed."""
+
+
+class Instances(Protocol):
+    """The engines (the IMM). An instance id is a string."""
+
+    def serving(self) -> tuple[str, Placement]:
+        """The instance that serves, and its placement."""
+
+    def prepare(self, placement: Placement) -> str:
+        """An instance attached to `placement`'s memory and warm: a parked standby, or a new one."""
+
+    def cancel(self, instance: str) -> None:
+        """Take `prepare` back: detach and park."""
+
+    def freeze(self, instance: str) -> None:
+        """Stop at a token boundary; KV directory and requests are published."""
+
+    def resume(self, instance: str) -> None:
+        """Take `freeze` back: the instance goes on with its own requests."""
+
+    def drain(self, instance: str, timeout_s: float) -> None:
+        """Wait until no request runs. Raises EngineFailedError at the time-out."""
+
+    def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
+        """Import the frozen instance's KV and requests, then run."""
+
+    def retire(self, instance: str) -> None:
+        """After the switch: detach, and park as a standby or stop."""
+
+    def resize_kv(self, device_id: int, num_tokens: int) -> None:
+        """Change the serving rank's KV capacity, live, with its pages."""
+
+
+class Front(Protocol):
+    """Where requests wait or go."""
+
+    def hold(self) -> None:
+        """From now on new requests queue."""
+
+    def switch(self, instance: str, placement: Placement) -> None:
+        """One assignment: requests, the held and the handed-over ones first, go there."""
+
+    def release(self) -> None:
+        """Queued requests go to whatever the table says; harmless when nothing is held."""

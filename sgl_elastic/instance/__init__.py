@@ -1,0 +1,1 @@
+"""The IMM: engines that start, park, attach, serve and leave."""
