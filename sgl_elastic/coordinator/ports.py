@@ -1,6 +1,6 @@
-"""What `scale()` needs of memory, instances and the front door; the real ones and the tests' fakes.
+"""What `scale()` needs of memory, instances and the front door; real ones and fakes alike.
 
-    coordinator.py --> [Memory, Instances, Front] <-- memory/control.py, instance/manager.py, front.py
+    coordinator.py --> [Memory, Instances, Front] <-- memory/control.py, instance/manager.py, ..
 
 Every call blocks until it is done and raises StepFailedError (or a subclass) when it cannot be;
 then it has undone its own half. Calls come from one thread, that of the scale.
