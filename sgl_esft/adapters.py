@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_esft import adapter_format
 from sgl_esft.adapter_format import AdapterManifest
@@ -30,6 +31,7 @@ from sgl_esft.errors import (
 from sgl_esft.host_cache import HostAdapter, read_adapter
 from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
+from sgl_esft.shared_layer import SharedLayer
 from sgl_esft.slot_table import Placement, SlotTable
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,15 @@ class AdapterSource:
     name: str
     path: str
     pinned: bool = False
+
+
+@dataclass(frozen=True)
+class PlacedAdapter:
+    """An adapter whose weights are in their slots, as one engine tells it another."""
+
+    source: AdapterSource
+    adapter_slot: int
+    experts: Mapping[int, tuple[int, ...]]  # layer id -> expert ids of all ranks, ascending
 
 
 def check_loadable(
@@ -61,6 +72,18 @@ def check_loadable(
     manifest = adapter_format.read_manifest(path, spec)
     adapter_format.check_fits(manifest, config.max_experts_per_adapter)
     return manifest
+
+
+def _adopted(adapter: PlacedAdapter, num_moe_layers: int) -> HostAdapter:
+    manifest = AdapterManifest(
+        path=Path(adapter.source.path),
+        experts=adapter.experts,
+        tensors={},
+        dtype="",
+        num_bytes=0,
+        num_moe_layers=num_moe_layers,
+    )
+    return HostAdapter(adapter.source.name, manifest, {})
 
 
 class AdapterPlane:
@@ -117,7 +140,7 @@ class AdapterPlane:
         """
         started = time.monotonic()
         manifest = check_loadable(source.name, source.path, self.names, self._spec, self._config)
-        shards = {layer_id: layer.shard for layer_id, layer in self._layers.items()}
+        shards = {layer_id: layer.readable_shard for layer_id, layer in self._layers.items()}
         adapter = read_adapter(source.name, manifest, shards)
         self._admit(source, adapter)
         logger.info(
@@ -198,6 +221,37 @@ class AdapterPlane:
             self._displace(slot)
         self._forget(adapter_id)
 
+    def placed(self) -> list[PlacedAdapter]:
+        """Everything on the device, for another engine's `adopt`."""
+        return [
+            PlacedAdapter(
+                AdapterSource(adapter_id, a.name, str(a.manifest.path), adapter_id in self._pinned),
+                self.slot_of(adapter_id),
+                a.manifest.experts,
+            )
+            for adapter_id, a in self._loaded.items()
+            if self._slots.slot_of(adapter_id) is not None
+        ]
+
+    def adopt(self, adapters: Iterable[PlacedAdapter], resident: Collection[int]) -> None:
+        """Forget what was loaded; these adapters and base experts are in their slots now.
+
+        For SharedLayers only, whose memory somebody else maps. Reads and writes no weight.
+        """
+        adapters = list(adapters)
+        self._loaded = {a.source.adapter_id: _adopted(a, len(self._layers)) for a in adapters}
+        self._pages = dict.fromkeys(self._loaded, 0)
+        self._pinned = {a.source.adapter_id for a in adapters if a.source.pinned}
+        slots = {a.source.adapter_id: a.adapter_slot for a in adapters}
+        self._slots.restore(slots, self._pinned)
+        for layer_id, layer in self._layers.items():
+            if not isinstance(layer, SharedLayer):
+                raise InvariantError(f"layer {layer_id} has memory of its own: it adopts nothing")
+            layer.rebind(
+                resident, {a.adapter_slot: tuple(a.experts.get(layer_id, ())) for a in adapters}
+            )
+        self.num_changes += 1
+
     def _forget(self, adapter_id: str) -> None:
         self._pinned.discard(adapter_id)
         del self._loaded[adapter_id]
@@ -264,7 +318,8 @@ class AdapterPlane:
         placed: list[WovenLayer] = []
         try:
             for layer_id, layer in self._layers.items():
-                layer.place(slot, adapter.experts.get(layer_id, {}))
+                expert_ids = adapter.manifest.experts.get(layer_id, ())
+                layer.place(slot, adapter.experts.get(layer_id, {}), expert_ids)
                 placed.append(layer)
         except EsftError:
             for layer in placed:

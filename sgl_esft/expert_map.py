@@ -59,6 +59,10 @@ class ExpertMap:
         self.layout.adapter_range(adapter_slot)  # a row index alone would also take the base's, -1
         self.table[adapter_slot].copy_(self.base_row)
 
+    def rebase(self, base_row: torch.Tensor) -> None:
+        """Other base experts are here: [M] int32. Every adapter becomes the base again."""
+        self.table.copy_(base_row.to(self.table.device).expand_as(self.table))
+
     def check_integrity(self, mapped_slots: set[int]) -> None:
         """Raises InvariantError when a value is neither -1 nor one of `mapped_slots`."""
         strays = set(self.table.unique().tolist()) - mapped_slots - {-1}

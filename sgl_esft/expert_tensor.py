@@ -16,6 +16,7 @@ import sgl_vmm
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from sgl_esft import page_source
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import DeviceMemoryError, OutOfExpertMemoryError, UnsupportedModelError
 from sgl_esft.expert_memory import (
@@ -58,6 +59,9 @@ def create_experts(
     Raises DeviceMemoryError when the base does not fit, UnsupportedDeviceError, or
     UnsupportedModelError for a layer with parameters that we do not know.
     """
+    source = page_source.current()
+    if source is not None:
+        return source.create_experts(layer, layout, create)
     memory: SlotMemory
     if config.expert_memory == "padded":
         create()

@@ -10,7 +10,9 @@ slots of the adapters. Which of them have memory is expert_memory.py's to say.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
@@ -25,7 +27,7 @@ from sgl_esft.slot_layout import SlotLayout
 class ExpertShard:
     """What one rank holds of a layer's experts."""
 
-    expert_ids: range  # routed experts of this rank, by the model's own ids
+    expert_ids: Collection[int]  # routed experts of this rank, by the model's own ids
     intermediate: range  # rows of an expert's width I of this rank (tensor parallelism)
 
 
@@ -58,7 +60,7 @@ class WovenLayer:
     adapter_runs: dict[int, range] = field(default_factory=dict)  # adapter slot -> mapped slots
 
     @classmethod
-    def bind(cls, fused_moe: torch.nn.Module, layout: SlotLayout) -> WovenLayer:
+    def bind(cls, fused_moe: torch.nn.Module, layout: SlotLayout) -> Self:
         """Take over a FusedMoE whose parameters were created with `layout`.
 
         Raises UnsupportedModelError when SGLang has replaced them since.
@@ -94,10 +96,21 @@ class WovenLayer:
         """Slots that may be read."""
         return self.memory.mapped_slots()
 
-    def place(self, adapter_slot: int, experts: dict[int, ExpertWeights]) -> None:
+    @property
+    def readable_shard(self) -> ExpertShard:
+        """What is worth reading of an adapter: the experts that are here now."""
+        return self.shard
+
+    def place(
+        self,
+        adapter_slot: int,
+        experts: Mapping[int, ExpertWeights],
+        adapter_expert_ids: Sequence[int] = (),
+    ) -> None:
         """Map slots, copy the adapter's experts in, then publish them in the expert map.
 
         `experts` holds this rank's experts of the layer, by expert id; it may be empty.
+        `adapter_expert_ids` are those of all ranks, ascending.
         Raises OutOfExpertMemoryError; whatever it raises, nothing is changed.
         """
         region = self.layout.adapter_range(adapter_slot)

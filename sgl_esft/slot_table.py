@@ -10,7 +10,7 @@ Every rank runs the same calls in the same order and so gets the same slots.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from sgl_esft.errors import InvariantError, NoFreeSlotError
@@ -113,6 +113,12 @@ class SlotTable:
         """Forget the adapter. Returns the slot it leaves, None if it had none."""
         self._pinned.discard(adapter_id)
         return self._slot_of.pop(adapter_id, None)
+
+    def restore(self, slots: Mapping[str, int], pinned: Collection[str]) -> None:
+        """Take over another table: adapter id -> slot. Raises InvariantError if it is wrong."""
+        self._slot_of = OrderedDict(slots)
+        self._pinned = set(pinned)
+        self.check_integrity()
 
     def check_integrity(self) -> None:
         """Raises InvariantError when two adapters share a slot or a slot is out of range."""

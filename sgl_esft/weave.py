@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_esft import expert_tensor, sglang_api
+from sgl_esft import expert_tensor, page_source, sglang_api
 from sgl_esft.adapter_format import read_manifest
 from sgl_esft.adapter_pages import bound_pages
 from sgl_esft.adapters import AdapterPlane
@@ -28,6 +28,7 @@ from sgl_esft.platform import device_memory
 from sgl_esft.plugin import verify
 from sgl_esft.reroute import Rerouter, load_reroute
 from sgl_esft.router import FusedRouter, load_router
+from sgl_esft.shared_layer import SharedLayer
 from sgl_esft.slot_layout import SlotLayout
 from sgl_esft_kernels import RouterFunction
 
@@ -48,7 +49,9 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
     device = sglang_api.runner_device(runner)
     max_pages = _adapter_pages(layers, spec, config, device)
-    plane = AdapterPlane(layers, spec, config, is_resident=gather is not None, max_pages=max_pages)
+    source = page_source.current()
+    is_resident = gather is not None or source is not None
+    plane = AdapterPlane(layers, spec, config, is_resident=is_resident, max_pages=max_pages)
     publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
     manager = EsftManager(
         plane,
@@ -58,7 +61,10 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         publish,
         num_dp_ranks=sglang_api.num_dp_ranks(),
     )
-    manager.load_initial(sglang_api.initial_adapters())
+    if source is None:
+        manager.load_initial(sglang_api.initial_adapters())
+    else:
+        source.woven(manager)
     attach_rerouting(runner.model, layers, tags, config.reroute)
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
@@ -81,7 +87,8 @@ def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
 
 def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
     """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
-    bound = [WovenLayer.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
+    kind = WovenLayer if page_source.current() is None else SharedLayer
+    bound = [kind.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
     layers = {layer.layer_id: layer for layer in bound}
     if tuple(sorted(layers)) != spec.moe_layer_ids or len(bound) != len(layers):
         raise UnsupportedModelError(
