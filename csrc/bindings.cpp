@@ -57,14 +57,44 @@ std::shared_ptr<PagePool> make_pool(BackendPtr backend, std::optional<std::size_
   return std::make_shared<PagePool>(std::move(backend), page, limits);
 }
 
-py::capsule to_dlpack(std::shared_ptr<VirtualTensor> tensor, std::vector<std::int64_t> shape,
-                      const std::string& dtype) {
-  DlpackTensor* made = make_dlpack(std::move(tensor), std::move(shape), dtype);
+std::shared_ptr<AddressRange> make_range(BackendPtr backend, std::size_t num_bytes,
+                                         std::optional<std::size_t> page_bytes) {
+  const std::size_t page = page_bytes.value_or(backend->granularity());
+  return std::make_shared<AddressRange>(std::move(backend), num_bytes, page);
+}
+
+py::bytes peek(Backend& backend, Address address, std::size_t num_bytes) {
+  std::vector<std::uint8_t> data;
+  {
+    const py::gil_scoped_release released;
+    data = backend.peek(address, num_bytes);
+  }
+  return py::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+}
+
+// Python's bytes never change, and the caller holds them.
+void poke(Backend& backend, Address address, const py::bytes& data) {
+  const std::string_view view = data;
+  const py::gil_scoped_release released;
+  backend.poke(address, view);
+}
+
+py::capsule capsule_of(DlpackTensor* made) {
   return py::capsule(made, kDlpackName, [](PyObject* capsule) {
     // Whoever takes the tensor renames the capsule, and deletes the tensor itself.
     if (!PyCapsule_IsValid(capsule, kDlpackName)) return;
     delete_dlpack(static_cast<DlpackTensor*>(PyCapsule_GetPointer(capsule, kDlpackName)));
   });
+}
+
+py::capsule tensor_to_dlpack(std::shared_ptr<VirtualTensor> tensor,
+                             std::vector<std::int64_t> shape, const std::string& dtype) {
+  return capsule_of(make_dlpack(std::move(tensor), std::move(shape), dtype));
+}
+
+py::capsule range_to_dlpack(std::shared_ptr<AddressRange> range, std::vector<std::int64_t> shape,
+                            const std::string& dtype, std::size_t offset_bytes) {
+  return capsule_of(make_dlpack(std::move(range), std::move(shape), dtype, offset_bytes));
 }
 
 }  // namespace
@@ -96,7 +126,10 @@ PYBIND11_MODULE(sgl_vmm, m) {
       .def("set_access", &Backend::set_access, arg("address"), arg("num_bytes"), release_gil())
       .def("map_run", &Backend::map_run, arg("address"), arg("page_bytes"), arg("handles"), release_gil())
       .def("export_handle", &Backend::export_handle, arg("handle"), release_gil())
-      .def("import_handle", &Backend::import_handle, arg("exported"), release_gil());
+      .def("import_handle", &Backend::import_handle, arg("exported"), release_gil())
+      .def("copy", &Backend::copy, arg("destination"), arg("source"), arg("num_bytes"), release_gil())
+      .def("peek", &peek, arg("address"), arg("num_bytes"))
+      .def("poke", &poke, arg("address"), arg("data"));
 
   m.def("open_backend",
         [](const std::string& name, int device_id, std::size_t page_bytes,
@@ -142,15 +175,28 @@ PYBIND11_MODULE(sgl_vmm, m) {
       .def(py::init<std::shared_ptr<PagePool>, std::size_t, std::size_t>(), arg("pool"),
            arg("num_slots"), arg("slot_bytes"), release_gil())
       .def_property_readonly("address", &VirtualTensor::address)
+      .def_property_readonly("page_bytes", &VirtualTensor::page_bytes)
       .def("map_slots", &VirtualTensor::map_slots, arg("first"), arg("count"), release_gil())
       .def("unmap_slots", &VirtualTensor::unmap_slots, arg("first"), arg("count"), release_gil())
       .def("num_missing_pages", &VirtualTensor::num_missing_pages, arg("first"), arg("count"), release_gil())
       .def("is_mapped", &VirtualTensor::is_mapped, arg("slot"), release_gil())
       .def("state", &VirtualTensor::state, release_gil())
       .def("page_refs", &VirtualTensor::page_refs, release_gil())
+      .def("page_handles", &VirtualTensor::page_handles, release_gil())
       .def("mapped_slots", &VirtualTensor::mapped_slots, release_gil())
       .def("check_integrity", &VirtualTensor::check_integrity, release_gil())
-      .def("to_dlpack", &to_dlpack, arg("shape"), arg("dtype"));
+      .def("to_dlpack", &tensor_to_dlpack, arg("shape"), arg("dtype"));
+
+  py::class_<AddressRange, std::shared_ptr<AddressRange>>(m, "AddressRange")
+      .def(py::init(&make_range), arg("backend"), arg("num_bytes"), py::kw_only(),
+           arg("page_bytes") = py::none(), release_gil())
+      .def_property_readonly("address", &AddressRange::address)
+      .def_property_readonly("num_bytes", &AddressRange::num_bytes)
+      .def_property_readonly("page_bytes", &AddressRange::page_bytes)
+      .def("map", &AddressRange::map, arg("first_page"), arg("handles"), release_gil())
+      .def("unmap", &AddressRange::unmap, arg("first_page"), arg("count"), release_gil())
+      .def("mapped_pages", &AddressRange::mapped_pages, release_gil())
+      .def("to_dlpack", &range_to_dlpack, arg("shape"), arg("dtype"), arg("offset_bytes") = 0);
 
   m.def("send_page", &send_page, arg("socket_fd"), arg("exported"), release_gil());
   m.def("receive_page", &receive_page, arg("socket_fd"), release_gil());

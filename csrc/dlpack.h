@@ -1,6 +1,6 @@
-// A tensor over a virtual tensor's addresses, in the exchange format that torch reads (DLPack 0.x,
+// A tensor over a virtual tensor's or a range's addresses, in the exchange format that torch reads (DLPack 0.x,
 // the ABI of dmlc/dlpack; torch_npu reads it too). Nothing is copied; the DLPack object shares
-// ownership of the virtual tensor, so its addresses outlive every torch tensor on them.
+// ownership of what it lies over, so its addresses outlive every torch tensor on them.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "address_range.h"
 #include "virtual_tensor.h"
 
 namespace sgl_vmm {
@@ -16,10 +17,16 @@ struct DlpackTensor;  // DLManagedTensor
 
 constexpr const char* kDlpackName = "dltensor";
 
-// `shape` is dense, in elements, and must fill the slots exactly; `dtype` is float32, float16 or
-// bfloat16. Throws kInvalidArgument. The taker calls the object's own deleter.
+// `shape` is dense, in elements, and must fill the slots exactly; `dtype` is torch's name: float64,
+// float32, float16, bfloat16, int64, int32, int16, int8, uint8 or bool. Throws kInvalidArgument. The
+// taker calls the object's own deleter.
 DlpackTensor* make_dlpack(std::shared_ptr<VirtualTensor> tensor, std::vector<std::int64_t> shape,
                           const std::string& dtype);
+
+// Over a part of the range, from `offset_bytes` on, which is a multiple of the element's size. No size
+// may be negative; {} is one element. Mapping is not asked for: reading is, as ever, the reader's risk.
+DlpackTensor* make_dlpack(std::shared_ptr<AddressRange> range, std::vector<std::int64_t> shape,
+                          const std::string& dtype, std::size_t offset_bytes);
 
 // For an object that nobody took.
 void delete_dlpack(DlpackTensor* tensor);

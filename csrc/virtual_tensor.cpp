@@ -104,6 +104,15 @@ std::vector<std::uint32_t> VirtualTensor::page_refs() const {
   return num_refs_;
 }
 
+std::vector<std::optional<Handle>> VirtualTensor::page_handles() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::optional<Handle>> handles(page_table_.size());
+  for (std::size_t position = 0; position < handles.size(); ++position) {
+    if (num_refs_[position] > 0) handles[position] = pool_->handle(page_table_[position]);
+  }
+  return handles;
+}
+
 std::vector<bool> VirtualTensor::mapped_slots() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return is_mapped_;

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "page_pool.h"
@@ -46,6 +47,7 @@ class VirtualTensor {
   Address address() const { return address_; }
   std::size_t num_slots() const { return num_slots_; }
   std::size_t slot_bytes() const { return slot_bytes_; }
+  std::size_t page_bytes() const { return page_bytes_; }
   const Backend& backend() const { return pool_->backend(); }
 
   // Puts pages behind slots [first, first + count), content undefined. All or nothing. Throws
@@ -62,6 +64,9 @@ class VirtualTensor {
   TensorState state() const;
   // For each page in order, how many mapped slots lie on it.
   std::vector<std::uint32_t> page_refs() const;
+  // For each page in order, the handle behind it; none where no mapped slot lies on it. A handle is
+  // good until the slots on its page are unmapped.
+  std::vector<std::optional<Handle>> page_handles() const;
   // For each slot in order, whether it is mapped.
   std::vector<bool> mapped_slots() const;
   // Throws kIntegrity when pages, references and mapped slots contradict each other.

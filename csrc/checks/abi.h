@@ -37,9 +37,15 @@ struct ClassOf<T, std::enable_if_t<std::is_class_v<T>>> {
   static_assert(std::is_standard_layout_v<T>);
   using type = Struct<sizeof(T), alignof(T)>;
 };
+template <typename T, typename = void>
+struct PointeeOf {
+  using type = Void;  // a struct that the vendor keeps to itself is as good as void
+};
+template <typename T>
+struct PointeeOf<T, std::enable_if_t<!std::is_class_v<T> || sizeof(T) != 0>> : ClassOf<T> {};
 template <typename T>
 struct ClassOf<T*, void> {
-  using type = Pointer<typename ClassOf<std::remove_cv_t<T>>::type>;
+  using type = Pointer<typename PointeeOf<std::remove_cv_t<T>>::type>;
 };
 template <typename Return, typename... Parameters>
 struct ClassOf<Return(Parameters...), void> {

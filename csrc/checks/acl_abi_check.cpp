@@ -23,6 +23,7 @@ SAME_FUNCTION(aclrtMapMem);
 SAME_FUNCTION(aclrtUnmapMem);
 SAME_FUNCTION(aclrtMemExportToShareableHandle);
 SAME_FUNCTION(aclrtMemImportFromShareableHandle);
+SAME_FUNCTION(aclrtMemcpy);
 SAME_FUNCTION(aclrtMemSetPidToShareableHandle);
 
 SAME_STRUCT(aclrtMemLocation, ours::MemLocation);
@@ -63,5 +64,9 @@ SAME_VALUE(ACL_MEM_LOCATION_TYPE_HOST, ours::kLocationHost);
 SAME_VALUE(ACL_MEM_LOCATION_TYPE_DEVICE, ours::kLocationDevice);
 SAME_VALUE(ACL_RT_MEM_ALLOC_GRANULARITY_MINIMUM, ours::kGranularityMinimum);
 SAME_VALUE(ACL_RT_MEM_ALLOC_GRANULARITY_RECOMMENDED, ours::kGranularityRecommended);
+SAME_VALUE(ACL_MEMCPY_HOST_TO_HOST, ours::kMemcpyHostToHost);
+SAME_VALUE(ACL_MEMCPY_HOST_TO_DEVICE, ours::kMemcpyHostToDevice);
+SAME_VALUE(ACL_MEMCPY_DEVICE_TO_HOST, ours::kMemcpyDeviceToHost);
+SAME_VALUE(ACL_MEMCPY_DEVICE_TO_DEVICE, ours::kMemcpyDeviceToDevice);
 SAME_VALUE(ACL_RT_VMM_EXPORT_FLAG_DEFAULT, ours::kExportDefault);
 SAME_VALUE(ACL_RT_VMM_EXPORT_FLAG_DISABLE_PID_VALIDATION, ours::kExportDisablePidValidation);

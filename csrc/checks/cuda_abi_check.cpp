@@ -36,6 +36,14 @@ SAME_FUNCTION(cuMemUnmap);
 SAME_FUNCTION(cuMemSetAccess);
 SAME_FUNCTION(cuMemExportToShareableHandle);
 SAME_FUNCTION(cuMemImportFromShareableHandle);
+SAME_FUNCTION(cuDevicePrimaryCtxRetain);
+SAME_FUNCTION(cuDevicePrimaryCtxRelease_v2);
+SAME_FUNCTION(cuCtxPushCurrent_v2);
+SAME_FUNCTION(cuCtxPopCurrent_v2);
+SAME_FUNCTION(cuStreamSynchronize);
+SAME_FUNCTION(cuMemcpyDtoD_v2);
+SAME_FUNCTION(cuMemcpyDtoH_v2);
+SAME_FUNCTION(cuMemcpyHtoD_v2);
 
 SAME_STRUCT(CUmemLocation, ours::MemLocation);
 SAME_MEMBER(CUmemLocation, type, ours::MemLocation, type);
@@ -66,6 +74,7 @@ SAME_VALUE(CUDA_ERROR_NOT_INITIALIZED, ours::kErrorNotInitialized);
 SAME_VALUE(CUDA_ERROR_STUB_LIBRARY, ours::kErrorStubLibrary);
 SAME_VALUE(CUDA_ERROR_NO_DEVICE, ours::kErrorNoDevice);
 SAME_VALUE(CUDA_ERROR_INVALID_DEVICE, ours::kErrorInvalidDevice);
+SAME_VALUE(CUDA_ERROR_INVALID_CONTEXT, ours::kErrorInvalidContext);
 SAME_VALUE(CUDA_ERROR_NOT_PERMITTED, ours::kErrorNotPermitted);
 SAME_VALUE(CUDA_ERROR_NOT_SUPPORTED, ours::kErrorNotSupported);
 

@@ -6,14 +6,17 @@
 //   create    aclrtMallocPhysical (2 MiB HBM)  |  destroy   aclrtFreePhysical
 //   map       aclrtMapMem                      |  unmap     aclrtUnmapMem
 //   export, import: a number that another process of this machine turns into a handle
+//   copy, peek, poke: aclrtMemcpy, which returns when it is done
 //
 // Two rules of the vendor that a caller meets:
 // - an export and an import of the same memory are never in one process;
 // - one reservation holds handles that were created here, or imported ones, never both at once.
+// And one that nobody meets for it: a copy between two devices wants aclrtDeviceEnablePeerAccess.
 //
 // Not yet run on hardware; compiled against the vendor's headers and run over a simulator.
 #include <algorithm>
 #include <mutex>
+#include <shared_mutex>
 #include <unordered_map>
 #include <utility>
 
@@ -45,6 +48,7 @@ struct AclApi {
   abi::aclrtUnmapMem* aclrtUnmapMem;
   abi::aclrtMemExportToShareableHandle* aclrtMemExportToShareableHandle;
   abi::aclrtMemImportFromShareableHandle* aclrtMemImportFromShareableHandle;
+  abi::aclrtMemcpy* aclrtMemcpy;
 };
 
 #define LOAD(function) function(library.symbol<abi::function>(#function))
@@ -61,7 +65,8 @@ AclApi::AclApi(const DynamicLibrary& library)
       LOAD(aclrtMapMem),
       LOAD(aclrtUnmapMem),
       LOAD(aclrtMemExportToShareableHandle),
-      LOAD(aclrtMemImportFromShareableHandle) {}
+      LOAD(aclrtMemImportFromShareableHandle),
+      LOAD(aclrtMemcpy) {}
 
 #undef LOAD
 
@@ -156,6 +161,11 @@ class AclBackend final : public Backend {
   void set_access(Address address, std::size_t num_bytes) override;
   Exported export_handle(Handle handle) override;
   Handle import_handle(const Exported& exported) override;
+  void copy(Address destination, Address source, std::size_t num_bytes) override;
+
+ protected:
+  void read(void* host, Address source, std::size_t num_bytes) override;
+  void write(Address destination, const void* host, std::size_t num_bytes) override;
 
  private:
   static void* pointer(Address address) { return reinterpret_cast<void*>(address); }
@@ -170,7 +180,7 @@ class AclBackend final : public Backend {
   const int device_id_;
   const std::size_t granularity_;
 
-  std::mutex mutex_;  // held from each check of the table, over the vendor's call, to its record
+  std::shared_mutex mutex_;  // held from each check of the table, over the vendor's call, to its record
   MappingTable table_;
   // The vendor exports a handle once in a process and fails the second time. Guarded by mutex_.
   std::unordered_map<std::uint64_t, std::uint64_t> exported_keys_;
@@ -214,7 +224,7 @@ abi::PhysicalMemProp AclBackend::prop() const {
 }
 
 Address AclBackend::reserve(std::size_t num_bytes, std::size_t alignment) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_reserve(num_bytes, alignment);
   const DeviceScope scope(api_, device_id_);
   void* reserved = nullptr;
@@ -232,7 +242,7 @@ Address AclBackend::reserve(std::size_t num_bytes, std::size_t alignment) {
 }
 
 void AclBackend::release(Address address, std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_release(address, num_bytes);
   const DeviceScope scope(api_, device_id_);
   VMM_ACL(aclrtReleaseMemAddress, pointer(address));
@@ -240,7 +250,7 @@ void AclBackend::release(Address address, std::size_t num_bytes) {
 }
 
 Handle AclBackend::create(std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_create(num_bytes);
   const DeviceScope scope(api_, device_id_);
   const abi::PhysicalMemProp memory = prop();
@@ -251,7 +261,7 @@ Handle AclBackend::create(std::size_t num_bytes) {
 }
 
 void AclBackend::destroy(Handle handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_destroy(handle);
   const DeviceScope scope(api_, device_id_);
   VMM_ACL(aclrtFreePhysical, pointer(handle));
@@ -260,7 +270,7 @@ void AclBackend::destroy(Handle handle) {
 }
 
 void AclBackend::map(Address address, std::size_t num_bytes, Handle handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_map(address, num_bytes, handle);
   const DeviceScope scope(api_, device_id_);
   VMM_ACL(aclrtMapMem, pointer(address), num_bytes, 0, pointer(handle), 0);
@@ -268,7 +278,7 @@ void AclBackend::map(Address address, std::size_t num_bytes, Handle handle) {
 }
 
 void AclBackend::unmap(Address address, std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_unmap(address, num_bytes);
   const DeviceScope scope(api_, device_id_);
   VMM_ACL(aclrtUnmapMem, pointer(address));
@@ -278,12 +288,12 @@ void AclBackend::unmap(Address address, std::size_t num_bytes) {
 // aclrtMapMem has already given access to the memory's own device. The vendor's aclrtMemSetAccess
 // is for another device, takes one mapping a call, and is missing from older versions.
 void AclBackend::set_access(Address address, std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_mapped(address, num_bytes);
 }
 
 Exported AclBackend::export_handle(Handle handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   Exported exported;
   exported.num_bytes = table_.check_handle(handle);
   const auto known = exported_keys_.find(handle.value);
@@ -301,13 +311,36 @@ Exported AclBackend::export_handle(Handle handle) {
 }
 
 Handle AclBackend::import_handle(const Exported& exported) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_create(exported.num_bytes);
   const DeviceScope scope(api_, device_id_);
   abi::DrvMemHandle imported = nullptr;
   VMM_ACL(aclrtMemImportFromShareableHandle, exported.key, device_id_, &imported);
   table_.record_create(handle_of(imported), exported.num_bytes);
   return handle_of(imported);
+}
+
+void AclBackend::copy(Address destination, Address source, std::size_t num_bytes) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  table_.check_copy(destination, source, num_bytes);
+  const DeviceScope scope(api_, device_id_);
+  VMM_ACL(aclrtMemcpy, pointer(destination), num_bytes, pointer(source), num_bytes,
+          abi::kMemcpyDeviceToDevice);
+}
+
+void AclBackend::read(void* host, Address source, std::size_t num_bytes) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  table_.check_covered(source, num_bytes);
+  const DeviceScope scope(api_, device_id_);
+  VMM_ACL(aclrtMemcpy, host, num_bytes, pointer(source), num_bytes, abi::kMemcpyDeviceToHost);
+}
+
+void AclBackend::write(Address destination, const void* host, std::size_t num_bytes) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  table_.check_covered(destination, num_bytes);
+  const DeviceScope scope(api_, device_id_);
+  VMM_ACL(aclrtMemcpy, pointer(destination), num_bytes, host, num_bytes,
+          abi::kMemcpyHostToDevice);
 }
 
 #undef VMM_ACL

@@ -39,6 +39,13 @@ enum MemAttr : int { kHbmMemHuge = 4, kHbmMemNormal = 5 };
 enum MemLocationType : int { kLocationHost = 0, kLocationDevice = 1 };
 enum GranularityOption : int { kGranularityMinimum = 0, kGranularityRecommended = 1 };
 
+enum MemcpyKind : int {
+  kMemcpyHostToHost = 0,
+  kMemcpyHostToDevice = 1,
+  kMemcpyDeviceToHost = 2,
+  kMemcpyDeviceToDevice = 3,
+};
+
 inline constexpr std::uint64_t kExportDefault = 0;
 inline constexpr std::uint64_t kExportDisablePidValidation = 1;
 
@@ -73,6 +80,8 @@ using aclrtMemExportToShareableHandle = Error(DrvMemHandle handle, MemHandleType
                                               std::uint64_t flags, std::uint64_t* shareable);
 using aclrtMemImportFromShareableHandle = Error(std::uint64_t shareable, std::int32_t device_id,
                                                 DrvMemHandle* handle);
+using aclrtMemcpy = Error(void* destination, std::size_t destination_bytes, const void* source,
+                          std::size_t num_bytes, MemcpyKind kind);
 // Only the simulator's tests use it; acl.cpp says why.
 using aclrtMemSetPidToShareableHandle = Error(std::uint64_t shareable, std::int32_t* pids,
                                               std::size_t num_pids);

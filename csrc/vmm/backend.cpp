@@ -1,6 +1,29 @@
 #include "vmm/backend.h"
 
 namespace sgl_vmm {
+namespace {
+
+void check_peek(std::size_t num_bytes) {
+  if (num_bytes > kMaxPeekBytes) {
+    throw VmmError(ErrorKind::kInvalidArgument,
+                   "peek, poke: " + std::to_string(num_bytes) + " bytes; at most " +
+                       std::to_string(kMaxPeekBytes) + " a call");
+  }
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> Backend::peek(Address address, std::size_t num_bytes) {
+  check_peek(num_bytes);
+  std::vector<std::uint8_t> data(num_bytes);
+  read(data.data(), address, num_bytes);
+  return data;
+}
+
+void Backend::poke(Address address, std::string_view data) {
+  check_peek(data.size());
+  write(address, data.data(), data.size());
+}
 
 void Backend::map_run(Address address, std::size_t page_bytes,
                       const std::vector<Handle>& handles) {

@@ -7,6 +7,11 @@
 // A handle may be mapped at several addresses at once (aliasing), and its memory lives until it is
 // destroyed. Order of a life: reserve, create, map, set_access | unmap, destroy, release.
 //
+//   copy, peek, poke  between mapped addresses; a page of another process or device counts too
+//   host  memcpy                  acl  aclrtMemcpy
+//   cuda  cuMemcpyDtoD_v2, DtoH, HtoD in the device's primary context, which the first one makes
+// They wait for no kernel: whoever wrote the source has finished before. An unmap waits for them.
+//
 // A stray access, to an address that is reserved but not mapped, is never served:
 //   host  SIGSEGV (the range is PROT_NONE)
 //   cuda  the kernel fails with CUDA_ERROR_ILLEGAL_ADDRESS
@@ -21,6 +26,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "error.h"
@@ -28,6 +34,8 @@
 namespace sgl_vmm {
 
 using Address = std::uintptr_t;
+
+constexpr std::size_t kMaxPeekBytes = std::size_t{16} << 20;
 
 // The right to map one piece of physical memory. Its meaning is the backend's.
 struct Handle {
@@ -80,6 +88,14 @@ class Backend {
   // Takes ownership of `exported.fd` when it returns.
   virtual Handle import_handle(const Exported& exported) = 0;
 
+  // Bytes from one mapped range to another, done when it returns. Refuses (kInvalidArgument) ranges
+  // that are empty, overlap, or are not wholly mapped here with access. Two addresses of the same
+  // memory do not overlap by this rule, and then the content is undefined.
+  virtual void copy(Address destination, Address source, std::size_t num_bytes) = 0;
+  // To and from the caller's own memory, for digests and tests: at most kMaxPeekBytes a call.
+  std::vector<std::uint8_t> peek(Address address, std::size_t num_bytes);
+  void poke(Address address, std::string_view data);
+
   // Bytes of physical memory that the operating system says are behind this backend's own handles.
   virtual std::optional<std::size_t> resident_bytes() const { return std::nullopt; }
 
@@ -90,6 +106,9 @@ class Backend {
 
  protected:
   Backend() = default;
+  // As copy refuses; `host` is any memory of this process.
+  virtual void read(void* host, Address source, std::size_t num_bytes) = 0;
+  virtual void write(Address destination, const void* host, std::size_t num_bytes) = 0;
 };
 
 struct BackendOptions {
@@ -113,6 +132,11 @@ BackendPtr open_acl(const BackendOptions& options);
 // `name` is "host", "cuda" or "acl". Throws kUnsupported for a device without virtual memory
 // management or a library that is not there, kBadGranularity for one that is no power of two.
 BackendPtr open_backend(const std::string& name, const BackendOptions& options);
+
+// Whether [left, left + num_bytes) and [right, right + num_bytes) have a byte in common.
+constexpr bool ranges_overlap(Address left, Address right, std::size_t num_bytes) {
+  return left < right ? right - left < num_bytes : left - right < num_bytes;
+}
 
 constexpr bool is_power_of_two(std::size_t value) { return value && !(value & (value - 1)); }
 

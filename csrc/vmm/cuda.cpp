@@ -7,11 +7,17 @@
 //   map          cuMemMap                |  unmap     cuMemUnmap
 //   set_access   cuMemSetAccess          |  export, import: a POSIX file descriptor
 //
-// All of these name their device and take no context, so any thread may call them.
+//   copy         cuMemcpyDtoD_v2         |  peek, poke   cuMemcpyDtoH_v2, cuMemcpyHtoD_v2
+//
+// All but the copies name their device and take no context, so any thread may call them. A copy
+// runs in the device's primary context, the one that torch uses too, and on its default stream: not
+// while this process captures a graph. Addresses are unified, so a page of another device, mapped
+// here with access, is copied from peer to peer.
 #include <unistd.h>
 
 #include <algorithm>
 #include <mutex>
+#include <shared_mutex>
 #include <utility>
 
 #include "vmm/backend.h"
@@ -41,6 +47,14 @@ struct CudaApi {
   abi::cuMemSetAccess* cuMemSetAccess;
   abi::cuMemExportToShareableHandle* cuMemExportToShareableHandle;
   abi::cuMemImportFromShareableHandle* cuMemImportFromShareableHandle;
+  abi::cuDevicePrimaryCtxRetain* cuDevicePrimaryCtxRetain;
+  abi::cuDevicePrimaryCtxRelease_v2* cuDevicePrimaryCtxRelease_v2;
+  abi::cuCtxPushCurrent_v2* cuCtxPushCurrent_v2;
+  abi::cuCtxPopCurrent_v2* cuCtxPopCurrent_v2;
+  abi::cuStreamSynchronize* cuStreamSynchronize;
+  abi::cuMemcpyDtoD_v2* cuMemcpyDtoD_v2;
+  abi::cuMemcpyDtoH_v2* cuMemcpyDtoH_v2;
+  abi::cuMemcpyHtoD_v2* cuMemcpyHtoD_v2;
 };
 
 #define LOAD(function) function(library.symbol<abi::function>(#function))
@@ -59,7 +73,15 @@ CudaApi::CudaApi(const DynamicLibrary& library)
       LOAD(cuMemUnmap),
       LOAD(cuMemSetAccess),
       LOAD(cuMemExportToShareableHandle),
-      LOAD(cuMemImportFromShareableHandle) {}
+      LOAD(cuMemImportFromShareableHandle),
+      LOAD(cuDevicePrimaryCtxRetain),
+      LOAD(cuDevicePrimaryCtxRelease_v2),
+      LOAD(cuCtxPushCurrent_v2),
+      LOAD(cuCtxPopCurrent_v2),
+      LOAD(cuStreamSynchronize),
+      LOAD(cuMemcpyDtoD_v2),
+      LOAD(cuMemcpyDtoH_v2),
+      LOAD(cuMemcpyHtoD_v2) {}
 
 #undef LOAD
 
@@ -87,7 +109,8 @@ class CudaBackend final : public Backend {
       : api_(DynamicLibrary(options.library.empty() ? "libcuda.so.1" : options.library,
                             "install the NVIDIA driver, or choose the host backend")),
         device_id_(options.device_id),
-        can_export_(open_device()),
+        device_(open_device()),
+        can_export_(read_can_export()),
         prop_(make_prop()),
         granularity_(read_granularity()),
         table_(name(), granularity_) {}
@@ -108,9 +131,35 @@ class CudaBackend final : public Backend {
   void set_access(Address address, std::size_t num_bytes) override;
   Exported export_handle(Handle handle) override;
   Handle import_handle(const Exported& exported) override;
+  void copy(Address destination, Address source, std::size_t num_bytes) override;
+
+ protected:
+  void read(void* host, Address source, std::size_t num_bytes) override;
+  void write(Address destination, const void* host, std::size_t num_bytes) override;
 
  private:
-  bool open_device() const;
+  // The device's primary context, current on this thread while it lives.
+  class ContextScope {
+   public:
+    explicit ContextScope(CudaBackend& backend) : backend_(backend) {
+      const abi::Context context = backend_.context();
+      backend_.check(backend_.api_.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent_v2", __FILE__,
+                     __LINE__);
+    }
+    ~ContextScope() {
+      abi::Context popped = nullptr;
+      backend_.api_.cuCtxPopCurrent_v2(&popped);
+    }
+    ContextScope(const ContextScope&) = delete;
+    ContextScope& operator=(const ContextScope&) = delete;
+
+   private:
+    CudaBackend& backend_;
+  };
+
+  abi::Context context();
+  abi::Device open_device() const;
+  bool read_can_export() const;
   abi::MemLocation location() const { return {abi::kLocationDevice, device_id_}; }
   abi::MemAllocationProp make_prop() const;
   std::size_t read_granularity() const;
@@ -118,12 +167,16 @@ class CudaBackend final : public Backend {
 
   const CudaApi api_;
   const int device_id_;
+  const abi::Device device_;
   const bool can_export_;
   const abi::MemAllocationProp prop_;
   const std::size_t granularity_;
 
-  std::mutex mutex_;  // held from each check of the table, over the vendor's call, to its record
+  std::shared_mutex mutex_;  // held from each check of the table, over the vendor's call, to its record
   MappingTable table_;
+
+  std::mutex context_mutex_;
+  abi::Context context_ = nullptr;  // until the first copy: it costs memory of the device
 };
 
 CudaBackend::~CudaBackend() {
@@ -136,6 +189,7 @@ CudaBackend::~CudaBackend() {
   for (const auto& [address, num_bytes] : table_.reservations()) {
     api_.cuMemAddressFree(address, num_bytes);
   }
+  if (context_) api_.cuDevicePrimaryCtxRelease_v2(device_);
 }
 
 void CudaBackend::check(abi::Result result, const char* call, const char* file, int line) const {
@@ -147,8 +201,7 @@ void CudaBackend::check(abi::Result result, const char* call, const char* file, 
   throw VmmError(kind_of(result), name(), call, result, code_name, file, line);
 }
 
-// Whether its memory can be exported.
-bool CudaBackend::open_device() const {
+abi::Device CudaBackend::open_device() const {
   VMM_CUDA(cuInit, 0);
   abi::Device device = 0;
   VMM_CUDA(cuDeviceGet, &device, device_id_);
@@ -159,8 +212,12 @@ bool CudaBackend::open_device() const {
                    "cuda: device " + std::to_string(device_id_) +
                        " has no virtual memory management; use padded expert memory");
   }
+  return device;
+}
+
+bool CudaBackend::read_can_export() const {
   int has_fds = 0;
-  VMM_CUDA(cuDeviceGetAttribute, &has_fds, abi::kPosixFileDescriptorSupported, device);
+  VMM_CUDA(cuDeviceGetAttribute, &has_fds, abi::kPosixFileDescriptorSupported, device_);
   return has_fds != 0;
 }
 
@@ -179,7 +236,7 @@ std::size_t CudaBackend::read_granularity() const {
 }
 
 Address CudaBackend::reserve(std::size_t num_bytes, std::size_t alignment) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_reserve(num_bytes, alignment);
   abi::DevicePtr address = 0;
   VMM_CUDA(cuMemAddressReserve, &address, num_bytes, std::max(alignment, granularity_), 0, 0);
@@ -188,14 +245,14 @@ Address CudaBackend::reserve(std::size_t num_bytes, std::size_t alignment) {
 }
 
 void CudaBackend::release(Address address, std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_release(address, num_bytes);
   VMM_CUDA(cuMemAddressFree, address, num_bytes);
   table_.record_release(address);
 }
 
 Handle CudaBackend::create(std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_create(num_bytes);
   abi::MemHandle handle = 0;
   VMM_CUDA(cuMemCreate, &handle, num_bytes, &prop_, 0);
@@ -204,35 +261,35 @@ Handle CudaBackend::create(std::size_t num_bytes) {
 }
 
 void CudaBackend::destroy(Handle handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_destroy(handle);
   VMM_CUDA(cuMemRelease, handle.value);
   table_.record_destroy(handle);
 }
 
 void CudaBackend::map(Address address, std::size_t num_bytes, Handle handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_map(address, num_bytes, handle);
   VMM_CUDA(cuMemMap, address, num_bytes, 0, handle.value, 0);
   table_.record_map(address, num_bytes, handle);
 }
 
 void CudaBackend::unmap(Address address, std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_unmap(address, num_bytes);
   VMM_CUDA(cuMemUnmap, address, num_bytes);
   table_.record_unmap(address);
 }
 
 void CudaBackend::set_access(Address address, std::size_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_mapped(address, num_bytes);
   const abi::MemAccessDesc desc{location(), abi::kAccessReadWrite};
   VMM_CUDA(cuMemSetAccess, address, num_bytes, &desc, 1);
 }
 
 Exported CudaBackend::export_handle(Handle handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   Exported exported;
   exported.num_bytes = table_.check_handle(handle);
   if (!can_export_) {
@@ -245,7 +302,7 @@ Exported CudaBackend::export_handle(Handle handle) {
 }
 
 Handle CudaBackend::import_handle(const Exported& exported) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::shared_mutex> lock(mutex_);
   table_.check_create(exported.num_bytes);
   abi::MemHandle handle = 0;
   // The vendor takes the descriptor itself where a pointer is declared.
@@ -255,6 +312,37 @@ Handle CudaBackend::import_handle(const Exported& exported) {
   table_.record_create(Handle{handle}, exported.num_bytes);
   close(exported.fd);
   return Handle{handle};
+}
+
+abi::Context CudaBackend::context() {
+  const std::lock_guard<std::mutex> lock(context_mutex_);
+  if (!context_) VMM_CUDA(cuDevicePrimaryCtxRetain, &context_, device_);
+  return context_;
+}
+
+// cuMemcpyDtoD_v2 may return before the device is done.
+void CudaBackend::copy(Address destination, Address source, std::size_t num_bytes) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  table_.check_copy(destination, source, num_bytes);
+  const ContextScope scope(*this);
+  VMM_CUDA(cuMemcpyDtoD_v2, destination, source, num_bytes);
+  VMM_CUDA(cuStreamSynchronize, abi::kDefaultStream);
+}
+
+void CudaBackend::read(void* host, Address source, std::size_t num_bytes) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  table_.check_covered(source, num_bytes);
+  const ContextScope scope(*this);
+  VMM_CUDA(cuMemcpyDtoH_v2, host, source, num_bytes);
+}
+
+// From pageable memory the vendor may return before the device has the bytes.
+void CudaBackend::write(Address destination, const void* host, std::size_t num_bytes) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  table_.check_covered(destination, num_bytes);
+  const ContextScope scope(*this);
+  VMM_CUDA(cuMemcpyHtoD_v2, destination, host, num_bytes);
+  VMM_CUDA(cuStreamSynchronize, abi::kDefaultStream);
 }
 
 #undef VMM_CUDA

@@ -2,7 +2,7 @@
 //
 //   cuda.cpp --> [cuda_abi.h] <-- checks/cuda_abi_check.cpp, against the vendor's cuda.h
 //
-// The function types carry the names that the linker knows; none of these has a _v2 variant.
+// The function types carry the names that the linker knows, _v2 where cuda.h means that by the name.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,7 @@ enum Result : int {
   kErrorStubLibrary = 34,
   kErrorNoDevice = 100,
   kErrorInvalidDevice = 101,
+  kErrorInvalidContext = 201,
   kErrorNotPermitted = 800,
   kErrorNotSupported = 801,
 };
@@ -25,6 +26,9 @@ enum Result : int {
 using Device = int;
 using DevicePtr = unsigned long long;
 using MemHandle = unsigned long long;
+using Context = void*;
+using Stream = void*;
+inline constexpr Stream kDefaultStream = nullptr;
 
 enum DeviceAttribute : int {
   kVirtualMemoryManagementSupported = 102,
@@ -83,5 +87,13 @@ using cuMemSetAccess = Result(DevicePtr address, std::size_t num_bytes, const Me
 using cuMemExportToShareableHandle = Result(void* shareable, MemHandle handle, HandleType type,
                                             unsigned long long flags);
 using cuMemImportFromShareableHandle = Result(MemHandle* handle, void* shareable, HandleType type);
+using cuDevicePrimaryCtxRetain = Result(Context* context, Device device);
+using cuDevicePrimaryCtxRelease_v2 = Result(Device device);
+using cuCtxPushCurrent_v2 = Result(Context context);
+using cuCtxPopCurrent_v2 = Result(Context* context);
+using cuStreamSynchronize = Result(Stream stream);
+using cuMemcpyDtoD_v2 = Result(DevicePtr destination, DevicePtr source, std::size_t num_bytes);
+using cuMemcpyDtoH_v2 = Result(void* destination, DevicePtr source, std::size_t num_bytes);
+using cuMemcpyHtoD_v2 = Result(DevicePtr destination, const void* source, std::size_t num_bytes);
 
 }  // namespace sgl_vmm::cuda_abi

@@ -15,9 +15,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <shared_mutex>
 #include <set>
 #include <unordered_map>
 
@@ -74,13 +76,13 @@ class HostBackend final : public Backend {
              "alignment " + std::to_string(alignment) + " is not a power of two");
     }
     const Address address = reserve_aligned(num_bytes, std::max(alignment, page_bytes_));
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     reserved_[address] = num_bytes;
     return address;
   }
 
   void release(Address address, std::size_t num_bytes) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     const auto found = reserved_.find(address);
     if (found == reserved_.end() || found->second != num_bytes) {
       refuse(ErrorKind::kInvalidArgument, "release of a range that was not reserved as a whole");
@@ -97,7 +99,7 @@ class HostBackend final : public Backend {
 
   Handle create(std::size_t num_bytes) override {
     check_one_page(num_bytes);
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     const std::size_t index = free_.empty() ? next_page_ : *free_.begin();
     if (index >= num_pages_) {
       refuse(ErrorKind::kExhausted, "all " + std::to_string(num_pages_) + " pages of " +
@@ -111,7 +113,7 @@ class HostBackend final : public Backend {
   }
 
   void destroy(Handle handle) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     const Page& page = find(handle);
     if (page.num_maps > 0) {
       refuse(ErrorKind::kPageMapped, "a page that is still mapped cannot be destroyed");
@@ -132,13 +134,13 @@ class HostBackend final : public Backend {
 
   void unmap(Address address, std::size_t num_bytes) override {
     check_one_page(num_bytes);
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     unmap_locked(address);
   }
 
   void set_access(Address address, std::size_t num_bytes) override {
     check_size(num_bytes);
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     for (Address at = address; at < address + num_bytes; at += page_bytes_) {
       if (!mapped_.count(at)) {
         refuse(ErrorKind::kInvalidArgument, "access to a range that is not wholly mapped");
@@ -153,7 +155,7 @@ class HostBackend final : public Backend {
   void map_run(Address address, std::size_t page_bytes,
                const std::vector<Handle>& handles) override {
     check_one_page(page_bytes);
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     check_unmapped(address, handles.size() * page_bytes);
     for (const Handle handle : handles) find(handle);
     std::size_t done = 0;
@@ -171,7 +173,7 @@ class HostBackend final : public Backend {
   }
 
   Exported export_handle(Handle handle) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     const Page& page = find(handle);
     const int fd = fcntl(page.file->get(), F_DUPFD_CLOEXEC, 0);
     if (fd < 0) VMM_HOST_FAILED("fcntl(F_DUPFD_CLOEXEC)", ErrorKind::kVendorCall);
@@ -189,16 +191,39 @@ class HostBackend final : public Backend {
       refuse(ErrorKind::kInvalidArgument,
              "not a page of " + std::to_string(page_bytes_) + " bytes in a sealed memfd");
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::shared_mutex> lock(mutex_);
     const std::uint64_t value = kImportedBit | ++num_imported_;
     pages_[value] = Page{imported_file(info, exported.fd), exported.key};
     return Handle{value};
+  }
+
+  void copy(Address destination, Address source, std::size_t num_bytes) override {
+    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    check_covered(destination, num_bytes);
+    check_covered(source, num_bytes);
+    if (ranges_overlap(destination, source, num_bytes)) {
+      refuse(ErrorKind::kInvalidArgument, "a copy onto itself");
+    }
+    std::memcpy(pointer(destination), pointer(source), num_bytes);
   }
 
   std::optional<std::size_t> resident_bytes() const override {
     struct stat info;
     if (fstat(file_->get(), &info) != 0) return std::nullopt;
     return static_cast<std::size_t>(info.st_blocks) * 512;
+  }
+
+ protected:
+  void read(void* host, Address source, std::size_t num_bytes) override {
+    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    check_covered(source, num_bytes);
+    std::memcpy(host, pointer(source), num_bytes);
+  }
+
+  void write(Address destination, const void* host, std::size_t num_bytes) override {
+    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    check_covered(destination, num_bytes);
+    std::memcpy(pointer(destination), host, num_bytes);
   }
 
  private:
@@ -247,6 +272,20 @@ class HostBackend final : public Backend {
     const auto mapped = mapped_.lower_bound(address);
     if (mapped != mapped_.end() && mapped->first < address + num_bytes) {
       refuse(ErrorKind::kInvalidArgument, "map over a mapped page");
+    }
+  }
+
+  // Every byte lies in a mapped page.
+  void check_covered(Address address, std::size_t num_bytes) const {
+    const Address end = address + num_bytes;
+    Address next = address / page_bytes_ * page_bytes_;
+    for (auto page = mapped_.find(next); page != mapped_.end() && page->first == next && next < end;
+         ++page) {
+      next += page_bytes_;
+    }
+    if (end <= address || next < end) {  // at once: no bytes, or more than addresses
+      refuse(ErrorKind::kInvalidArgument,
+             "a range of " + std::to_string(num_bytes) + " bytes is not wholly mapped");
     }
   }
 
@@ -371,7 +410,7 @@ class HostBackend final : public Backend {
   FilePtr file_;
   Address home_ = 0;
 
-  mutable std::mutex mutex_;  // guards everything below
+  mutable std::shared_mutex mutex_;  // guards everything below
   std::size_t next_page_ = 0;            // pages from here on were never created
   std::set<std::size_t> free_;           // created once and destroyed since, lowest first
   std::uint64_t num_imported_ = 0;

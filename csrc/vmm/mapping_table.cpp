@@ -1,5 +1,6 @@
 #include "vmm/mapping_table.h"
 
+#include <algorithm>
 #include <iterator>
 #include <sstream>
 #include <utility>
@@ -127,6 +128,28 @@ void MappingTable::check_mapped(Address address, std::size_t num_bytes) const {
   if (!num_bytes || next != end) {
     refuse(ErrorKind::kInvalidArgument,
            range_text(address, num_bytes) + " is not a run of whole mappings");
+  }
+}
+
+void MappingTable::check_covered(Address address, std::size_t num_bytes) const {
+  const Address end = address + num_bytes;
+  Address next = address;
+  auto mapping = mappings_.upper_bound(address);
+  if (mapping != mappings_.begin()) --mapping;
+  for (; next < end && mapping != mappings_.end() && mapping->first <= next; ++mapping) {
+    next = std::max(next, mapping->first + mapping->second.num_bytes);
+  }
+  if (end <= address || next < end) {  // at once: no bytes, or more than addresses
+    refuse(ErrorKind::kInvalidArgument, range_text(address, num_bytes) + " is not wholly mapped");
+  }
+}
+
+void MappingTable::check_copy(Address destination, Address source, std::size_t num_bytes) const {
+  check_covered(destination, num_bytes);
+  check_covered(source, num_bytes);
+  if (ranges_overlap(destination, source, num_bytes)) {
+    refuse(ErrorKind::kInvalidArgument, range_text(source, num_bytes) + " overlaps its copy at " +
+                                            range_text(destination, num_bytes));
   }
 }
 

@@ -6,7 +6,7 @@
 // of backend.h is decided here, before the driver is asked. A check_* throws and changes nothing; a
 // record_* follows a vendor call that succeeded, so a failed call leaves the table as it was.
 //
-// Not thread-safe: its backend holds one mutex from the check to the record.
+// Not thread-safe: its backend holds one mutex from the check to the record; copies share it.
 #pragma once
 
 #include <cstddef>
@@ -51,6 +51,10 @@ class MappingTable {
   void record_unmap(Address address);
   // The range is one or more whole mappings, without a gap.
   void check_mapped(Address address, std::size_t num_bytes) const;
+
+  // Every byte lies in some mapping; the range may start and end inside one.
+  void check_covered(Address address, std::size_t num_bytes) const;
+  void check_copy(Address destination, Address source, std::size_t num_bytes) const;
 
   // Everything still held, for a backend that is closed.
   const std::map<Address, std::size_t>& reservations() const { return reservations_; }
