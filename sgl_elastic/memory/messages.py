@@ -1,0 +1,241 @@
+"""What a memory worker is asked and what it answers.
+
+    DeviceClient --> Request --> worker --> Reply (Pages: as many as `is_last` takes) --> client
+
+Each is a frozen, tagged Struct; other fields or types are WireErrors. `slots` maps names of regions
+to runs (first, count) of slots. A request that cannot be done is answered by Failure, and then
+changed nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from sgl_elastic.types import MemoryShape
+from sgl_elastic.wire import MAX_PAYLOAD_BYTES
+
+MAX_DOCUMENT_BYTES = MAX_PAYLOAD_BYTES - 4096  # of one document; its name travels beside it
+MAX_DOCUMENTS = 256
+
+Position = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+RunField = tuple[Position, Count]
+SlotsField = dict[str, tuple[RunField, ...]]
+Move = tuple[Position, Position, Count]  # source slot, destination slot, slots
+DocumentName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Root of all messages."""
+
+
+class AskHello(Message, frozen=True):
+    """Who are you?"""
+
+
+class Define(Message, frozen=True):
+    """These are the regions. The same shape a second time is fine, another one is not."""
+
+    shape: MemoryShape
+
+
+class MapSlots(Message, frozen=True):
+    """Pages behind these slots, all or nothing; answered by the Slots that had none before."""
+
+    slots: SlotsField
+
+
+class UnmapSlots(Message, frozen=True):
+    """Take them back; answered by the Slots that had pages before."""
+
+    slots: SlotsField
+
+
+class AskPages(Message, frozen=True):
+    """The pages behind these slots. `must_be_loaded`: fail unless their content is valid."""
+
+    slots: SlotsField
+    must_be_loaded: bool = False
+
+
+class AskScratch(Message, frozen=True):
+    """The one page for engines that are parked."""
+
+
+class MarkLoaded(Message, frozen=True):
+    """The content of these (mapped) slots is valid, or, with `is_loaded` false, no longer."""
+
+    slots: SlotsField
+    is_loaded: bool = True
+
+
+class CopyFrom(Message, frozen=True):
+    """Copy slots from the worker at `socket_path`; answered by the Slots that were not loaded.
+
+    Slots that are loaded already are passed over. `verify`: compare digests afterwards.
+    """
+
+    socket_path: str
+    slots: SlotsField
+    verify: bool = False
+
+
+class CopyKv(Message, frozen=True):
+    """Copy token slots, in every KV region. `socket_path` "" = from this device's own."""
+
+    moves: tuple[Move, ...]
+    socket_path: str = ""
+
+
+class AskUsage(Message, frozen=True):
+    """What takes how much."""
+
+
+class AskDigest(Message, frozen=True):
+    """The digest of one slot's bytes."""
+
+    region: str
+    slot: Position
+
+
+class PutDocument(Message, frozen=True):
+    """Keep these bytes under this name, in place of what is there."""
+
+    name: DocumentName
+    data: bytes
+
+
+class GetDocument(Message, frozen=True):
+    """The bytes under this name."""
+
+    name: DocumentName
+
+
+class DeleteDocument(Message, frozen=True):
+    """Forget a document; harmless when there is none."""
+
+    name: DocumentName
+
+
+class ListDocuments(Message, frozen=True):
+    """Names of all documents."""
+
+
+class Stop(Message, frozen=True):
+    """Answer Done, then end the worker."""
+
+
+class Done(Message, frozen=True):
+    """It is done."""
+
+
+class Failure(Message, frozen=True):
+    """It could not be done: the class of sgl_elastic.errors, and what it says."""
+
+    error: str
+    text: str
+
+
+class Hello(Message, frozen=True):
+    """Who answers."""
+
+    device_id: int
+    pid: int
+    backend: str
+    page_bytes: int
+    budget_pages: int
+
+
+class Changed(Message, frozen=True):
+    """The slots that the request changed."""
+
+    slots: SlotsField
+
+
+class PageRun(Message, frozen=True):
+    """Consecutive page positions of a region: ids of the pages behind them, from `first` on."""
+
+    region: str
+    first: Position
+    page_ids: tuple[int, ...]
+
+
+class PageExport(Message, frozen=True):
+    """How to import one page: the descriptor with this index (-1 = none), at `key`."""
+
+    page_id: int
+    key: int
+    num_bytes: int
+    fd_index: Annotated[int, msgspec.Meta(ge=-1)]
+
+
+class Pages(Message, frozen=True):
+    """Part of an answer. Exports are of pages that this connection has not been sent yet."""
+
+    runs: tuple[PageRun, ...]
+    exports: tuple[PageExport, ...]
+    is_last: bool
+
+
+class Usage(Message, frozen=True):
+    """A device's memory in use, in pages of `page_bytes`; by kind of region where it is a dict.
+
+    `resident_bytes` is what the operating system says is behind all pages, free ones and the
+    scratch page too; -1 where it cannot say. The scratch page counts in no other number.
+    """
+
+    device_id: int
+    page_bytes: int
+    budget_pages: int
+    used_pages: int
+    free_pages: int  # made once, in no region now; they stay, and are the next to be used
+    peak_pages: int
+    pages: dict[str, int]
+    mapped_slots: dict[str, int]
+    loaded_slots: dict[str, int]
+    document_bytes: int
+    resident_bytes: int
+
+
+class Digest(Message, frozen=True):
+    """xxh3 of 64 bits, in hexadecimal."""
+
+    digest: str
+
+
+class Document(Message, frozen=True):
+    """A document's bytes."""
+
+    data: bytes
+
+
+class DocumentNames(Message, frozen=True):
+    """Names, ascending."""
+
+    names: tuple[str, ...]
+
+
+Request = (
+    AskHello
+    | Define
+    | MapSlots
+    | UnmapSlots
+    | AskPages
+    | AskScratch
+    | MarkLoaded
+    | CopyFrom
+    | CopyKv
+    | AskUsage
+    | AskDigest
+    | PutDocument
+    | GetDocument
+    | DeleteDocument
+    | ListDocuments
+    | Stop
+)
+Reply = Done | Failure | Hello | Changed | Pages | Usage | Digest | Document | DocumentNames
+
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
