@@ -16,7 +16,7 @@ from sgl_elastic.types import Placement
 
 @dataclass(frozen=True)
 class RoutingTable:
-    """The instance that requests go to. `version` counts switches from 1; `since_s` is their time."""
+    """The instance that requests go to; `version` counts switches from 1, `since_s` is the last."""
 
     version: int
     instance_id: str

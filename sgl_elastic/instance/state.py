@@ -67,7 +67,7 @@ class Instance:
     """One engine instance as the instance manager knows it.
 
     `device_ids` are fixed for life, because its process group is. `placement` is None unless its
-    pages are mapped. `pid` is the supervisor's, 0 before it runs. `since_s` is when the state began.
+    pages are mapped. `pid` is the supervisor's, 0 before it runs. `since_s`: when the state began.
     """
 
     instance_id: str

@@ -1,0 +1,451 @@
+"""One scale at a time: plan, memory, prepare, switch, retire, after.
+
+    POST /v1/scale, autoscaler --> [Coordinator.submit] --> thread: [scale] --> memory, instances,
+                                                                                front
+Before the switch every failure undoes what was done, in reverse order, and the old instance goes
+on. The switch is over when the new instance runs the handed-over requests; from then on there is
+only forwards: what remains is tried again, and what still fails is left to the next scale.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from sgl_elastic.coordinator.operations import (
+    ErrorRecord,
+    Journal,
+    Operation,
+    PhaseRecord,
+    StepRecord,
+    StepState,
+)
+from sgl_elastic.coordinator.ports import Front, Instances, Memory
+from sgl_elastic.errors import BusyError, ElasticError, EngineFailedError
+from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
+
+logger = logging.getLogger(__name__)
+
+# Plans a request against the placement that serves. Raises BadScaleError, DoesNotFitError.
+MakePlan: TypeAlias = Callable[[ScaleRequest, Placement], Plan]
+Describe: TypeAlias = Callable[[Plan], dict[str, Any]]
+# Gets every snapshot, and the placement that serves; called in the scale's thread, never raises.
+Listener: TypeAlias = Callable[[Operation, Placement], None]
+
+ENGINE_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.GROW_KV})
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time, as a scale sees it."""
+
+    now: Callable[[], float] = time.time  # Unix seconds
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often what cannot be taken back is tried, and how long a drain may take."""
+
+    attempts: int = 4
+    first_pause_s: float = 0.1  # doubled after each attempt
+    drain_timeout_s: float = 30.0
+
+
+class Progress:
+    """What a scale writes down about itself: one snapshot after the other of its operation."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        journal: Journal,
+        clock: Clock,
+        announce: Callable[[Operation], None],
+    ) -> None:
+        self.operation = operation
+        self._journal = journal
+        self._clock = clock
+        self._announce = announce
+        self._phase_began = clock.monotonic()
+        self._held_since: float | None = None
+
+    @property
+    def holding(self) -> bool:
+        """Whether requests may be held."""
+        return self._held_since is not None
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, and the one before it ends; nothing when it is the same. Durable."""
+        if self.operation.phase == phase and not self.operation.finished:
+            return
+        self._end_phase()
+        self._phase_began = self._clock.monotonic()
+        begun = replace(self.operation.with_phase(phase), state=OperationState.RUNNING)
+        self._publish(begun, durable=True)
+
+    @contextmanager
+    def step(self, index: int) -> Iterator[None]:
+        """Time the step at `index`; DONE, or FAILED when the block raises."""
+        self._publish(self.operation.with_step(index, StepState.RUNNING))
+        began = self._clock.monotonic()
+        outcome = StepState.FAILED
+        try:
+            yield
+            outcome = StepState.DONE
+        finally:
+            seconds = self._clock.monotonic() - began
+            self._publish(self.operation.with_step(index, outcome, seconds))
+
+    def undone(self, index: int) -> None:
+        """The step at `index` was taken back."""
+        seconds = self.operation.steps[index].seconds
+        self._publish(self.operation.with_step(index, StepState.UNDONE, seconds))
+
+    def undo_failed(self, error: ElasticError) -> None:
+        """An undo failed in every attempt."""
+        errors = (*self.operation.undo_errors, ErrorRecord.of(error))
+        self._publish(replace(self.operation, undo_errors=errors))
+
+    def held(self) -> None:
+        """Requests are about to be held."""
+        self._held_since = self._clock.monotonic()
+
+    def released(self) -> None:
+        """Requests are held no longer."""
+        if self._held_since is not None:
+            gap_s = self._clock.monotonic() - self._held_since
+            self._held_since = None
+            self._publish(replace(self.operation, gap_s=gap_s))
+
+    def switched(self) -> None:
+        """The point of no return is behind. In memory only: a sync would lengthen the gap."""
+        self._publish(replace(self.operation, switched=True))
+
+    def finish(self, state: OperationState, error: BaseException | None) -> None:
+        """The last snapshot. Durable."""
+        self._end_phase()
+        record = None if error is None else ErrorRecord.of(error)
+        ended = replace(self.operation, state=state, error=record, finished_s=self._clock.now())
+        self._publish(ended, durable=True)
+
+    def _end_phase(self) -> None:
+        if self.operation.phases and self.operation.phases[-1].seconds < 0:
+            seconds = self._clock.monotonic() - self._phase_began
+            self.operation = self.operation.with_phase_ended(seconds)
+
+    def _publish(self, operation: Operation, *, durable: bool = False) -> None:
+        self.operation = operation
+        (self._journal.record if durable else self._journal.update)(operation)
+        self._announce(operation)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that must happen after the switch; harmless to repeat."""
+
+    phase: str
+    act: Callable[[], None]
+
+
+@dataclass
+class Remainder:
+    """What an operation still has to do after its switch."""
+
+    progress: Progress
+    tasks: deque[Task] = field(default_factory=deque)
+
+
+class Coordinator:
+    """Accepts scale requests and carries them out, one at a time. Safe to use from any thread.
+
+    The ports are called from one thread at a time: from `submit`'s caller while it plans, and from
+    the scale's own thread otherwise.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        instances: Instances,
+        front: Front,
+        make_plan: MakePlan,
+        describe: Describe,
+        journal: Journal | None = None,
+        *,
+        patience: Patience | None = None,
+        clock: Clock | None = None,
+        new_id: Callable[[], str] = lambda: f"scale-{uuid.uuid4().hex[:12]}",
+    ) -> None:
+        self._memory = memory
+        self._instances = instances
+        self._front = front
+        self._make_plan = make_plan
+        self._describe = describe
+        self.journal = journal or Journal()
+        self._patience = patience or Patience()
+        self._clock = clock or Clock()
+        self._new_id = new_id
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._running = ""  # the id of the operation that runs
+        self._remainder: Remainder | None = None
+        self._listeners: tuple[Listener, ...] = ()
+        self._serving = instances.serving()
+        cut_off = self.journal.recover(self._clock.now())
+        if cut_off is not None and cut_off.error is not None:
+            logger.warning("Scale %s was cut off: %s", cut_off.operation_id, cut_off.error.message)
+
+    @property
+    def serving(self) -> tuple[str, Placement]:
+        """The instance that serves and its placement, as the last finished phase left them."""
+        return self._serving
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` with every later snapshot."""
+        self._listeners = (*self._listeners, listener)
+
+    def running(self) -> Operation | None:
+        """The operation that runs now, or None."""
+        running = self._running
+        return self.journal.get(running) if running else None
+
+    def wait(self, operation_id: str, timeout_s: float) -> Operation:
+        """The operation once it has finished, or as it is at the time-out."""
+        return self.journal.wait(operation_id, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the scale that runs, if any. False when it still runs at the time-out."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return not self._running
+
+    def submit(self, request: ScaleRequest) -> Operation:
+        """Plan a request, and start carrying it out unless it is a dry run.
+
+        A dry run's operation is kept nowhere and has an empty id; its `plan` is the answer. A key
+        that came before gives that operation again, whatever became of it. Raises RequestError's
+        subclasses and BusyError, and then nothing was changed.
+        """
+        with self._lock:
+            known = None if request.dry_run else self.journal.find_key(request)
+            if known is not None:
+                return known
+            self._check_idle()
+            operation, plan = self._planned(request)
+            if not request.dry_run:
+                self._start(operation, plan)
+        return operation
+
+    def _check_idle(self) -> None:
+        if self._running:
+            raise BusyError(
+                f"scale operation {self._running} is running: wait until GET "
+                f"/v1/scale/{self._running} says that it has finished"
+            )
+
+    def _planned(self, request: ScaleRequest) -> tuple[Operation, Plan]:
+        began = self._clock.monotonic()
+        self._serving = self._instances.serving()
+        plan = self._make_plan(request, self._serving[1])
+        operation = Operation(
+            operation_id="" if request.dry_run else self._new_id(),
+            request=request,
+            plan=self._describe(plan),
+            steps=tuple(StepRecord.of(step) for step in (*plan.before, *plan.after)),
+            phases=(PhaseRecord("plan", self._clock.monotonic() - began),),
+            created_s=self._clock.now(),
+        )
+        return operation, plan
+
+    def _start(self, operation: Operation, plan: Plan) -> None:
+        self.journal.record(operation)
+        self._running = operation.operation_id
+        progress = Progress(operation, self.journal, self._clock, self._announce)
+        self._thread = threading.Thread(
+            target=self._run, args=(progress, plan), name=operation.operation_id, daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, progress: Progress, plan: Plan) -> None:
+        """The thread of one operation: whatever happens, it finishes and the next may come."""
+        error: Exception | None = None
+        try:
+            self._finish_former()
+            if not is_empty(plan):
+                self.scale(progress, plan)
+        except Exception as caught:  # noqa: BLE001 a thread's main loop; nobody is above it
+            logger.exception("Scale %s failed", progress.operation.operation_id)
+            error = caught
+        with self._lock:
+            self._running = ""
+            progress.finish(_outcome(progress.operation, error), error)
+
+    def scale(self, progress: Progress, plan: Plan) -> None:
+        """Carry a plan out. Raises what stopped it; before the switch everything is undone then."""
+        (old, _), placement = self._serving, placement_at_switch(plan)
+        with self._nothing_stays_held(progress), ExitStack() as stack:
+            undo = partial(stack.callback, self._undo, progress)
+            progress.enter("memory")
+            for index, step in enumerate(plan.before):
+                self._do(progress, index, step)
+                undo(self._take_back, progress, index, step, plan.old)
+            progress.enter("prepare")
+            new = self._instances.prepare(placement)
+            undo(self._instances.cancel, new)
+            progress.enter("switch")
+            self._hold(progress)
+            undo(self._release, progress)
+            self._drain_if_asked(progress, old)
+            self._instances.freeze(old)
+            undo(self._instances.resume, old)
+            self._instances.activate(new, old, plan.kv_moves)
+            stack.pop_all()
+            self._forget_undo(progress, new, placement)
+            self._go_on(self._remaining(progress, old, new, placement, plan))
+            self._serving = (new, plan.new)
+
+    def _remaining(
+        self, progress: Progress, old: str, new: str, placement: Placement, plan: Plan
+    ) -> Remainder:
+        """All that follows the point of no return, in order."""
+        first = len(plan.before)
+        self._remainder = Remainder(
+            progress,
+            deque(
+                [
+                    Task("switch", partial(self._front.switch, new, placement)),
+                    Task("switch", partial(self._release, progress)),
+                    Task("retire", partial(self._instances.retire, old)),
+                    *(
+                        Task("after", partial(self._do, progress, first + number, step))
+                        for number, step in enumerate(plan.after)
+                    ),
+                ]
+            ),
+        )
+        return self._remainder
+
+    def _forget_undo(self, progress: Progress, new: str, placement: Placement) -> None:
+        self._serving = (new, placement)
+        progress.switched()
+
+    def _go_on(self, remainder: Remainder) -> None:
+        """Do the tasks in order. Raises when one fails in every attempt; it and the rest stay."""
+        while remainder.tasks:
+            task = remainder.tasks[0]
+            remainder.progress.enter(task.phase)
+            self._patiently(task.act)
+            remainder.tasks.popleft()
+        self._remainder = None
+
+    def _finish_former(self) -> None:
+        """What a degraded operation left; its pages must be free before the next plan's steps."""
+        former = self._remainder
+        if former is not None:
+            self._go_on(former)
+            former.progress.finish(OperationState.SUCCEEDED, None)
+
+    def _do(self, progress: Progress, index: int, step: Step) -> None:
+        with progress.step(index):
+            if step.kind in ENGINE_STEPS:
+                self._instances.resize_kv(step.device_id, step.num_tokens)
+            else:
+                self._memory.execute(step)
+
+    def _take_back(self, progress: Progress, index: int, step: Step, old: Placement) -> None:
+        if step.kind in ENGINE_STEPS:
+            self._instances.resize_kv(step.device_id, old.kv_tokens_of(step.device_id))
+        else:
+            self._memory.undo(step)
+        progress.undone(index)
+
+    def _undo(self, progress: Progress, action: Callable[..., None], *args: Any) -> None:
+        """One undo, tried a few times. Its failure is noted, and the undos below it still run."""
+        progress.enter("undo")
+        try:
+            self._patiently(partial(action, *args))
+        except ElasticError as error:
+            logger.error("Scale %s: undo failed: %s", progress.operation.operation_id, error)
+            progress.undo_failed(error)
+
+    def _hold(self, progress: Progress) -> None:
+        progress.held()
+        self._front.hold()
+
+    def _release(self, progress: Progress) -> None:
+        self._front.release()
+        progress.released()
+
+    @contextmanager
+    def _nothing_stays_held(self, progress: Progress) -> Iterator[None]:
+        """However the block ends, requests go on."""
+        try:
+            yield
+        finally:
+            if progress.holding:
+                self._patiently(partial(self._release, progress))
+
+    def _drain_if_asked(self, progress: Progress, old: str) -> None:
+        """Let running requests finish on the old instance while new ones wait.
+
+        Those that still run at the time-out are handed over like without a drain. New ones must
+        wait, because the old and the new instance share the KV and only one may write to it.
+        """
+        if not progress.operation.request.drain:
+            return
+        progress.enter("drain")
+        try:
+            self._instances.drain(old, self._patience.drain_timeout_s)
+        except EngineFailedError as error:
+            logger.warning("Drain of %s given up: %s", old, error)
+        progress.enter("switch")
+
+    def _patiently(self, act: Callable[[], None]) -> None:
+        """Try an action that is harmless to repeat. Raises the last attempt's error."""
+        for attempt in range(self._patience.attempts - 1):
+            try:
+                return act()
+            except ElasticError as error:
+                logger.warning("Attempt %d failed: %s", attempt + 1, error)
+            self._clock.sleep(self._patience.first_pause_s * 2**attempt)
+        return act()
+
+    def _announce(self, operation: Operation) -> None:
+        for listener in self._listeners:
+            listener(operation, self._serving[1])
+
+
+def _outcome(operation: Operation, error: BaseException | None) -> OperationState:
+    if error is None:
+        return OperationState.SUCCEEDED
+    return OperationState.DEGRADED if operation.switched else OperationState.ROLLED_BACK
+
+
+def is_empty(plan: Plan) -> bool:
+    """Whether the wanted configuration is the present one."""
+    same = (plan.new.device_ids, plan.new.homes) == (plan.old.device_ids, plan.old.homes)
+    return same and not plan.before and not plan.after
+
+
+def placement_at_switch(plan: Plan) -> Placement:
+    """The new placement with the KV capacity that each device has when the new instance starts.
+
+    A device that stays has what the old instance left it; it grows after the switch.
+    """
+    tokens = {each: plan.old.kv_tokens_of(each) for each in plan.old.device_ids}
+    for step in plan.before:
+        if step.kind in (StepKind.SHRINK_KV, StepKind.MAP_KV):
+            tokens[step.device_id] = step.num_tokens
+    final = dict(zip(plan.new.device_ids, plan.new.kv_tokens, strict=True))
+    return replace(
+        plan.new, kv_tokens=tuple(tokens.get(each, final[each]) for each in plan.new.device_ids)
+    )

@@ -1,0 +1,314 @@
+"""What is known of every scale operation, and a journal that survives the coordinator.
+
+    scale() --> [Operation snapshot] --> Journal (memory, file) --> GET /v1/scale/{id}, metrics
+
+An Operation is never changed, only replaced by a later snapshot of the same id. The journal's file
+holds one JSON snapshot a line, synced to disk at each edge between phases: what a coordinator was
+doing when it was cut off is known to the phase.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from sgl_elastic.errors import (
+    ElasticConfigError,
+    KeyReusedError,
+    StepFailedError,
+    UnknownOperationError,
+)
+from sgl_elastic.types import OperationState, ScaleRequest, Step, StepKind
+
+logger = logging.getLogger(__name__)
+
+MAX_OPERATIONS: Final = 1000
+# The file is rewritten, one line an operation, when it holds this many lines for each.
+MAX_LINES_PER_OPERATION: Final = 20
+
+
+class StepState(StrEnum):
+    """How far a step is."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    UNDONE = "undone"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of a plan and what became of it. `seconds` is the time of its last attempt."""
+
+    kind: StepKind
+    device_id: int
+    source_id: int = -1  # of a copy
+    num_experts: int = 0
+    num_tokens: int = 0  # of a KV step: the capacity afterwards
+    num_bytes: int = 0  # of a copy
+    state: StepState = StepState.PENDING
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, step: Step) -> StepRecord:
+        """The record of a step that has not begun."""
+        return cls(
+            kind=step.kind,
+            device_id=step.device_id,
+            source_id=step.source_id,
+            num_experts=len(step.expert_ids),
+            num_tokens=step.num_tokens,
+            num_bytes=step.num_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """One phase. `seconds` is -1 while it runs."""
+
+    name: str
+    seconds: float = -1.0
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """An error as REST shows it."""
+
+    type: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorRecord:
+        """The record of an exception."""
+        return cls(type(error).__name__, str(error))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A snapshot of one scale operation.
+
+    `plan` is the dry run's answer. Times are Unix seconds, `finished_s` 0 until it has finished.
+    `gap_s` is how long new requests were held. `switched` turns true at the point of no return: the
+    new instance has the running requests. `undo_errors` are undos that failed in every attempt.
+    """
+
+    operation_id: str
+    request: ScaleRequest
+    state: OperationState = OperationState.PENDING
+    plan: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[StepRecord, ...] = ()
+    phases: tuple[PhaseRecord, ...] = ()
+    gap_s: float = 0.0
+    switched: bool = False
+    error: ErrorRecord | None = None
+    undo_errors: tuple[ErrorRecord, ...] = ()
+    created_s: float = 0.0
+    finished_s: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the scale's thread has ended."""
+        return self.state not in (OperationState.PENDING, OperationState.RUNNING)
+
+    @property
+    def phase(self) -> str:
+        """The present or last phase, `pending` before the first."""
+        return self.phases[-1].name if self.phases else "pending"
+
+    def with_step(self, index: int, state: StepState, seconds: float = 0.0) -> Operation:
+        """The snapshot in which the step at `index` is in another state."""
+        record = replace(self.steps[index], state=state, seconds=seconds)
+        return replace(self, steps=(*self.steps[:index], record, *self.steps[index + 1 :]))
+
+    def with_phase(self, name: str) -> Operation:
+        """The snapshot in which a phase begins."""
+        return replace(self, phases=(*self.phases, PhaseRecord(name)))
+
+    def with_phase_ended(self, seconds: float) -> Operation:
+        """The snapshot in which the last phase took `seconds`."""
+        ended = replace(self.phases[-1], seconds=seconds)
+        return replace(self, phases=(*self.phases[:-1], ended))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON's own types, for REST."""
+        shown: dict[str, Any] = msgspec.to_builtins(self)
+        return {"id": self.operation_id, "phase": self.phase, **shown}
+
+
+class Journal:
+    """The last operations, in memory and, given a path, in a file. Safe to use from any thread.
+
+    A file that cannot be written at the start is an ElasticConfigError. Later that is logged and
+    does not stop a scale: a disk that is full must not take the serving instance with it.
+    """
+
+    def __init__(self, path: Path | None = None, max_operations: int = MAX_OPERATIONS) -> None:
+        self._path = path
+        self._max_operations = max_operations
+        self._changed = threading.Condition()
+        self._file_lock = threading.Lock()
+        self._operations: OrderedDict[str, Operation] = OrderedDict()  # the oldest first
+        self._num_lines = 0
+        if path is not None:
+            self._open(path)
+
+    def update(self, operation: Operation) -> None:
+        """The operation's newest snapshot, in memory only."""
+        with self._changed:
+            self._keep(operation)
+            self._changed.notify_all()
+
+    def record(self, operation: Operation) -> None:
+        """The operation's newest snapshot, on disk before anyone can read it."""
+        if self._path is not None:
+            self._append(self._path, operation)
+        self.update(operation)
+
+    def get(self, operation_id: str) -> Operation:
+        """The newest snapshot. Raises UnknownOperationError."""
+        with self._changed:
+            found = self._operations.get(operation_id)
+        if found is None:
+            raise UnknownOperationError(
+                f"no scale operation has the id {operation_id[:100]!r}: the last "
+                f"{self._max_operations} are kept, GET /v1/scale lists them"
+            )
+        return found
+
+    def last(self, count: int) -> tuple[Operation, ...]:
+        """The newest snapshots of the last `count` operations, the newest operation first."""
+        with self._changed:
+            return tuple(reversed(self._operations.values()))[:count]
+
+    def wait(self, operation_id: str, timeout_s: float) -> Operation:
+        """The snapshot when the operation has finished, or at the time-out as it is then.
+
+        Raises UnknownOperationError.
+        """
+
+        def ended() -> bool:
+            found = self._operations.get(operation_id)
+            return found is None or found.finished
+
+        with self._changed:
+            self._changed.wait_for(ended, timeout_s)
+        return self.get(operation_id)
+
+    def find_key(self, request: ScaleRequest) -> Operation | None:
+        """The operation that came with the request's key; None without a key or an operation.
+
+        Raises KeyReusedError when that operation was another request's.
+        """
+        if not request.key:
+            return None
+        same = [each for each in self.last(self._max_operations) if each.request.key == request.key]
+        if not same:
+            return None
+        if same[0].request != request:
+            raise KeyReusedError(
+                f"key {request.key!r} came with another request before (operation "
+                f"{same[0].operation_id}): send a new key, or the same request"
+            )
+        return same[0]
+
+    def recover(self, now_s: float) -> Operation | None:
+        """The operation that was cut off when its coordinator ended, closed now; None if none was.
+
+        Not switched: ROLLED_BACK, because its half-prepared instance ended with the coordinator.
+        Else DEGRADED. Both name the phase in which it was cut off.
+        """
+        cut_off = next((each for each in self.last(1) if not each.finished), None)
+        if cut_off is None:
+            return None
+        state = OperationState.DEGRADED if cut_off.switched else OperationState.ROLLED_BACK
+        error = StepFailedError(
+            f"the coordinator ended in phase {cut_off.phase} of operation {cut_off.operation_id}: "
+            "compare GET /v1/instances with what was wanted, and ask again"
+        )
+        closed = replace(cut_off, state=state, error=ErrorRecord.of(error), finished_s=now_s)
+        self.record(closed)
+        return closed
+
+    def _open(self, path: Path) -> None:
+        try:
+            for operation in read_journal(path):
+                self._keep(operation)
+            self._rewrite(path)
+        except OSError as error:
+            raise ElasticConfigError(
+                f"the scale journal {path} cannot be read and written ({error.strerror}): name a "
+                "file in a folder of the server's own"
+            ) from error
+
+    def _keep(self, operation: Operation) -> None:
+        self._operations[operation.operation_id] = operation
+        while len(self._operations) > self._max_operations:
+            self._operations.popitem(last=False)
+
+    def _append(self, path: Path, operation: Operation) -> None:
+        # A line feed on both sides: a line that a full disk cut short spoils no other line.
+        line = b"\n" + msgspec.json.encode(operation) + b"\n"
+        with self._file_lock:
+            try:
+                if self._num_lines >= MAX_LINES_PER_OPERATION * self._max_operations:
+                    self._rewrite(path)
+                _write_synced(path, os.O_APPEND, line)
+                self._num_lines += 1
+            except OSError as error:
+                logger.error("Scale journal %s is not written any more: %s", path, error)
+
+    def _rewrite(self, path: Path) -> None:
+        """One line an operation, in a new file that takes the old one's place at once."""
+        operations = self.last(self._max_operations)[::-1]
+        lines = b"".join(msgspec.json.encode(each) + b"\n" for each in operations)
+        fresh = path.with_name(path.name + ".new")
+        _write_synced(fresh, os.O_TRUNC, lines)
+        fresh.replace(path)
+        _sync_folder(path.parent)
+        self._num_lines = len(operations)
+
+
+def read_journal(path: Path) -> Iterable[Operation]:
+    """The snapshots in a journal's file in order; none if there is no file.
+
+    A line that is no snapshot is passed over and logged: the last one may be cut short.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield msgspec.json.decode(line, type=Operation)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                logger.warning("Scale journal %s, line %d passed over: %s", path, number, error)
+
+
+def _write_synced(path: Path, flags: int, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
