@@ -1,0 +1,207 @@
+"""An engine rank's weights and KV as views of memory that belongs to the HMM.
+
+    skeleton --[EngineMemory.bind]--> shape declared --> addresses --> parameters, KV buffers
+                                                           ^-- mapped, and mapped anew, by rank.py
+
+Addresses are reserved once and never change, so captured graphs stay valid whatever is mapped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from sgl_elastic.engine import shape as shapes
+from sgl_elastic.engine import trunk
+from sgl_elastic.engine.config import EngineConfig
+from sgl_elastic.engine.shape import EXPERT_TENSORS, expert_region, kv_region
+from sgl_elastic.engine.slots import ElasticSlots
+from sgl_elastic.errors import ElasticInternalError
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.mapping import RegionMapping
+from sgl_elastic.memory.runs import Runs, of_slots
+from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
+from sgl_esft.config import required_config
+from sgl_esft.slot_layout import SlotLayout
+
+_WEIGHTS = {"w13": "w13_weight", "w2": "w2_weight"}  # ours -> SGLang's
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT_PARAMETER = re.compile(r"\.experts\.w(13|2)_weight$")
+
+
+class EngineMemory:
+    """The memory of one rank; a sgl_esft page source while the model is built."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._layers: dict[int, tuple[Any, SlotLayout]] = {}
+        self._slots: dict[int, ElasticSlots] = {}
+        self._trunk: trunk.TrunkLayout | None = None
+        self.shape: MemoryShape | None = None
+        self.mapping: RegionMapping | None = None
+        self.client: DeviceClient | None = None
+        self.manager: Any = None  # the EsftManager, once weaving is done
+
+    # ---- sgl_esft's page source ----
+
+    def create_experts(
+        self, layer: torch.nn.Module, layout: SlotLayout, create: Callable[[], None]
+    ) -> ElasticSlots:
+        """Experts without memory; `bind` gives them addresses when all layers are known."""
+        with torch.device("meta"):
+            create()
+        layer_id = int(layer.layer_id)  # type: ignore[arg-type]
+        self._layers[layer_id] = (layer, layout)
+        self._slots[layer_id] = ElasticSlots(self, layer_id, layout.num_slots)
+        return self._slots[layer_id]
+
+    def woven(self, manager: Any) -> None:
+        self.manager = manager
+
+    # ---- building ----
+
+    def plan(self, model: torch.nn.Module, kv_row_bytes: list[int]) -> MemoryShape:
+        """What memory must look like for this model."""
+        tensors = trunk.weights_of(model, lambda name: bool(_EXPERT_PARAMETER.search(name)))
+        tensors.update((name, tensor) for name, _, _, tensor in trunk.derived_of(model))
+        self._trunk = trunk.plan_trunk(tensors)
+        config = required_config()
+        layouts = {layer_id: layout for layer_id, (_, layout) in self._layers.items()}
+        layout = next(iter(layouts.values()))
+        self.shape = shapes.memory_shape(
+            page_bytes=self._config.page_bytes,
+            num_experts=layout.num_routed,
+            max_adapters=config.max_adapters,
+            slots_per_adapter=layout.slots_per_adapter,
+            trunk=self._trunk,
+            expert_slots=[
+                (layer_id, layouts[layer_id].num_slots, self._slot_bytes(layer_id))
+                for layer_id in sorted(layouts)
+            ],
+            kv_row_bytes=kv_row_bytes,
+            max_kv_tokens=self._config.max_kv_tokens,
+        )
+        return self.shape
+
+    def bind(self, model: torch.nn.Module) -> None:
+        """Put every tensor of the model where the shape says; nothing is mapped yet."""
+        shape, layout = self._required_shape(), self._trunk
+        if layout is None:
+            raise ElasticInternalError("bind before plan")
+        self.mapping = RegionMapping(shape, self._config.backend, device_id=self._device.index or 0)
+        for layer_id, (layer, slots) in self._layers.items():
+            for tensor in EXPERT_TENSORS:
+                self._bind_experts(layer, slots, expert_region(layer_id, tensor), _WEIGHTS[tensor])
+        self._bind_trunk(model, layout)
+
+    def _bind_experts(self, layer: Any, layout: SlotLayout, region: str, name: str) -> None:
+        planned = getattr(layer, name)
+        parameter = torch.nn.Parameter(
+            self._tensor(region, [layout.num_slots, *planned.shape[1:]], planned.dtype),
+            requires_grad=False,
+        )
+        for attribute, value in vars(planned).items():
+            setattr(parameter, attribute, value)
+        layer.register_parameter(name, parameter)
+
+    def _bind_trunk(self, model: torch.nn.Module, layout: trunk.TrunkLayout) -> None:
+        memory = self._trunk_bytes()
+        views = {tensor.name: trunk.view(memory, tensor) for tensor in layout.tensors}
+        weights = trunk.weights_of(model, lambda name: bool(_EXPERT_PARAMETER.search(name)))
+        for name, tensor in weights.items():
+            tensor.data = views[name]
+        self._rebind_derived(model, views)
+
+    def adopt_derived(self, model: torch.nn.Module) -> None:
+        """After loading: SGLang derived tensors anew; their values go where they belong."""
+        layout = self._trunk
+        if layout is None:
+            raise ElasticInternalError("adopt_derived before plan")
+        memory = self._trunk_bytes()
+        views = {tensor.name: trunk.view(memory, tensor) for tensor in layout.tensors}
+        for name, _, _, tensor in list(trunk.derived_of(model)):
+            views[name].copy_(tensor)
+        self._rebind_derived(model, views)
+
+    def _rebind_derived(self, model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
+        for name, module, attribute, _ in list(trunk.derived_of(model)):
+            setattr(module, attribute, views[name])
+
+    def _trunk_bytes(self) -> torch.Tensor:
+        region = self._required_shape().of_kind(RegionKind.TRUNK)[0]
+        return self._tensor(region.name, [region.slot_bytes], torch.uint8)
+
+    def kv_buffers(self, row_shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The KV pool's buffers, [max_kv_tokens + 1, *row_shape] each; only part is mapped."""
+        num_rows = self._config.max_kv_tokens + 1
+        count = len(self._required_shape().of_kind(RegionKind.KV))
+        return [self._tensor(kv_region(i), [num_rows, *row_shape], dtype) for i in range(count)]
+
+    def _tensor(self, region: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        name = str(dtype).removeprefix("torch.")
+        return from_dlpack(self.required_mapping().range_of(region).to_dlpack(shape, name))
+
+    def _slot_bytes(self, layer_id: int) -> tuple[int, int]:
+        layer, _ = self._layers[layer_id]
+        w13, w2 = (getattr(layer, _WEIGHTS[tensor]) for tensor in EXPERT_TENSORS)
+        return (
+            w13[0].numel() * w13.element_size(),
+            w2[0].numel() * w2.element_size(),
+        )
+
+    # ---- what is mapped ----
+
+    def slots_for(
+        self, expert_ids: Iterable[int], kv_tokens: int, adapters: Iterable[AdapterEntry]
+    ) -> dict[str, Runs]:
+        """The slots that a placement gives this rank, by region."""
+        shape, experts = self._required_shape(), set(expert_ids)
+        wanted: dict[str, Runs] = {r.name: ((0, 1),) for r in shape.of_kind(RegionKind.TRUNK)}
+        for region in shape.of_kind(RegionKind.EXPERT):
+            slots = set(experts)
+            for adapter in adapters:
+                start = shape.num_experts + adapter.adapter_slot * shape.slots_per_adapter
+                ids = adapter.experts.get(region.layer_id, ())
+                slots.update(start + k for k, e in enumerate(ids) if e in experts)
+            wanted[region.name] = of_slots(slots)
+        for region in shape.of_kind(RegionKind.KV):
+            wanted[region.name] = ((0, kv_tokens + 1),)
+        return wanted
+
+    def note_mapped(self, wanted: dict[str, Runs]) -> None:
+        """Tell the layers' books which slots have memory."""
+        for layer_id, slots in self._slots.items():
+            runs = wanted.get(expert_region(layer_id, "w13"), ())
+            slots.note({first + i for first, count in runs for i in range(count)})
+
+    def kv_slots(self, first: int, count: int) -> dict[str, Runs]:
+        """A run of token slots, in every KV region."""
+        return {r.name: ((first, count),) for r in self._required_shape().of_kind(RegionKind.KV)}
+
+    def required_mapping(self) -> RegionMapping:
+        """Raises ElasticInternalError before `bind`."""
+        if self.mapping is None:
+            raise ElasticInternalError("the model's memory is not bound yet")
+        return self.mapping
+
+    def required_client(self) -> DeviceClient:
+        """Raises ElasticInternalError while the rank is attached nowhere."""
+        if self.client is None:
+            raise ElasticInternalError("the rank has no memory worker yet")
+        return self.client
+
+    def _required_shape(self) -> MemoryShape:
+        if self.shape is None:
+            raise ElasticInternalError("the model's memory is not planned yet")
+        return self.shape
+
+
+def expert_of(weight_name: str) -> int | None:
+    """The routed expert a checkpoint tensor belongs to; None for the trunk's."""
+    found = _EXPERT.search(weight_name)
+    return int(found.group(1)) if found else None

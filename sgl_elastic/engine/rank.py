@@ -1,0 +1,324 @@
+"""One engine rank in the elastic runtime: it does what the instance manager says.
+
+    load:   Hello, Declared --> Attach (real memory) or Park (scratch) --> model bound
+    freeze: pause arrives --> retract, publish (Frozen) --> [parking place] --> Run
+    live:   between two batches --> poll --> ResizeKv (growing)
+
+The parking place is a blocking receive inside SGLang's pause: no collective is pending there, no
+processor time is used, and the rank's graphs, groups and addresses stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from sgl_elastic import wire
+from sgl_elastic.engine import handover, requests, sglang_api
+from sgl_elastic.engine.config import EngineConfig
+from sgl_elastic.engine.memory import EngineMemory
+from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
+from sgl_elastic.instance import messages as m
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.runs import Runs
+from sgl_elastic.types import AdapterEntry
+from sgl_esft.adapters import AdapterSource, PlacedAdapter
+
+logger = logging.getLogger(__name__)
+
+_SEND_TIMEOUT_S = 30.0
+_MEMORY_TIMEOUT_S = 60.0
+_DECODER: msgspec.msgpack.Decoder[m.ToRank] = msgspec.msgpack.Decoder(m.ToRank)
+
+
+class EngineRank:
+    """The rank of this process; one a process, made when the model is built."""
+
+    def __init__(self, config: EngineConfig, rank: int, device: torch.device) -> None:
+        self.config = config
+        self.rank = rank
+        self.memory = EngineMemory(config, device)
+        self.attached: m.Attach | None = None
+        self._resumed: dict[str, m.RequestState] = {}
+        self._channel = _connect(config)
+        self._channel.send(m.Hello(config.instance, rank, os.getpid()))
+
+    # ---- loading ----
+
+    def declare(self, shape: object) -> m.Attach | m.Park:
+        """Tell what memory must look like; returns what to map."""
+        self._channel.send(m.Declared(json.dumps(asdict(shape)).encode()))  # type: ignore[call-overload]
+        instruction = self._receive()
+        if not isinstance(instruction, m.Attach | m.Park):
+            raise ElasticInternalError(f"{type(instruction).__name__} while loading")
+        return instruction
+
+    def map(self, instruction: m.Attach | m.Park) -> None:
+        """Map real memory, or the scratch page."""
+        self._use_worker(instruction.socket)
+        if isinstance(instruction, m.Park):
+            self.memory.required_mapping().park(self.memory.required_client())
+            self.attached = None
+            return
+        wanted = self._wanted(instruction)
+        self.memory.required_mapping().attach(self.memory.required_client(), wanted)
+        self.memory.note_mapped(wanted)
+        self.attached = instruction
+
+    def loaded(self, num_disk_bytes: int) -> None:
+        """What `must_load` asked for is in memory; waits until the whole device is filled."""
+        self._channel.send(m.Loaded(num_disk_bytes))
+        instruction = self._receive()
+        if not isinstance(instruction, m.Run):
+            raise ElasticInternalError(f"{type(instruction).__name__} while loading")
+
+    def mark_loaded(self, *, trunk: bool) -> None:
+        """The weights of the attached placement are in memory."""
+        if self.attached is None:
+            raise ElasticInternalError("nothing is attached")
+        wanted = self._wanted(self.attached)
+        names = [n for n in wanted if n.startswith("experts.") or (trunk and n.startswith("trunk"))]
+        self.memory.required_client().mark_loaded({name: wanted[name] for name in names})
+
+    def _wanted(self, attach: m.Attach) -> dict[str, Runs]:
+        adapters = [_entry(adapter) for adapter in attach.adapters]
+        return self.memory.slots_for(attach.expert_ids, attach.kv_tokens, adapters)
+
+    def _use_worker(self, socket_path: str) -> None:
+        client = self.memory.client
+        if client is None:
+            self.memory.client = DeviceClient(Path(socket_path), timeout_s=_MEMORY_TIMEOUT_S)
+
+    # ---- weaving ----
+
+    def adopt_adapters(self) -> None:
+        """The expert maps and the adapter table become what is mapped."""
+        attach, manager = self.attached, self.memory.manager
+        if manager is None:
+            return
+        if attach is None:  # parked: everything is scratch, and may be read
+            num_experts = self.memory.shape.num_experts if self.memory.shape else 0
+            manager.plane.adopt([], range(num_experts))
+            return
+        manager.plane.adopt([_placed(adapter) for adapter in attach.adapters], attach.expert_ids)
+
+    def report_adapters(self) -> None:
+        """Tell the manager what is in memory now, and the worker that its content is valid."""
+        manager, attach = self.memory.manager, self.attached
+        if manager is None or attach is None:
+            return
+        table = tuple(_told(adapter) for adapter in manager.plane.placed())
+        self.attached = msgspec.structs.replace(attach, adapters=table)
+        wanted = self._wanted(self.attached)
+        experts = {name: runs for name, runs in wanted.items() if name.startswith("experts.")}
+        self.memory.required_client().mark_loaded(experts)
+        self._channel.send(m.AdapterTable(table))
+
+    # ---- serving ----
+
+    def started(self, scheduler: Any) -> None:
+        """The event loop is about to begin."""
+        sglang_api.wake_on(scheduler, self._channel.fileno())
+        if self.attached is not None:
+            self._set_capacity(scheduler, self.attached.kv_tokens)
+
+    def poll(self, scheduler: Any) -> None:
+        """Between two batches: do what was asked meanwhile, if anything."""
+        if not select.select([self._channel.fileno()], [], [], 0)[0]:
+            return
+        instruction = self._receive()
+        if not isinstance(instruction, m.ResizeKv):
+            raise ElasticInternalError(f"{type(instruction).__name__} while serving")
+        self._answer(lambda: self._grow_kv(scheduler, instruction.num_tokens))
+
+    def park(self, scheduler: Any) -> None:
+        """Publish KV and requests, then wait for instructions until one says Run."""
+        self._channel.send(
+            m.Frozen(
+                sequences=handover.sequences_of(scheduler),
+                requests=tuple(
+                    requests.state_of(req)
+                    for req in sglang_api.waiting_requests(scheduler)
+                    if len(req.output_ids) > 0
+                ),
+            )
+        )
+        while True:
+            instruction = self._receive()
+            if isinstance(instruction, m.Run):
+                break
+            if isinstance(instruction, m.Exit):
+                logger.info("elastic: rank %d of %s ends", self.rank, self.config.instance)
+                sys.stdout.flush()
+                os._exit(0)
+            self._answer(lambda todo=instruction: self._carry_out(scheduler, todo))  # type: ignore[misc]
+        self._channel.send(m.Done())
+        sglang_api.resume_paused(scheduler)
+
+    def resume_request(self, req: Any) -> None:
+        """A request has arrived: if it ran elsewhere before, it goes on from there."""
+        state = self._resumed.pop(req.rid, None)
+        if state is not None:
+            requests.restore(req, state)
+
+    def _carry_out(self, scheduler: Any, instruction: m.ToRank) -> int:
+        match instruction:
+            case m.Attach():
+                self._attach(scheduler, instruction)
+            case m.Detach():
+                self._detach(scheduler)
+            case m.Activate():
+                return self._activate(scheduler, instruction)
+            case m.ResizeKv():
+                return self._resize_frozen(scheduler, instruction.num_tokens)
+            case _:
+                raise ElasticInternalError(f"{type(instruction).__name__} while parked")
+        return 0
+
+    def _attach(self, scheduler: Any, attach: m.Attach) -> None:
+        self.map(attach)
+        self.adopt_adapters()
+        self._set_capacity(scheduler, attach.kv_tokens)
+
+    def _detach(self, scheduler: Any) -> None:
+        sglang_api.forget_requests(scheduler)
+        sglang_api.drop_pending_input(scheduler)
+        self._resumed.clear()
+        sglang_api.reset_prefix_cache(scheduler)
+        sglang_api.set_free_slots(scheduler, torch.empty(0, dtype=torch.int64))
+        self.memory.required_mapping().park(self.memory.required_client())
+        self.attached = None
+        self.adopt_adapters()
+
+    def _activate(self, scheduler: Any, activate: m.Activate) -> int:
+        sglang_api.forget_requests(scheduler)
+        sglang_api.drop_pending_input(scheduler)
+        handover.take_over(scheduler, activate.sequences)
+        for move in activate.moves:
+            handover.take_moved(
+                scheduler,
+                move.sequences,
+                lambda pairs, path=move.source_socket: self._copy_kv(pairs, path),  # type: ignore[misc]
+            )
+        self._resumed = {state.rid: state for state in activate.requests}
+        return 0
+
+    def _copy_kv(self, pairs: list[tuple[int, int]], source_socket: str = "") -> None:
+        if pairs:
+            self.memory.required_client().copy_kv(pairs, source_socket)
+
+    def _set_capacity(self, scheduler: Any, num_tokens: int) -> None:
+        sglang_api.set_kv_capacity(scheduler, num_tokens)
+        sglang_api.set_free_slots(scheduler, handover.used_slots(scheduler))
+
+    def _resize_frozen(self, scheduler: Any, num_tokens: int) -> int:
+        old = sglang_api.kv_capacity(scheduler)
+        if num_tokens >= old:
+            self._grow_kv(scheduler, num_tokens)
+            return 0
+        num_moved = handover.compact(scheduler, num_tokens, self._copy_kv)
+        self._set_capacity(scheduler, num_tokens)
+        lost = self.memory.kv_slots(num_tokens + 1, old - num_tokens)
+        self.memory.required_mapping().shrink(lost)
+        self.memory.required_client().unmap_slots(lost)
+        self._note_capacity(num_tokens)
+        return num_moved
+
+    def _grow_kv(self, scheduler: Any, num_tokens: int) -> int:
+        old = sglang_api.kv_capacity(scheduler)
+        if num_tokens <= old:
+            return 0
+        gained = self.memory.kv_slots(old + 1, num_tokens - old)
+        self.memory.required_client().map_slots(gained)
+        self.memory.required_mapping().extend(self.memory.required_client(), gained)
+        sglang_api.set_kv_capacity(scheduler, num_tokens)
+        sglang_api.add_free_slots(scheduler, old + 1, num_tokens)
+        self._note_capacity(num_tokens)
+        return 0
+
+    def _note_capacity(self, num_tokens: int) -> None:
+        if self.attached is not None:
+            self.attached = msgspec.structs.replace(self.attached, kv_tokens=num_tokens)
+
+    # ---- the channel ----
+
+    def _receive(self) -> m.ToRank:
+        self._channel.wait()
+        message, fds = self._channel.receive(_SEND_TIMEOUT_S)
+        fds.close()
+        return message
+
+    def _answer(self, action: Callable[[], int]) -> None:
+        started = time.monotonic()
+        try:
+            num_bytes = action()
+        except ElasticError as error:
+            logger.exception("elastic: an instruction failed")
+            self._channel.send(m.Failed(type(error).__name__, str(error)))
+            return
+        self._channel.send(m.Done(time.monotonic() - started, num_bytes))
+
+
+def _connect(config: EngineConfig) -> wire.Channel[m.ToRank]:
+    sock = wire.connect(config.front_socket, EngineFailedError, _SEND_TIMEOUT_S)
+    return wire.Channel(
+        sock,
+        _DECODER,
+        peer="the instance manager",
+        failure=EngineFailedError,
+        timeout_s=_SEND_TIMEOUT_S,
+    )
+
+
+def _entry(adapter: m.Adapter) -> AdapterEntry:
+    return AdapterEntry(**msgspec.structs.asdict(adapter))
+
+
+def _placed(adapter: m.Adapter) -> PlacedAdapter:
+    source = AdapterSource(adapter.adapter_id, adapter.name, adapter.path, adapter.pinned)
+    return PlacedAdapter(source, adapter.adapter_slot, adapter.experts)
+
+
+def _told(adapter: PlacedAdapter) -> m.Adapter:
+    source = adapter.source
+    return m.Adapter(
+        adapter_id=source.adapter_id,
+        name=source.name,
+        path=source.path,
+        adapter_slot=adapter.adapter_slot,
+        pinned=source.pinned,
+        experts={layer: _ids(ids) for layer, ids in adapter.experts.items()},
+    )
+
+
+def _ids(expert_ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(expert_id) for expert_id in expert_ids)
+
+
+_rank: EngineRank | None = None
+
+
+def current() -> EngineRank:
+    """This process's rank. Raises ElasticInternalError before the model is built."""
+    if _rank is None:
+        raise ElasticInternalError("this process is no elastic rank yet")
+    return _rank
+
+
+def start(config: EngineConfig, device: torch.device) -> EngineRank:
+    """Connect this process to the runtime, once."""
+    global _rank
+    if _rank is None:
+        _rank = EngineRank(config, sglang_api.tp_rank(), device)
+    return _rank

@@ -1,0 +1,144 @@
+"""What the instance manager and an engine's ranks say to each other (wire.py carries it).
+
+    manager  --Attach, Detach, Activate, ResizeKv, Run, Exit-->  rank
+    rank     --Hello, Declared, Loaded, Frozen, Done, Failed-->  manager
+
+Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """types.AdapterEntry, on the wire."""
+
+    adapter_id: str
+    name: str
+    path: str
+    adapter_slot: int
+    pinned: bool
+    experts: dict[int, tuple[int, ...]]
+
+
+class KvSequence(msgspec.Struct, frozen=True):
+    """One path of the prefix cache, root to leaf: its tokens and where their KV lies."""
+
+    token_ids: bytes  # int64 each
+    slots: bytes  # int64 each, KV slots of the device
+    extra_key: str | None  # the adapter's id and what the client said
+    cache_salt: str | None
+    last_access: float  # seconds; only the order matters
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """What a running request has besides what its client sent: enough to go on elsewhere."""
+
+    rid: str
+    output_ids: bytes  # int64 each
+    num_sent: int  # of them, already sent to the detokenizer
+    fields: dict[str, bool | int | float | str | None]  # SGLang's own counters, by their names
+    lists: dict[str, list[float | int | list[float] | list[int] | None]]  # log-probabilities
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A rank has started."""
+
+    instance: str
+    rank: int
+    pid: int
+
+
+class Declared(msgspec.Struct, frozen=True, tag=True):
+    """The rank has built its model's skeleton: what memory must look like (types.MemoryShape)."""
+
+    shape: bytes  # JSON
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """Map this memory. `must_load`: nothing is in it yet, read it from disk and say Loaded."""
+
+    socket: str  # of the device's memory worker
+    expert_ids: tuple[int, ...]
+    kv_tokens: int
+    adapters: tuple[Adapter, ...]
+    must_load: bool = False
+    loads_trunk: bool = False
+
+
+class Park(msgspec.Struct, frozen=True, tag=True):
+    """Map the scratch page everywhere: warm up without memory of one's own."""
+
+    socket: str
+    num_kv_tokens: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """What Attach asked to load is in memory."""
+
+    num_disk_bytes: int
+
+
+class Frozen(msgspec.Struct, frozen=True, tag=True):
+    """The rank has stopped at a token boundary and waits for instructions."""
+
+    sequences: tuple[KvSequence, ...]
+    requests: tuple[RequestState, ...]
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """Let go of all memory but the scratch page; forget KV and requests."""
+
+
+class KvMove(msgspec.Struct, frozen=True):
+    """Sequences whose KV lies on another device, to be copied from there."""
+
+    source_socket: str
+    sequences: tuple[KvSequence, ...]
+
+
+class Activate(msgspec.Struct, frozen=True, tag=True):
+    """Take over KV in place, copy what lies elsewhere, keep the requests' states for when they come."""
+
+    sequences: tuple[KvSequence, ...]
+    moves: tuple[KvMove, ...]
+    requests: tuple[RequestState, ...]
+
+
+class ResizeKv(msgspec.Struct, frozen=True, tag=True):
+    """Another KV capacity, pages included. Shrinking is only said to a frozen rank."""
+
+    num_tokens: int
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Leave the parking place."""
+
+
+class Exit(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+class AdapterTable(msgspec.Struct, frozen=True, tag=True):
+    """(rank to manager) The adapters in memory have changed."""
+
+    adapters: tuple[Adapter, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """An instruction was carried out."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0  # copied, read
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """An instruction could not be carried out; the rank is as it was before."""
+
+    error: str  # class name
+    message: str
+
+
+ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Exit
+FromRank = Hello | Declared | Loaded | Frozen | AdapterTable | Done | Failed
