@@ -111,7 +111,7 @@ class AutoscaleState:
     num_calm: int = 0  # calm windows in a row
     last_scale_s: float = -math.inf
     last_was_down: bool = False
-    num_regrets: int = 0  # downs in a row that an up took back
+    num_regrets: int = 0  # downs that an up soon took back, less those that lasted
 
 
 class Reason(StrEnum):
@@ -185,7 +185,7 @@ def _down(
         return None, state, Reason.COOLING_DOWN
     # A down long after a down: nobody took the one before back.
     is_proven = state.last_was_down and now_s - state.last_scale_s >= _regret_s(policy, state)
-    regrets = 0 if is_proven else state.num_regrets
+    regrets = max(0, state.num_regrets - is_proven)
     after = AutoscaleState(0, 0, now_s, True, regrets)
     return ScaleRequest(metrics.num_devices - 1), after, Reason.SLACK
 
@@ -217,7 +217,7 @@ def utilisation_when_smaller(metrics: ScaleMetrics) -> float:
 
 
 def down_wait_s(policy: AutoscalePolicy, state: AutoscaleState) -> float:
-    """Seconds from a scale to the next down: doubled for each down in a row that was regretted.
+    """Seconds from a scale to the next down: doubled for each regretted one.
 
     Where the utilisation is judged wrongly, a size that is too small looks big enough each time
     anew. Without this a steady load would go up and down for ever.
@@ -234,7 +234,7 @@ def _regrets_after_up(policy: AutoscalePolicy, state: AutoscaleState, now_s: flo
     if not state.last_was_down:
         return state.num_regrets
     is_regretted = now_s - state.last_scale_s < _regret_s(policy, state)
-    return min(state.num_regrets + 1, MAX_REGRETS) if is_regretted else 0
+    return min(max(0, state.num_regrets + (1 if is_regretted else -1)), MAX_REGRETS)
 
 
 def _is_calm(policy: AutoscalePolicy, metrics: ScaleMetrics) -> bool:
