@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,16 +19,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from sgl_elastic.coordinator.operations import (
-    ErrorRecord,
-    Journal,
-    Operation,
-    PhaseRecord,
-    StepRecord,
-    StepState,
-)
+from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, StepRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
+from sgl_elastic.coordinator.progress import Clock, Progress
 from sgl_elastic.errors import BusyError, ElasticError, EngineFailedError
+from sgl_elastic.plan.planner import kv_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 
 logger = logging.getLogger(__name__)
@@ -44,108 +38,12 @@ ENGINE_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.GROW_KV})
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Time, as a scale sees it."""
-
-    now: Callable[[], float] = time.time  # Unix seconds
-    monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
-@dataclass(frozen=True)
 class Patience:
     """How often what cannot be taken back is tried, and how long a drain may take."""
 
     attempts: int = 4
     first_pause_s: float = 0.1  # doubled after each attempt
     drain_timeout_s: float = 30.0
-
-
-class Progress:
-    """What a scale writes down about itself: one snapshot after the other of its operation."""
-
-    def __init__(
-        self,
-        operation: Operation,
-        journal: Journal,
-        clock: Clock,
-        announce: Callable[[Operation], None],
-    ) -> None:
-        self.operation = operation
-        self._journal = journal
-        self._clock = clock
-        self._announce = announce
-        self._phase_began = clock.monotonic()
-        self._held_since: float | None = None
-
-    @property
-    def holding(self) -> bool:
-        """Whether requests may be held."""
-        return self._held_since is not None
-
-    def enter(self, phase: str) -> None:
-        """A phase begins, and the one before it ends; nothing when it is the same. Durable."""
-        if self.operation.phase == phase and not self.operation.finished:
-            return
-        self._end_phase()
-        self._phase_began = self._clock.monotonic()
-        begun = replace(self.operation.with_phase(phase), state=OperationState.RUNNING)
-        self._publish(begun, durable=True)
-
-    @contextmanager
-    def step(self, index: int) -> Iterator[None]:
-        """Time the step at `index`; DONE, or FAILED when the block raises."""
-        self._publish(self.operation.with_step(index, StepState.RUNNING))
-        began = self._clock.monotonic()
-        outcome = StepState.FAILED
-        try:
-            yield
-            outcome = StepState.DONE
-        finally:
-            seconds = self._clock.monotonic() - began
-            self._publish(self.operation.with_step(index, outcome, seconds))
-
-    def undone(self, index: int) -> None:
-        """The step at `index` was taken back."""
-        seconds = self.operation.steps[index].seconds
-        self._publish(self.operation.with_step(index, StepState.UNDONE, seconds))
-
-    def undo_failed(self, error: ElasticError) -> None:
-        """An undo failed in every attempt."""
-        errors = (*self.operation.undo_errors, ErrorRecord.of(error))
-        self._publish(replace(self.operation, undo_errors=errors))
-
-    def held(self) -> None:
-        """Requests are about to be held."""
-        self._held_since = self._clock.monotonic()
-
-    def released(self) -> None:
-        """Requests are held no longer."""
-        if self._held_since is not None:
-            gap_s = self._clock.monotonic() - self._held_since
-            self._held_since = None
-            self._publish(replace(self.operation, gap_s=gap_s))
-
-    def switched(self) -> None:
-        """The point of no return is behind. In memory only: a sync would lengthen the gap."""
-        self._publish(replace(self.operation, switched=True))
-
-    def finish(self, state: OperationState, error: BaseException | None) -> None:
-        """The last snapshot. Durable."""
-        self._end_phase()
-        record = None if error is None else ErrorRecord.of(error)
-        ended = replace(self.operation, state=state, error=record, finished_s=self._clock.now())
-        self._publish(ended, durable=True)
-
-    def _end_phase(self) -> None:
-        if self.operation.phases and self.operation.phases[-1].seconds < 0:
-            seconds = self._clock.monotonic() - self._phase_began
-            self.operation = self.operation.with_phase_ended(seconds)
-
-    def _publish(self, operation: Operation, *, durable: bool = False) -> None:
-        self.operation = operation
-        (self._journal.record if durable else self._journal.update)(operation)
-        self._announce(operation)
 
 
 @dataclass(frozen=True)
@@ -282,7 +180,7 @@ class Coordinator:
             self._finish_former()
             if not is_empty(plan):
                 self.scale(progress, plan)
-        except Exception as caught:  # noqa: BLE001 a thread's main loop; nobody is above it
+        except Exception as caught:  # nobody is above a thread's main loop
             logger.exception("Scale %s failed", progress.operation.operation_id)
             error = caught
         with self._lock:
@@ -293,7 +191,10 @@ class Coordinator:
         """Carry a plan out. Raises what stopped it; before the switch everything is undone then."""
         (old, _), placement = self._serving, placement_at_switch(plan)
         with self._nothing_stays_held(progress), ExitStack() as stack:
-            undo = partial(stack.callback, self._undo, progress)
+
+            def undo(action: Callable[..., None], *args: Any) -> None:
+                stack.callback(self._undo, progress, action, *args)
+
             progress.enter("memory")
             for index, step in enumerate(plan.before):
                 self._do(progress, index, step)
@@ -309,7 +210,8 @@ class Coordinator:
             undo(self._instances.resume, old)
             self._instances.activate(new, old, plan.kv_moves)
             stack.pop_all()
-            self._forget_undo(progress, new, placement)
+            self._serving = (new, placement)
+            progress.switched()
             self._go_on(self._remaining(progress, old, new, placement, plan))
             self._serving = (new, plan.new)
 
@@ -333,10 +235,6 @@ class Coordinator:
             ),
         )
         return self._remainder
-
-    def _forget_undo(self, progress: Progress, new: str, placement: Placement) -> None:
-        self._serving = (new, placement)
-        progress.switched()
 
     def _go_on(self, remainder: Remainder) -> None:
         """Do the tasks in order. Raises when one fails in every attempt; it and the rest stay."""
@@ -369,8 +267,12 @@ class Coordinator:
         progress.undone(index)
 
     def _undo(self, progress: Progress, action: Callable[..., None], *args: Any) -> None:
-        """One undo, tried a few times. Its failure is noted, and the undos below it still run."""
+        """One undo, and the undos below it run whether it fails or not."""
         progress.enter("undo")
+        self._or_noted(progress, action, *args)
+
+    def _or_noted(self, progress: Progress, action: Callable[..., None], *args: Any) -> None:
+        """Try an action patiently; a failure is noted in the operation and goes no further."""
         try:
             self._patiently(partial(action, *args))
         except ElasticError as error:
@@ -387,12 +289,12 @@ class Coordinator:
 
     @contextmanager
     def _nothing_stays_held(self, progress: Progress) -> Iterator[None]:
-        """However the block ends, requests go on."""
+        """However the block ends, requests go on; what ended it stays the error."""
         try:
             yield
         finally:
             if progress.holding:
-                self._patiently(partial(self._release, progress))
+                self._or_noted(progress, self._release, progress)
 
     def _drain_if_asked(self, progress: Progress, old: str) -> None:
         """Let running requests finish on the old instance while new ones wait.
@@ -441,11 +343,5 @@ def placement_at_switch(plan: Plan) -> Placement:
 
     A device that stays has what the old instance left it; it grows after the switch.
     """
-    tokens = {each: plan.old.kv_tokens_of(each) for each in plan.old.device_ids}
-    for step in plan.before:
-        if step.kind in (StepKind.SHRINK_KV, StepKind.MAP_KV):
-            tokens[step.device_id] = step.num_tokens
-    final = dict(zip(plan.new.device_ids, plan.new.kv_tokens, strict=True))
-    return replace(
-        plan.new, kv_tokens=tuple(tokens.get(each, final[each]) for each in plan.new.device_ids)
-    )
+    tokens = kv_at_switch(plan)
+    return replace(plan.new, kv_tokens=tuple(tokens[each] for each in plan.new.device_ids))

@@ -64,7 +64,8 @@ def likely_next(device_ids: DeviceIds, max_devices: int) -> tuple[DeviceIds, ...
     """The configurations a server on `device_ids` is likely to go to, the likeliest first.
 
     One device up, one down, then double and half. Up takes the lowest ids that are free below
-    `max_devices`, down gives the highest ids back: what the planner does without other wishes.
+    `max_devices`, down gives the highest ids back: what the planner does without other wishes, and
+    like its answers these are ascending.
     """
     now = len(device_ids)
     sizes = dict.fromkeys((now + 1, now - 1, 2 * now, now // 2))
@@ -73,11 +74,8 @@ def likely_next(device_ids: DeviceIds, max_devices: int) -> tuple[DeviceIds, ...
 
 
 def _resized(device_ids: DeviceIds, size: int, max_devices: int) -> DeviceIds:
-    if size < len(device_ids):
-        kept = sorted(device_ids)[:size]
-        return tuple(each for each in device_ids if each in kept)
     free = [each for each in range(max_devices) if each not in device_ids]
-    return (*device_ids, *free[: size - len(device_ids)])
+    return tuple(sorted([*sorted(device_ids), *free][:size]))
 
 
 def choose(

@@ -1,0 +1,276 @@
+"""The scaling routes, ours and those that vLLM's and SGLang's clients know.
+
+    operator, autoscaler --HTTP--> [ROUTES] --ScaleRequest--> Coordinator.submit
+                                      └<-- Operation.to_json <-- Journal
+
+Errors are `{"error": {"type": class name, "message": ...}}` with the class's `http_status`. They
+are made by the routes' own class, so that the application's handlers for its other routes stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, TypeAlias
+
+from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+
+from sgl_elastic.coordinator.coordinator import Coordinator
+from sgl_elastic.coordinator.operations import Operation
+from sgl_elastic.coordinator.schemas import (
+    MAX_KEY_LENGTH,
+    OPERATION_EXAMPLE,
+    ScaleBody,
+    SglangScaleBody,
+    VllmScaleBody,
+    error_example,
+    example,
+)
+from sgl_elastic.errors import BadScaleError, BusyError, ElasticError
+from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_elastic.types import OperationState, ScaleRequest
+
+POLL_S = 0.05
+
+Endpoint: TypeAlias = Callable[..., Any]
+IdempotencyKey: TypeAlias = Annotated[str | None, Header(max_length=MAX_KEY_LENGTH)]
+
+
+@dataclass(frozen=True)
+class Backing:
+    """What the routes of one application answer from."""
+
+    coordinator: Coordinator
+    list_instances: Callable[[], Iterable[Instance]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route."""
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    summary: str
+    responses: dict[int | str, dict[str, Any]] = field(default_factory=dict)
+
+
+# Synchronous endpoints run in a thread: planning does not stop the event loop's streams.
+def start_scale(request: Request, body: ScaleBody, idempotency_key: IdempotencyKey = None) -> Any:
+    """Plan a scale and start it; with `dry_run`, only say what it would do."""
+    wanted = body.to_request(idempotency_key)
+    operation = _coordinator(request).submit(wanted)
+    if wanted.dry_run:
+        return JSONResponse(operation.plan)
+    headers = {"Location": f"/v1/scale/{operation.operation_id}"}
+    return JSONResponse(operation.to_json(), status_code=202, headers=headers)
+
+
+def show_scale(request: Request, operation_id: str) -> Any:
+    """One operation as it is now."""
+    return JSONResponse(_coordinator(request).journal.get(operation_id).to_json())
+
+
+def list_scales(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Any:
+    """The last operations, the newest first."""
+    coordinator = _coordinator(request)
+    running = coordinator.running()
+    return JSONResponse(
+        {
+            "running": running.operation_id if running else None,
+            "operations": [each.to_json() for each in coordinator.journal.last(limit)],
+        }
+    )
+
+
+def list_instances(request: Request) -> Any:
+    """The instances: the one that serves, standbys, and those that come and go."""
+    backing = _backing(request)
+    instance_id, placement = backing.coordinator.serving
+    return JSONResponse(
+        {
+            "serving": {"instance_id": instance_id, "placement": asdict(placement)},
+            "instances": [asdict(each) for each in backing.list_instances()],
+        }
+    )
+
+
+async def scale_elastic_ep(request: Request, body: VllmScaleBody | SglangScaleBody) -> Any:
+    """The route of vLLM and of SGLang; the body's field says whose client asks."""
+    coordinator = _coordinator(request)
+    old_size = coordinator.serving[1].dp_size
+    if isinstance(body, SglangScaleBody):
+        new_size = body.new_ep_size
+        operation = await run_in_threadpool(coordinator.submit, ScaleRequest(dp_size=new_size))
+        said = {"message": f"Scaling from {old_size} to {new_size} ranks"}
+        sizes = {"old_ep_size": old_size, "new_ep_size": new_size}
+        return JSONResponse({**said, **sizes, "id": operation.operation_id})
+    new_size = body.new_data_parallel_size
+    operation = await run_in_threadpool(coordinator.submit, ScaleRequest(dp_size=new_size))
+    ended = await _ended(coordinator, operation, body.drain_timeout)
+    return _vllm_answer(ended, new_size, body.drain_timeout)
+
+
+async def is_scaling_elastic_ep(request: Request) -> Any:
+    """vLLM's answer and SGLang's in one."""
+    coordinator = _coordinator(request)
+    running = coordinator.running()
+    last = next(iter(coordinator.journal.last(1)), None)
+    return JSONResponse(
+        {
+            "is_scaling_elastic_ep": running is not None,
+            "effective_ep_size": coordinator.serving[1].dp_size,
+            "pending_ep_size": running.request.dp_size if running else None,
+            "scale_phase": running.phase if running else "idle",
+            "last_error": last.error.message if last and last.error else None,
+        }
+    )
+
+
+_BAD = error_example("The request makes no sense or does not fit", "BadScaleError", "dp_size is 0")
+_BUSY = error_example("Another scale runs, or the key was used", "BusyError", "scale-0c is running")
+_UNKNOWN = error_example("No such operation", "UnknownOperationError", "no scale operation has...")
+_OPERATION = example("The operation", OPERATION_EXAMPLE)
+_STARTED = example("Started; Location says where to look", OPERATION_EXAMPLE)
+_PLAN = example("The plan of a dry run", {"copied_bytes": 0, "before": [], "after": []})
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        "POST",
+        "/v1/scale",
+        start_scale,
+        "Scale to another number of ranks, or to other devices",
+        {200: _PLAN, 202: _STARTED, 400: _BAD, 409: _BUSY},
+    ),
+    Route("GET", "/v1/scale", list_scales, "The last scale operations"),
+    Route(
+        "GET",
+        "/v1/scale/{operation_id}",
+        show_scale,
+        "One scale operation",
+        {200: _OPERATION, 404: _UNKNOWN},
+    ),
+    Route("GET", "/v1/instances", list_instances, "The engine instances"),
+    Route(
+        "POST",
+        "/scale_elastic_ep",
+        scale_elastic_ep,
+        "Scale, as vLLM's and SGLang's clients ask",
+        {400: _BAD, 408: {"description": "Not ended yet; it goes on"}, 409: _BUSY},
+    ),
+    Route("POST", "/is_scaling_elastic_ep", is_scaling_elastic_ep, "Whether a scale runs (vLLM)"),
+    Route("GET", "/is_scaling_elastic_ep", is_scaling_elastic_ep, "Whether a scale runs (SGLang)"),
+)
+
+
+class ElasticRoute(APIRoute):
+    """A route whose errors have our shape, whatever handlers the application has."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, with errors turned into answers."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ElasticError as error:
+                return answer_error(error)
+            except RequestValidationError as error:
+                return answer_error(BadScaleError(_first_fault(error)))
+            except HTTPException as error:
+                return _error_json(error.status_code, "BadScaleError", str(error.detail))
+
+        return handler
+
+
+def add_routes(
+    app: FastAPI,
+    coordinator: Coordinator,
+    list_instances: Callable[[], Iterable[Instance]] | None = None,
+    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+) -> None:
+    """Add ROUTES to an application, before those of the same path that it has.
+
+    `list_instances` None shows the serving one only. `protect` marks an endpoint for the
+    application's own access control.
+    """
+    router = APIRouter(route_class=ElasticRoute, tags=["elastic"])
+    for route in ROUTES:
+        router.add_api_route(
+            route.path,
+            protect(route.endpoint),
+            methods=[route.method],
+            summary=route.summary,
+            responses=route.responses,
+            response_class=JSONResponse,
+            operation_id=f"elastic_{route.method.lower()}_{route.endpoint.__name__}",
+        )
+    former = len(app.router.routes)
+    app.include_router(router)
+    routes = app.router.routes
+    routes[:] = [*routes[former:], *routes[:former]]
+    app.state.elastic = Backing(coordinator, list_instances or _only_serving(coordinator))
+
+
+def _only_serving(coordinator: Coordinator) -> Callable[[], Iterable[Instance]]:
+    def listed() -> tuple[Instance, ...]:
+        instance_id, placement = coordinator.serving
+        return (Instance(instance_id, placement.device_ids, InstanceState.ACTIVE, placement),)
+
+    return listed
+
+
+def _backing(request: Request) -> Backing:
+    backing: Backing = request.app.state.elastic
+    return backing
+
+
+def _coordinator(request: Request) -> Coordinator:
+    return _backing(request).coordinator
+
+
+async def _ended(coordinator: Coordinator, operation: Operation, timeout_s: float) -> Operation:
+    """The operation when it has finished, or at the time-out; costs no thread meanwhile."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not operation.finished and loop.time() < deadline:
+        await asyncio.sleep(POLL_S)
+        operation = coordinator.journal.get(operation.operation_id)
+    return operation
+
+
+def _vllm_answer(operation: Operation, new_size: int, timeout_s: float) -> Response:
+    where = f"GET /v1/scale/{operation.operation_id}"
+    if not operation.finished:
+        message = f"the scale has not ended after {timeout_s:g} s and goes on: see {where}"
+        return _error_json(408, "TimeoutError", message)
+    if operation.state is OperationState.ROLLED_BACK and operation.error:
+        return _error_json(500, operation.error.type, f"{operation.error.message} ({where})")
+    said = {"message": f"Scaled to {new_size} data parallel engines"}
+    return JSONResponse({**said, "id": operation.operation_id, "state": operation.state})
+
+
+def _first_fault(error: RequestValidationError) -> str:
+    """Where the body is wrong and how, without repeating what a client sent."""
+    faults = error.errors()
+    first = faults[0]
+    where = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return f"{where}: {first['msg']}{more}; GET /openapi.json describes the body"
+
+
+def answer_error(error: ElasticError) -> JSONResponse:
+    """The answer to a request that raised."""
+    answer = _error_json(error.http_status, type(error).__name__, str(error))
+    if isinstance(error, BusyError):
+        answer.headers["Retry-After"] = "1"
+    return answer
+
+
+def _error_json(status: int, name: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"type": name, "message": message}}, status_code=status)

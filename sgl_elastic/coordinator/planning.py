@@ -1,0 +1,53 @@
+"""The pure planner, asked about the memory there is.
+
+request, placement --> [Planner] <-- memory.shape, adapters, budget_pages
+                          └--> plan/{request, placement, planner, check} --> Plan
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_elastic.coordinator.ports import Memory
+from sgl_elastic.plan.check import check
+from sgl_elastic.plan.placement import MIN_KV_TOKENS, place
+from sgl_elastic.plan.planner import plan
+from sgl_elastic.plan.request import resolve
+from sgl_elastic.plan.text import describe
+from sgl_elastic.types import Placement, Plan, ScaleRequest
+
+
+class Planner:
+    """`make_plan` and `describe` of the coordinator, over the real memory.
+
+    Devices are numbered 0 to `max_devices` - 1. `kv_limit` is the most KV tokens of a rank, None
+    for all that fit; `min_kv_tokens` is what a rank must keep.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        max_devices: int,
+        kv_limit: int | None = None,
+        min_kv_tokens: int = MIN_KV_TOKENS,
+    ) -> None:
+        self._memory = memory
+        self._max_devices = max_devices
+        self._kv_limit = kv_limit
+        self._min_kv_tokens = min_kv_tokens
+
+    def make_plan(self, request: ScaleRequest, old: Placement) -> Plan:
+        """A checked plan. Raises BadScaleError, DoesNotFitError, and PlanError for a defect."""
+        device_ids = resolve(request, old, self._max_devices)
+        shape, adapters = self._memory.shape(), self._memory.adapters()
+        devices = sorted({*device_ids, *old.device_ids})
+        budgets = {each: self._memory.budget_pages(each) for each in devices}
+        least = self._min_kv_tokens
+        new = place(shape, device_ids, old, budgets, adapters, self._kv_limit, min_kv_tokens=least)
+        made = plan(old, new, shape, adapters, budgets, min_kv_tokens=least)
+        check(made, shape, adapters, budgets)
+        return made
+
+    def describe(self, made: Plan) -> dict[str, Any]:
+        """The dry run's answer."""
+        return dict(describe(made, self._memory.shape()))
