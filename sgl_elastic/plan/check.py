@@ -1,0 +1,179 @@
+"""Whether a plan keeps its promises, found out by playing it through and not by trusting it.
+
+    Plan --> [check] --> PlanError, or nothing
+
+Run on every plan before its first step. A failure is a defect of the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sgl_elastic.errors import PlanError
+from sgl_elastic.plan.pages import expert_bytes, trunk_bytes
+from sgl_elastic.plan.replay import (
+    State,
+    after_step,
+    after_undo,
+    pages_of,
+    peak_and_final_pages,
+    state_of,
+    states,
+)
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Plan, Step, StepKind
+
+# What may be done while the old instance serves, and what only when it is gone.
+KINDS_BEFORE = frozenset(
+    {
+        StepKind.ADD_DEVICE,
+        StepKind.SHRINK_KV,
+        StepKind.MAP_EXPERTS,
+        StepKind.MAP_TRUNK,
+        StepKind.MAP_KV,
+        StepKind.COPY_TRUNK,
+        StepKind.COPY_EXPERTS,
+    }
+)
+KINDS_AFTER = frozenset({StepKind.UNMAP_EXPERTS, StepKind.GROW_KV, StepKind.REMOVE_DEVICE})
+
+
+def check(
+    plan: Plan,
+    shape: MemoryShape,
+    adapters: Sequence[AdapterEntry],
+    budget_pages: Mapping[int, int],
+) -> None:
+    """Raise PlanError unless all of this holds:
+
+    - both placements give every expert one home among their devices, and every rank a capacity;
+    - each step is possible when it comes, and each copy's source holds the content then;
+    - nothing that the old instance needs is unmapped or overwritten before the switch, and undoing
+      `before` backwards leads to exactly the old state;
+    - at the switch the new instance finds everything, in the end there is nothing else;
+    - no device is over its budget at any moment; bytes, pages and KV moves are what they say.
+    """
+    for placement in (plan.old, plan.new):
+        _check_placement(placement, shape)
+    _check_kinds(plan)
+    _check_bytes(plan, shape, adapters)
+    switch = _last_state(state_of(plan.old), plan.before)
+    _check_switch(plan, switch)
+    _check_undo(plan)
+    _check_end(plan, _last_state(switch, plan.after))
+    _check_pages(plan, shape, adapters, budget_pages)
+    _check_kv_moves(plan)
+
+
+def _check_placement(placement: Placement, shape: MemoryShape) -> None:
+    devices = placement.device_ids
+    _require(bool(devices) and len(set(devices)) == len(devices), f"devices are {devices}")
+    _require(
+        len(placement.homes) == shape.num_experts and set(placement.homes) <= set(devices),
+        f"homes {placement.homes} of {shape.num_experts} experts are not all on devices {devices}",
+    )
+    _require(
+        len(placement.kv_tokens) == len(devices) and min(placement.kv_tokens) >= 0,
+        f"KV tokens {placement.kv_tokens} do not go with devices {devices}",
+    )
+
+
+def _check_kinds(plan: Plan) -> None:
+    for steps, kinds, when in (
+        (plan.before, KINDS_BEFORE, "before"),
+        (plan.after, KINDS_AFTER, "after"),
+    ):
+        for step in steps:
+            _require(step.kind in kinds, f"{step} must not come {when} the switch")
+
+
+def _check_bytes(plan: Plan, shape: MemoryShape, adapters: Sequence[AdapterEntry]) -> None:
+    for step in (*plan.before, *plan.after):
+        expected = 0
+        if step.kind is StepKind.COPY_TRUNK:
+            expected = trunk_bytes(shape)
+        elif step.kind is StepKind.COPY_EXPERTS:
+            expected = expert_bytes(shape, step.expert_ids, adapters)
+        _require(step.num_bytes == expected, f"{step} moves {expected} bytes")
+
+
+def _check_switch(plan: Plan, state: State) -> None:
+    """The old instance still has everything but some KV; the new one finds everything."""
+    for device, needed in state_of(plan.old).items():
+        held = state[device]
+        _require(
+            needed.loaded <= held.loaded and held.trunk_loaded,
+            f"device {device} has lost what the old instance needs",
+        )
+    for device, needed in state_of(plan.new).items():
+        _require(device in state, f"device {device} is not there at the switch")
+        held = state[device]
+        _require(
+            needed.loaded <= held.loaded and held.trunk_loaded,
+            f"device {device} lacks the trunk or some of experts {sorted(needed.loaded)}",
+        )
+        _require(
+            0 <= held.kv_tokens <= needed.kv_tokens,
+            f"device {device} has {held.kv_tokens} KV tokens at the switch, then "
+            f"{needed.kv_tokens}",
+        )
+
+
+def _check_undo(plan: Plan) -> None:
+    """Taken back in reverse order, the steps before the switch leave no trace."""
+    start = state_of(plan.old)
+    done: list[tuple[Step, int]] = []
+    state = start
+    for step in plan.before:
+        held = state.get(step.device_id)
+        done.append((step, held.kv_tokens if held else 0))
+        state = after_step(state, step)
+    for step, kv_tokens in reversed(done):
+        state = after_undo(state, step, kv_tokens)
+    _require(state == start, "undoing the steps before the switch does not lead back")
+
+
+def _check_end(plan: Plan, state: State) -> None:
+    wanted = state_of(plan.new)
+    wrong = sorted(d for d in {*state, *wanted} if state.get(d) != wanted.get(d))
+    _require(not wrong, f"devices {wrong} do not end up with what the new placement says")
+
+
+def _check_pages(
+    plan: Plan,
+    shape: MemoryShape,
+    adapters: Sequence[AdapterEntry],
+    budget_pages: Mapping[int, int],
+) -> None:
+    steps = (*plan.before, *plan.after)
+    peak, final = peak_and_final_pages(shape, adapters, plan.old, steps)
+    _require(plan.peak_pages == peak, f"peaks are {peak}, not {dict(plan.peak_pages)}")
+    _require(plan.final_pages == final, f"final pages are {final}, not {dict(plan.final_pages)}")
+    start = state_of(plan.old)
+    for step, state in [(None, start), *states(start, steps)]:
+        for device in state if step is None else {step.device_id} & set(state):
+            num_pages = pages_of(shape, state[device], adapters)
+            budget = budget_pages.get(device, 0)
+            _require(
+                num_pages <= budget,
+                f"device {device} has {num_pages} pages of {budget} after {step or 'nothing'}",
+            )
+
+
+def _check_kv_moves(plan: Plan) -> None:
+    leaving = set(plan.old.device_ids) - set(plan.new.device_ids)
+    _require(
+        set(plan.kv_moves) == leaving and set(plan.kv_moves.values()) <= set(plan.new.device_ids),
+        f"KV moves {dict(plan.kv_moves)} are not from {sorted(leaving)} to {plan.new.device_ids}",
+    )
+
+
+def _last_state(start: State, steps: Sequence[Step]) -> State:
+    state = start
+    for step in steps:
+        state = after_step(state, step)
+    return state
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise PlanError(f"the plan is wrong: {problem}.")

@@ -1,0 +1,161 @@
+"""A plan for people and for the dry run's answer.
+
+Plan --> [describe] --> JSON        Plan --> [table] --> text
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from sgl_elastic.plan.planner import kv_at_switch
+from sgl_elastic.types import MemoryShape, Placement, Plan, Step, StepKind
+
+
+def describe(plan: Plan, shape: MemoryShape) -> dict[str, Any]:
+    """The plan as JSON values: ids, and counts of bytes, KV tokens and experts.
+
+    KV tokens gained and freed are sums over the devices that have more, or fewer, in the end.
+    """
+    moved = _num_moved(plan)
+    devices = [_device(plan, shape, device) for device in plan.peak_pages]
+    gained = [row["kv_tokens"] - row["kv_tokens_before"] for row in devices]
+    return {
+        "old": _placement(plan.old),
+        "new": _placement(plan.new),
+        "experts": {"moved": moved, "kept": len(plan.new.homes) - moved},
+        "kv_tokens": {
+            "gained": sum(change for change in gained if change > 0),
+            "freed": -sum(change for change in gained if change < 0),
+        },
+        "copied_bytes": plan.copied_bytes,
+        "links": [
+            {"source_id": source, "device_id": device, "num_bytes": num_bytes}
+            for (source, device), num_bytes in _links(plan).items()
+        ],
+        "devices": devices,
+        "kv_moves": [
+            {"source_id": source, "device_id": device} for source, device in plan.kv_moves.items()
+        ],
+        "before": [_step(step) for step in plan.before],
+        "after": [_step(step) for step in plan.after],
+    }
+
+
+def table(plan: Plan, shape: MemoryShape) -> str:
+    """The plan as lines for a terminal: devices first, then the steps in their order."""
+    return "\n".join([*_heading(plan), "", *_device_lines(plan, shape), "", *_step_lines(plan)])
+
+
+def ranges(ids: Sequence[int]) -> str:
+    """Ascending ids in short: `0-3, 7, 9-10`."""
+    runs = []
+    for _, run in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
+        members = [each for _, each in run]
+        first, last = members[0], members[-1]
+        runs.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(runs)
+
+
+def _placement(placement: Placement) -> dict[str, Any]:
+    return {
+        "device_ids": list(placement.device_ids),
+        "homes": list(placement.homes),
+        "kv_tokens": list(placement.kv_tokens),
+    }
+
+
+def _device(plan: Plan, shape: MemoryShape, device: int) -> dict[str, int]:
+    """One device: what it has before, at the switch and in the end."""
+    had, has = set(plan.old.experts_of(device)), set(plan.new.experts_of(device))
+    return {
+        "device_id": device,
+        "experts_kept": len(had & has),
+        "experts_in": len(has - had),
+        "experts_out": len(had - has),
+        "kv_tokens_before": plan.old.kv_tokens_of(device),
+        "kv_tokens_at_switch": kv_at_switch(plan).get(device, 0),
+        "kv_tokens": plan.new.kv_tokens_of(device),
+        "peak_bytes": plan.peak_pages[device] * shape.page_bytes,
+        "final_bytes": plan.final_pages[device] * shape.page_bytes,
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    """A step with the fields that mean something for its kind."""
+    known: dict[str, Any] = {"kind": step.kind.value, "device_id": step.device_id}
+    if step.source_id >= 0:
+        known |= {"source_id": step.source_id, "num_bytes": step.num_bytes}
+    if step.expert_ids:
+        known["expert_ids"] = list(step.expert_ids)
+    if step.kind in _KV_STEPS:
+        known["num_tokens"] = step.num_tokens
+    return known
+
+
+def _links(plan: Plan) -> Counter[tuple[int, int]]:
+    """(Source, destination) -> bytes that go there before the switch."""
+    links: Counter[tuple[int, int]] = Counter()
+    for step in plan.before:
+        if step.source_id >= 0:
+            links[step.source_id, step.device_id] += step.num_bytes
+    return links
+
+
+def _num_moved(plan: Plan) -> int:
+    return sum(was != is_now for was, is_now in zip(plan.old.homes, plan.new.homes, strict=True))
+
+
+def _heading(plan: Plan) -> Iterator[str]:
+    moved = _num_moved(plan)
+    yield (
+        f"scale {plan.old.dp_size} -> {plan.new.dp_size}: devices {ranges(plan.old.device_ids)} -> "
+        f"{ranges(plan.new.device_ids)}; {moved} of {len(plan.new.homes)} experts move, "
+        f"{_gigabytes(plan.copied_bytes)} copied"
+    )
+
+
+def _device_lines(plan: Plan, shape: MemoryShape) -> Iterator[str]:
+    yield (
+        f"{'device':>6}  {'experts kept':>12}  {'in':>3}  {'out':>3}  {'KV tokens':>11}  "
+        f"{'at switch':>11}  {'after':>11}  {'memory peak':>11}  {'after':>8}"
+    )
+    for device in plan.peak_pages:
+        row = _device(plan, shape, device)
+        yield (
+            f"{device:6}  {row['experts_kept']:12}  {row['experts_in']:3}  {row['experts_out']:3}  "
+            f"{row['kv_tokens_before']:11,}  {row['kv_tokens_at_switch']:11,}  "
+            f"{row['kv_tokens']:11,}  {_gigabytes(row['peak_bytes']):>11}  "
+            f"{_gigabytes(row['final_bytes']):>8}"
+        )
+
+
+def _step_lines(plan: Plan) -> Iterator[str]:
+    for heading, steps in (("before the switch", plan.before), ("after it", plan.after)):
+        yield heading if steps else f"{heading}: nothing"
+        yield from (_step_line(step) for step in steps)
+    if plan.kv_moves:
+        moves = ", ".join(f"{source} -> {device}" for source, device in plan.kv_moves.items())
+        yield f"KV of running requests moves {moves}"
+
+
+def _step_line(step: Step) -> str:
+    where = f"{step.device_id}" if step.source_id < 0 else f"{step.source_id} -> {step.device_id}"
+    what = []
+    if step.source_id >= 0:
+        what.append(_gigabytes(step.num_bytes))
+    if step.expert_ids:
+        what.append(f"experts {ranges(step.expert_ids)}")
+    if step.kind in _KV_STEPS:
+        what.append(f"{step.num_tokens:,} tokens")
+    return f"  {step.kind.value:13}  {where:8}  {', '.join(what)}".rstrip()
+
+
+def _gigabytes(num_bytes: int) -> str:
+    """As in sgl-esft's own tables: GB = 10^9 bytes."""
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+_KV_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.MAP_KV, StepKind.GROW_KV})
