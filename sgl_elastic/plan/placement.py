@@ -9,7 +9,7 @@ stays is chosen first, so that from one placement to the next as few experts mov
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from sgl_elastic.errors import BadScaleError, DoesNotFitError
@@ -73,25 +73,27 @@ def fewest_devices(
     # Fewer than this cannot do even if no page were shared or split.
     least = -(-all_bytes // (free_pages * shape.page_bytes)) if free_pages > 0 else math.inf
     for count in range(max(int(min(least, shape.num_experts + 1)), 1), shape.num_experts + 1):
-        pages = _fullest_device(shape, count, adapters, floor)
-        if pages <= budget_pages_per_device:
+        if all(
+            num <= budget_pages_per_device for num in _pages_afresh(shape, count, adapters, floor)
+        ):
             return count
+    largest = max(_pages_afresh(shape, shape.num_experts, adapters, floor))
     raise DoesNotFitError(
         f"No number of devices with {_size(shape, budget_pages_per_device)} each holds the model: "
-        f"one for each of the {shape.num_experts} experts would need "
-        f"{_size(shape, _fullest_device(shape, shape.num_experts, adapters, floor))}. "
+        f"one for each of the {shape.num_experts} experts would need {_size(shape, largest)}. "
         "Give more memory to each."
     )
 
 
-def _fullest_device(
+def _pages_afresh(
     shape: MemoryShape, num_devices: int, adapters: Sequence[AdapterEntry], kv_tokens: int
-) -> int:
-    """Pages of the device that has most, when the model is laid out afresh on so many."""
+) -> Iterator[int]:
+    """Pages of each device when the model is laid out afresh on so many equal ones."""
     devices = range(num_devices)
     homes = _homes(shape, devices, None, dict.fromkeys(devices, 0))
-    held = [[e for e, home in enumerate(homes) if home == device] for device in devices]
-    return max(device_pages(shape, here, adapters, kv_tokens) for here in held)
+    for device in devices:
+        here = [expert for expert, home in enumerate(homes) if home == device]
+        yield device_pages(shape, here, adapters, kv_tokens)
 
 
 def _check_devices(device_ids: Sequence[int], budget_pages: Mapping[int, int]) -> None:
