@@ -47,6 +47,11 @@ class EngineMemory:
         self.client: DeviceClient | None = None
         self.manager: Any = None  # the EsftManager, once weaving is done
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._device
+
     # ---- sgl_esft's page source ----
 
     def create_experts(
@@ -127,6 +132,13 @@ class EngineMemory:
         for name, _, _, tensor in list(trunk.derived_of(model)):
             views[name].copy_(tensor)
         self._rebind_derived(model, views)
+
+    def rebind(self, model: torch.nn.Module) -> None:
+        """As `adopt_derived`, where the values come from elsewhere."""
+        if self._trunk is None:
+            raise ElasticInternalError("rebind before plan")
+        memory = self._trunk_bytes()
+        self._rebind_derived(model, {t.name: trunk.view(memory, t) for t in self._trunk.tensors})
 
     def _rebind_derived(self, model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
         for name, module, attribute, _ in list(trunk.derived_of(model)):

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
+# The id of a pause of ours, by which a rank tells it from a client's.
+PAUSE_TO_PARK = "sgl_elastic.park"
+
 
 class Adapter(msgspec.Struct, frozen=True):
     """types.AdapterEntry, on the wire."""
@@ -99,7 +102,7 @@ class KvMove(msgspec.Struct, frozen=True):
 
 
 class Activate(msgspec.Struct, frozen=True, tag=True):
-    """Take over KV in place, copy what lies elsewhere, keep the requests' states for when they come."""
+    """Take over KV in place, copy what lies elsewhere; `requests` will come, and go on."""
 
     sequences: tuple[KvSequence, ...]
     moves: tuple[KvMove, ...]

@@ -1,0 +1,41 @@
+"""SGLang's door `sglang.srt.plugins` for elastic engines; other processes it leaves alone.
+
+SGLang logs what a plugin raises and serves on, so a failure here ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sgl_elastic.engine import config
+
+logger = logging.getLogger(__name__)
+
+_is_installed = False
+
+
+def register() -> None:
+    """Install the engine's hooks. Raises SystemExit when one cannot be put in place."""
+    global _is_installed
+    if _is_installed or config.current() is None:
+        return
+    try:
+        _install()
+    except Exception as error:  # an unknown SGLang may fail in any way
+        reason = f"sgl_elastic refuses to serve: {type(error).__name__}: {error}"
+        logger.critical(reason)
+        raise SystemExit(reason) from error
+    _is_installed = True
+
+
+def _install() -> None:
+    import sglang
+
+    from sgl_elastic.engine import sglang_api
+    from sgl_elastic.engine.hooks import hooks_of_this_process
+    from sgl_esft import hook_ledger
+
+    hooks = hooks_of_this_process()
+    hook_ledger.check_version(hooks, str(sglang.__version__))
+    hook_ledger.install(hooks)
+    sglang_api.register_prefix_cache()
