@@ -64,6 +64,27 @@ TEST(pages_are_referred_to_by_the_mapped_slots_that_lie_on_them) {
   });
 }
 
+TEST(page_handles_are_those_that_mapped_slots_lie_on) {
+  for_each_vendor([](const Vendor& vendor) {
+    VirtualTensor tensor(make_pool(vendor.open()), 4, kPage + kHalf);
+    CHECK_EQ(tensor.page_bytes(), kPage);
+    tensor.map_slots(1, 1);
+    const auto are_there = [&](const std::vector<bool>& wanted) {
+      const auto handles = tensor.page_handles();
+      for (std::size_t page = 0; page < wanted.size(); ++page) {
+        CHECK_EQ(handles[page].has_value(), bool{wanted[page]});
+      }
+      return handles.size() == wanted.size();
+    };
+    CHECK(are_there({false, true, true, false, false, false}));
+    CHECK(!(*tensor.page_handles()[1] == *tensor.page_handles()[2]));
+    vendor.fail(vendor.unmap, 1, vendor.broken);
+    CHECK_THROWS(kVendorCall, tensor.unmap_slots(1, 1));
+    CHECK_EQ(tensor.state().num_pages, std::size_t{1});  // idle: nobody is to map it
+    CHECK(are_there(std::vector<bool>(6, false)));
+  });
+}
+
 TEST(many_slots_a_page_share_it) {
   for_each_backend([](const BackendPtr& backend) {
     const auto pool = make_pool(backend);
@@ -217,7 +238,9 @@ TEST(a_dlpack_tensor_keeps_its_memory) {
   tensor->map_slots(0, 4);
   CHECK_THROWS(kInvalidArgument, make_dlpack(tensor, {4, 1024}, "bfloat16"));
   CHECK_THROWS(kInvalidArgument, make_dlpack(tensor, {2, 6144}, "bfloat16"));
+  CHECK_THROWS(kInvalidArgument, make_dlpack(tensor, {4, 3072}, "uint16"));
   CHECK_THROWS(kInvalidArgument, make_dlpack(tensor, {4, 3072}, "int8"));
+  delete_dlpack(make_dlpack(tensor, {4, 3072}, "int16"));
   CHECK_THROWS(kInvalidArgument, make_dlpack(tensor, {}, "float32"));
   CHECK_THROWS(kInvalidArgument, make_dlpack(tensor, {4, -3072}, "float16"));
   CHECK_THROWS(kInvalidArgument, make_dlpack(tensor, {4, 0}, "float16"));

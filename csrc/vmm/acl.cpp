@@ -275,6 +275,7 @@ void AclBackend::map(Address address, std::size_t num_bytes, Handle handle) {
   const DeviceScope scope(api_, device_id_);
   VMM_ACL(aclrtMapMem, pointer(address), num_bytes, 0, pointer(handle), 0);
   table_.record_map(address, num_bytes, handle);
+  table_.record_access(address, num_bytes);  // the vendor's map gives it
 }
 
 void AclBackend::unmap(Address address, std::size_t num_bytes) {

@@ -286,6 +286,7 @@ void CudaBackend::set_access(Address address, std::size_t num_bytes) {
   table_.check_mapped(address, num_bytes);
   const abi::MemAccessDesc desc{location(), abi::kAccessReadWrite};
   VMM_CUDA(cuMemSetAccess, address, num_bytes, &desc, 1);
+  table_.record_access(address, num_bytes);
 }
 
 Exported CudaBackend::export_handle(Handle handle) {

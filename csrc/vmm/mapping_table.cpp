@@ -101,7 +101,7 @@ void MappingTable::check_map(Address address, std::size_t num_bytes, Handle hand
 }
 
 void MappingTable::record_map(Address address, std::size_t num_bytes, Handle handle) {
-  mappings_[address] = Mapping{num_bytes, handle};
+  mappings_[address] = Mapping{num_bytes, handle, false};
   ++memories_.at(handle.value).num_mappings;
 }
 
@@ -131,16 +131,24 @@ void MappingTable::check_mapped(Address address, std::size_t num_bytes) const {
   }
 }
 
+void MappingTable::record_access(Address address, std::size_t num_bytes) {
+  const auto end = mappings_.lower_bound(address + num_bytes);
+  for (auto mapping = mappings_.find(address); mapping != end; ++mapping) {
+    mapping->second.has_access = true;
+  }
+}
+
 void MappingTable::check_covered(Address address, std::size_t num_bytes) const {
   const Address end = address + num_bytes;
   Address next = address;
   auto mapping = mappings_.upper_bound(address);
   if (mapping != mappings_.begin()) --mapping;
   for (; next < end && mapping != mappings_.end() && mapping->first <= next; ++mapping) {
+    if (!mapping->second.has_access) continue;
     next = std::max(next, mapping->first + mapping->second.num_bytes);
   }
   if (end <= address || next < end) {  // at once: no bytes, or more than addresses
-    refuse(ErrorKind::kInvalidArgument, range_text(address, num_bytes) + " is not wholly mapped");
+    refuse(ErrorKind::kInvalidArgument, range_text(address, num_bytes) + " is not wholly mapped with access");
   }
 }
 

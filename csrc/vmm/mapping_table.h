@@ -24,6 +24,7 @@ class MappingTable {
   struct Mapping {
     std::size_t num_bytes;
     Handle handle;
+    bool has_access;
   };
   struct Memory {
     std::size_t num_bytes;
@@ -52,7 +53,9 @@ class MappingTable {
   // The range is one or more whole mappings, without a gap.
   void check_mapped(Address address, std::size_t num_bytes) const;
 
-  // Every byte lies in some mapping; the range may start and end inside one.
+  void record_access(Address address, std::size_t num_bytes);
+  // Every byte lies in some mapping with access: a device that reads another one does not recover.
+  // The range may start and end inside one.
   void check_covered(Address address, std::size_t num_bytes) const;
   void check_copy(Address destination, Address source, std::size_t num_bytes) const;
 

@@ -76,6 +76,7 @@ def test_a_dtype_that_torch_would_not_know() -> None:
     pool = sgl_vmm.PagePool(sgl_vmm.open_backend("host", page_bytes=PAGE, capacity_bytes=PAGE))
     tensor = sgl_vmm.VirtualTensor(pool, num_slots=2, slot_bytes=8)
     for shape, dtype in (
+        ([2, 1], "complex64"),
         ([2, 2], "int8"),
         ([2, 3], "float32"),
         ([1, 4], "float32"),

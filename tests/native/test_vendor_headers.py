@@ -24,6 +24,11 @@ MISTAKES = [
     ("cuda", "  LocationType type;\n  int id;", "  int id;\n  LocationType type;"),
     ("cuda", "std::uint8_t reserved[4]", "std::uint8_t reserved[8]"),
     ("cuda", "kErrorOutOfMemory = 2", "kErrorOutOfMemory = 3"),
+    ("cuda", "cuCtxPushCurrent_v2 = Result(Context context)",
+     "cuCtxPushCurrent_v2 = Result(Context* context)"),
+    ("cuda", "Result(DevicePtr destination, const void* source, std::size_t num_bytes)",
+     "Result(const void* source, DevicePtr destination, std::size_t num_bytes)"),
+    ("cuda", "using Stream = void*;", "using Stream = DevicePtr;"),
     ("cuda", "kAccessReadWrite = 3", "kAccessReadWrite = 2"),
     ("acl", "aclrtReleaseMemAddress = Error(void* address)",
      "aclrtReleaseMemAddress = Error(void* address, std::size_t num_bytes)"),
@@ -32,6 +37,8 @@ MISTAKES = [
      "  MemLocation location;\n  MemAttr mem_attr;"),
     ("acl", "kErrorRtDeviceOom = 207018", "kErrorRtDeviceOom = 207019"),
     ("acl", "kHbmMemHuge = 4", "kHbmMemHuge = 3"),
+    ("acl", "kMemcpyDeviceToDevice = 3", "kMemcpyDeviceToDevice = 4"),
+    ("acl", "std::size_t destination_bytes, const void* source", "const void* source"),
 ]  # fmt: skip
 
 

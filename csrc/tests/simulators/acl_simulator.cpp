@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -32,6 +33,7 @@ SIM_EXPORT abi::aclrtUnmapMem aclrtUnmapMem;
 SIM_EXPORT abi::aclrtMemExportToShareableHandle aclrtMemExportToShareableHandle;
 SIM_EXPORT abi::aclrtMemSetPidToShareableHandle aclrtMemSetPidToShareableHandle;
 SIM_EXPORT abi::aclrtMemImportFromShareableHandle aclrtMemImportFromShareableHandle;
+SIM_EXPORT abi::aclrtMemcpy aclrtMemcpy;
 
 namespace {
 
@@ -242,5 +244,23 @@ abi::Error aclrtMemImportFromShareableHandle(std::uint64_t shareable, std::int32
   const std::uint64_t value = state().add_handle(std::move(memory));
   state().imported_keys[value] = shareable;
   *handle = reinterpret_cast<void*>(value);
+  return abi::kSuccess;
+}
+
+// The kind says which side is the device's: wholly mapped there, and none of it on the host's side.
+abi::Error aclrtMemcpy(void* destination, std::size_t destination_bytes, const void* source,
+                       std::size_t num_bytes, abi::MemcpyKind kind) {
+  ENTER_ON_DEVICE("aclrtMemcpy");
+  REQUIRE(destination && source && num_bytes && num_bytes <= destination_bytes);
+  REQUIRE(kind >= abi::kMemcpyHostToHost && kind <= abi::kMemcpyDeviceToDevice);
+  const auto is_on = [&](const void* pointer, bool wants_device) {
+    const auto address = reinterpret_cast<Address>(pointer);
+    if (!wants_device) return !state().space.has_mapping(address, num_bytes);
+    return state().space.may_access(address, num_bytes, thread_device().device_id, PROT_READ);
+  };
+  const bool to_device = kind == abi::kMemcpyHostToDevice || kind == abi::kMemcpyDeviceToDevice;
+  const bool from_device = kind == abi::kMemcpyDeviceToHost || kind == abi::kMemcpyDeviceToDevice;
+  REQUIRE(is_on(destination, to_device) && is_on(source, from_device));
+  std::memcpy(destination, source, num_bytes);
   return abi::kSuccess;
 }

@@ -4,8 +4,8 @@
 #include <sys/mman.h>
 
 #include <cstring>
-#include <iterator>
 #include <utility>
+#include <vector>
 
 #include "tests/simulators/simulator.h"
 #include "vmm/cuda_abi.h"
@@ -30,6 +30,14 @@ SIM_EXPORT abi::cuMemUnmap cuMemUnmap;
 SIM_EXPORT abi::cuMemSetAccess cuMemSetAccess;
 SIM_EXPORT abi::cuMemExportToShareableHandle cuMemExportToShareableHandle;
 SIM_EXPORT abi::cuMemImportFromShareableHandle cuMemImportFromShareableHandle;
+SIM_EXPORT abi::cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRetain;
+SIM_EXPORT abi::cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRelease_v2;
+SIM_EXPORT abi::cuCtxPushCurrent_v2 cuCtxPushCurrent_v2;
+SIM_EXPORT abi::cuCtxPopCurrent_v2 cuCtxPopCurrent_v2;
+SIM_EXPORT abi::cuStreamSynchronize cuStreamSynchronize;
+SIM_EXPORT abi::cuMemcpyDtoD_v2 cuMemcpyDtoD_v2;
+SIM_EXPORT abi::cuMemcpyDtoH_v2 cuMemcpyDtoH_v2;
+SIM_EXPORT abi::cuMemcpyHtoD_v2 cuMemcpyHtoD_v2;
 
 namespace {
 
@@ -74,6 +82,7 @@ abi::Result cuGetErrorName(abi::Result error, const char** name) {
       {abi::kErrorStubLibrary, "CUDA_ERROR_STUB_LIBRARY"},
       {abi::kErrorNoDevice, "CUDA_ERROR_NO_DEVICE"},
       {abi::kErrorInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+      {abi::kErrorInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
       {abi::kErrorNotPermitted, "CUDA_ERROR_NOT_PERMITTED"},
       {abi::kErrorNotSupported, "CUDA_ERROR_NOT_SUPPORTED"},
   };
@@ -182,17 +191,17 @@ abi::Result cuMemSetAccess(abi::DevicePtr address, std::size_t num_bytes,
                            const abi::MemAccessDesc* descs, std::size_t num_descs) {
   ENTER("cuMemSetAccess");
   REQUIRE(descs && num_descs && state().space.is_whole_run(address, num_bytes));
-  int protection = PROT_NONE;
   for (std::size_t i = 0; i < num_descs; ++i) {
     REQUIRE(descs[i].location.type == abi::kLocationDevice);
     if (!is_device(descs[i].location.id)) return abi::kErrorInvalidDevice;
     const abi::AccessFlags flags = descs[i].flags;
     REQUIRE(flags == abi::kAccessNone || flags == abi::kAccessRead ||
             flags == abi::kAccessReadWrite);
-    if (flags != abi::kAccessNone) protection |= PROT_READ;
-    if (flags == abi::kAccessReadWrite) protection |= PROT_WRITE;
+    int access = PROT_NONE;
+    if (flags != abi::kAccessNone) access |= PROT_READ;
+    if (flags == abi::kAccessReadWrite) access |= PROT_WRITE;
+    REQUIRE(state().space.set_access(address, num_bytes, descs[i].location.id, access));
   }
-  REQUIRE(state().space.protect(address, num_bytes, protection));
   return abi::kSuccess;
 }
 
@@ -219,49 +228,139 @@ abi::Result cuMemImportFromShareableHandle(abi::MemHandle* handle, void* shareab
   return abi::kSuccess;
 }
 
-// Of the rest of the driver, what tests on a device copy with (tests/device.h): one context, and
-// copies that refuse an address without access.
-SIM_EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
-  ENTER("cuDevicePrimaryCtxRetain");
-  REQUIRE(context && is_device(device));
-  static int only_context;
-  *context = &only_context;
-  return abi::kSuccess;
-}
-
-SIM_EXPORT int cuCtxSetCurrent(void*) {
-  ENTER("cuCtxSetCurrent");
-  return abi::kSuccess;
-}
-
 namespace {
 
-// Whether every byte of the range is mapped; access to it is the caller's to have set.
-bool is_mapped_throughout(std::uint64_t address, std::size_t num_bytes) {
-  const std::uint64_t end = address + num_bytes;
-  const auto& mappings = state().space.mappings();
-  while (address < end) {
-    const auto after = mappings.upper_bound(address);
-    if (after == mappings.begin()) return false;
-    const auto& [start, mapping] = *std::prev(after);
-    if (start + mapping.num_bytes <= address) return false;
-    address = start + mapping.num_bytes;
+// A primary context is the address of its device's byte here.
+char contexts[simulator::kNumDevices];
+
+struct ThreadContexts {
+  std::vector<abi::Context> stack;
+  int generation = -1;
+};
+
+std::vector<abi::Context>& thread_contexts() {
+  static thread_local ThreadContexts contexts_of_thread;
+  if (contexts_of_thread.generation != state().generation) {
+    contexts_of_thread = {{}, state().generation};
   }
-  return true;
+  return contexts_of_thread.stack;
 }
+
+// -1 for what is no context, or one that nobody holds any more.
+int device_of(abi::Context context) {
+  for (int device = 0; device < simulator::kNumDevices; ++device) {
+    const bool is_held = state().num_context_owners[static_cast<std::size_t>(device)] > 0;
+    if (context == &contexts[device] && is_held) return device;
+  }
+  return -1;
+}
+
+int current_device() {
+  return thread_contexts().empty() ? -1 : device_of(thread_contexts().back());
+}
+
+// What was told the device before, in order. Nothing that was unmapped meanwhile is touched.
+void make_pending_copies(int device) {
+  const auto& space = state().space;
+  for (const simulator::PendingCopy& copy : state().pending_copies) {
+    if (!space.may_access(copy.destination, copy.num_bytes, device, PROT_WRITE)) continue;
+    const void* from = copy.data.data();
+    if (copy.source) {
+      if (!space.may_access(copy.source, copy.num_bytes, device, PROT_READ)) continue;
+      from = reinterpret_cast<const void*>(copy.source);
+    }
+    std::memmove(reinterpret_cast<void*>(copy.destination), from, copy.num_bytes);
+  }
+  state().pending_copies.clear();
+}
+
+// Copies need a context on the calling thread.
+#define ENTER_IN_CONTEXT(name) \
+  ENTER(name);                 \
+  if (current_device() < 0) return abi::kErrorInvalidContext
 
 }  // namespace
 
-SIM_EXPORT int cuMemcpyHtoD_v2(std::uint64_t to, const void* from, std::size_t num_bytes) {
-  ENTER("cuMemcpyHtoD_v2");
-  REQUIRE(from && is_mapped_throughout(to, num_bytes));
-  std::memcpy(reinterpret_cast<void*>(to), from, num_bytes);
+abi::Result cuDevicePrimaryCtxRetain(abi::Context* context, abi::Device device) {
+  ENTER("cuDevicePrimaryCtxRetain");
+  REQUIRE(context);
+  if (!is_device(device)) return abi::kErrorInvalidDevice;
+  ++state().num_context_owners[static_cast<std::size_t>(device)];
+  *context = &contexts[device];
   return abi::kSuccess;
 }
 
-SIM_EXPORT int cuMemcpyDtoH_v2(void* to, std::uint64_t from, std::size_t num_bytes) {
-  ENTER("cuMemcpyDtoH_v2");
-  REQUIRE(to && is_mapped_throughout(from, num_bytes));
-  std::memcpy(to, reinterpret_cast<const void*>(from), num_bytes);
+abi::Result cuDevicePrimaryCtxRelease_v2(abi::Device device) {
+  ENTER("cuDevicePrimaryCtxRelease_v2");
+  if (!is_device(device)) return abi::kErrorInvalidDevice;
+  int& num_owners = state().num_context_owners[static_cast<std::size_t>(device)];
+  if (num_owners == 0) return abi::kErrorInvalidContext;
+  --num_owners;
+  return abi::kSuccess;
+}
+
+abi::Result cuCtxPushCurrent_v2(abi::Context context) {
+  ENTER("cuCtxPushCurrent_v2");
+  if (device_of(context) < 0) return abi::kErrorInvalidContext;
+  thread_contexts().push_back(context);
+  return abi::kSuccess;
+}
+
+abi::Result cuCtxPopCurrent_v2(abi::Context* context) {
+  ENTER("cuCtxPopCurrent_v2");
+  if (!context || thread_contexts().empty()) return abi::kErrorInvalidContext;
+  *context = thread_contexts().back();
+  thread_contexts().pop_back();
+  return abi::kSuccess;
+}
+
+// Only tests call this and the next (tests/device.h, test_copies.cpp).
+SIM_EXPORT int cuCtxSetCurrent(abi::Context context) {
+  ENTER("cuCtxSetCurrent");
+  if (!thread_contexts().empty()) thread_contexts().pop_back();
+  if (context) thread_contexts().push_back(context);
+  return abi::kSuccess;
+}
+
+SIM_EXPORT int cuCtxGetCurrent(abi::Context* context) {
+  ENTER("cuCtxGetCurrent");
+  REQUIRE(context);
+  *context = thread_contexts().empty() ? nullptr : thread_contexts().back();
+  return abi::kSuccess;
+}
+
+abi::Result cuStreamSynchronize(abi::Stream stream) {
+  ENTER_IN_CONTEXT("cuStreamSynchronize");
+  REQUIRE(stream == abi::kDefaultStream);
+  make_pending_copies(current_device());
+  return abi::kSuccess;
+}
+
+// The host does not wait for it.
+abi::Result cuMemcpyDtoD_v2(abi::DevicePtr destination, abi::DevicePtr source,
+                            std::size_t num_bytes) {
+  ENTER_IN_CONTEXT("cuMemcpyDtoD_v2");
+  const auto& space = state().space;
+  REQUIRE(space.may_access(destination, num_bytes, current_device(), PROT_WRITE));
+  REQUIRE(space.may_access(source, num_bytes, current_device(), PROT_READ));
+  state().pending_copies.push_back({destination, source, num_bytes, {}});
+  return abi::kSuccess;
+}
+
+// The host's memory may be used again when this returns; the device may have the bytes later.
+abi::Result cuMemcpyHtoD_v2(abi::DevicePtr destination, const void* source,
+                            std::size_t num_bytes) {
+  ENTER_IN_CONTEXT("cuMemcpyHtoD_v2");
+  REQUIRE(source && state().space.may_access(destination, num_bytes, current_device(), PROT_WRITE));
+  const auto* bytes = static_cast<const std::uint8_t*>(source);
+  state().pending_copies.push_back({destination, 0, num_bytes, {bytes, bytes + num_bytes}});
+  return abi::kSuccess;
+}
+
+abi::Result cuMemcpyDtoH_v2(void* destination, abi::DevicePtr source, std::size_t num_bytes) {
+  ENTER_IN_CONTEXT("cuMemcpyDtoH_v2");
+  REQUIRE(destination && state().space.may_access(source, num_bytes, current_device(), PROT_READ));
+  make_pending_copies(current_device());
+  std::memcpy(destination, reinterpret_cast<const void*>(source), num_bytes);
   return abi::kSuccess;
 }

@@ -155,13 +155,15 @@ bool AddressSpace::is_whole_run(Address address, std::size_t num_bytes) const {
 }
 
 bool AddressSpace::map(Address address, std::size_t num_bytes, std::shared_ptr<Memory> memory,
-                       int protection) {
-  if (mmap(pointer(address), num_bytes, protection, MAP_SHARED | MAP_FIXED, memory->fd, 0) ==
+                       int access) {
+  if (mmap(pointer(address), num_bytes, access, MAP_SHARED | MAP_FIXED, memory->fd, 0) ==
       MAP_FAILED) {
     make_inaccessible(address, num_bytes);
     return false;
   }
-  mappings_[address] = Mapping{num_bytes, std::move(memory)};
+  Mapping& mapping = mappings_[address];
+  mapping = Mapping{num_bytes, std::move(memory)};
+  mapping.access.fill(access);
   return true;
 }
 
@@ -170,8 +172,30 @@ void AddressSpace::unmap(Address address, std::size_t num_bytes) {
   mappings_.erase(mappings_.lower_bound(address), mappings_.lower_bound(address + num_bytes));
 }
 
-bool AddressSpace::protect(Address address, std::size_t num_bytes, int protection) const {
-  return mprotect(pointer(address), num_bytes, protection) == 0;
+bool AddressSpace::set_access(Address address, std::size_t num_bytes, int device_id, int access) {
+  const auto end = mappings_.lower_bound(address + num_bytes);
+  for (auto entry = mappings_.lower_bound(address); entry != end; ++entry) {
+    Mapping& mapping = entry->second;
+    mapping.access[static_cast<std::size_t>(device_id)] = access;
+    int of_all = PROT_NONE;
+    for (const int each : mapping.access) of_all |= each;
+    if (mprotect(pointer(entry->first), mapping.num_bytes, of_all) != 0) return false;
+  }
+  return true;
+}
+
+bool AddressSpace::may_access(Address address, std::size_t num_bytes, int device_id,
+                              int access) const {
+  const Address end = address + num_bytes;
+  while (address < end) {
+    const auto after = mappings_.upper_bound(address);
+    if (after == mappings_.begin()) return false;
+    const auto& [start, mapping] = *std::prev(after);
+    if (start + mapping.num_bytes <= address) return false;
+    if ((mapping.access[static_cast<std::size_t>(device_id)] & access) != access) return false;
+    address = start + mapping.num_bytes;
+  }
+  return true;
 }
 
 void AddressSpace::clear() {
@@ -248,6 +272,8 @@ SIM_EXPORT void sim_reset() {
   current.handles.clear();
   current.exported_keys.clear();
   current.imported_keys.clear();
+  current.num_context_owners = {};
+  current.pending_copies.clear();
   current.faults.clear();
   current.counts.clear();
   current.granularity = std::size_t{2} << 20;

@@ -12,6 +12,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -60,6 +61,7 @@ class Memory {
 struct Mapping {
   std::size_t num_bytes = 0;
   std::shared_ptr<Memory> memory;
+  std::array<int, kNumDevices> access = {};  // PROT_* of each device; the CPU has all of them
 };
 
 struct Reservation {
@@ -81,9 +83,13 @@ class AddressSpace {
   bool has_mapping(Address address, std::size_t num_bytes) const;
   // The range is one or more whole mappings, without a gap.
   bool is_whole_run(Address address, std::size_t num_bytes) const;
-  bool map(Address address, std::size_t num_bytes, std::shared_ptr<Memory> memory, int protection);
+  // `access` is every device's.
+  bool map(Address address, std::size_t num_bytes, std::shared_ptr<Memory> memory, int access);
   void unmap(Address address, std::size_t num_bytes);
-  bool protect(Address address, std::size_t num_bytes, int protection) const;
+  // Of whole mappings.
+  bool set_access(Address address, std::size_t num_bytes, int device_id, int access);
+  // Every byte is mapped, and this device may do that with it.
+  bool may_access(Address address, std::size_t num_bytes, int device_id, int access) const;
   void clear();
 
   const std::map<Address, Reservation>& reservations() const { return reservations_; }
@@ -92,6 +98,14 @@ class AddressSpace {
  private:
   std::map<Address, Reservation> reservations_;
   std::map<Address, Mapping> mappings_;
+};
+
+// A copy that the device has been told of and has not made yet, for cuda.
+struct PendingCopy {
+  Address destination = 0;
+  Address source = 0;  // 0 = `data`
+  std::size_t num_bytes = 0;
+  std::vector<std::uint8_t> data;
 };
 
 struct Fault {
@@ -117,6 +131,9 @@ struct State {
   std::uint64_t next_handle = 0x1000;
   std::map<std::uint64_t, std::uint64_t> exported_keys;  // handle -> key, for acl
   std::map<std::uint64_t, std::uint64_t> imported_keys;  // handle -> key, for acl
+
+  std::array<int, kNumDevices> num_context_owners = {};  // of primary contexts, for cuda
+  std::vector<PendingCopy> pending_copies;
 
   std::vector<Fault> faults;
   std::map<std::string, int> counts;
