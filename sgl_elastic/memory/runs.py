@@ -3,7 +3,7 @@
     slots 0 1 2 . . 5 6  -->  ((0, 3), (5, 2))  --> [pages_of] --> run of page positions
 
 A run is (first, count), count at least 1. Runs that functions return are ascending, disjoint and
-do not touch. A run of slots [f, f + c) of S bytes lies on the pages [f*S // P, ceil((f + c)*S / P)).
+do not touch. Slots [f, f + c) of S bytes lie on the pages [f*S // P, ceil((f + c)*S / P)).
 """
 
 from __future__ import annotations

@@ -1,0 +1,282 @@
+"""A memory worker, as whoever needs memory sees it: one method for each verb.
+
+    control.py, mapping.py, worker.py (as a peer) --> [DeviceClient] --> Unix socket --> worker.py
+
+Every method raises the error that the worker names, or MemoryWorkerError when it is gone or slow,
+or answers what it would not. Verbs may be repeated, so a broken connection is made anew by the next
+call; a worker that was started again has other pages, and is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import sgl_vmm
+
+from sgl_elastic import errors, wire
+from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
+from sgl_elastic.memory import messages
+from sgl_elastic.memory.messages import Message, Pages, Reply, Usage
+from sgl_elastic.memory.runs import Run, Runs, Slots, move_runs
+from sgl_elastic.types import MemoryShape
+
+Answer = TypeVar("Answer", bound=Message)
+ImportedSpans = list[tuple[int, list[sgl_vmm.Handle]]]  # (first page position, its handles)
+
+
+class DeviceClient:
+    """One device's worker behind its socket. Safe for many threads; calls wait for each other.
+
+    `timeout_s` bounds every call that is not given another limit. Raises MemoryWorkerError if
+    nobody answers.
+    """
+
+    def __init__(self, path: Path | str, timeout_s: float) -> None:
+        self._path = Path(path)
+        self._timeout_s = timeout_s
+        self._backend: sgl_vmm.Backend | None = None  # all handles are of this one
+        self._lock = threading.RLock()
+        self._handles: dict[int, sgl_vmm.Handle] = {}  # by the worker's page id
+        self._channel, self.info = self._connect()
+
+    def close(self) -> None:
+        """Close the connection; imported pages stay."""
+        with self._lock:
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def hello(self) -> messages.Hello:
+        """Who answers: device, process, backend, page size, budget."""
+        return self._call(messages.AskHello(), messages.Hello)
+
+    def define(self, shape: MemoryShape) -> None:
+        """Tell the worker its regions; the same shape again is fine."""
+        self._call(messages.Define(shape), messages.Done)
+
+    def map_slots(self, slots: Slots, timeout_s: float | None = None) -> dict[str, Runs]:
+        """Pages behind slots, all or nothing. Returns the slots that had none before."""
+        answer = self._call(messages.MapSlots(_plain(slots)), messages.Changed, timeout_s)
+        return answer.slots
+
+    def unmap_slots(self, slots: Slots, timeout_s: float | None = None) -> dict[str, Runs]:
+        """Take pages back. Returns the slots that had some. Nobody may use them any more."""
+        answer = self._call(messages.UnmapSlots(_plain(slots)), messages.Changed, timeout_s)
+        return answer.slots
+
+    def mark_loaded(self, slots: Slots, *, is_loaded: bool = True) -> None:
+        """The content of mapped slots is valid, or no longer."""
+        self._call(messages.MarkLoaded(_plain(slots), is_loaded), messages.Done)
+
+    def copy_from(
+        self,
+        source: Path | str,
+        slots: Slots,
+        *,
+        verify: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[str, Runs]:
+        """Copy slots from the worker at `source`. Returns those that were not loaded before.
+
+        They must have pages here, and valid content there. Raises PeerCopyError when bytes did not
+        arrive; those slots then are not loaded.
+        """
+        request = messages.CopyFrom(str(source), _plain(slots), verify)
+        return self._call(request, messages.Changed, timeout_s).slots
+
+    def copy_kv(
+        self,
+        pairs: Iterable[tuple[int, int]],
+        source: Path | str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Copy token slots, (source, destination) pairs, in every KV region.
+
+        `source` is another worker's socket; "" = within the device, and then no slot may be both
+        source and destination.
+        """
+        request = messages.CopyKv(move_runs(pairs), str(source))
+        self._call(request, messages.Done, timeout_s)
+
+    def usage(self) -> Usage:
+        """What takes how much."""
+        return self._call(messages.AskUsage(), Usage)
+
+    def digest(self, region: str, slot: int) -> str:
+        """xxh3 of a slot's bytes, in hexadecimal."""
+        return self._call(messages.AskDigest(region, slot), messages.Digest).digest
+
+    def put_document(self, name: str, data: bytes) -> None:
+        """Keep bytes under a name, in place of what is there. At most MAX_DOCUMENT_BYTES."""
+        if len(data) > messages.MAX_DOCUMENT_BYTES:
+            raise MemoryWorkerError(
+                f"document {name!r} has {len(data)} bytes, at most {messages.MAX_DOCUMENT_BYTES} "
+                "are kept: split it"
+            )
+        self._call(messages.PutDocument(name, data), messages.Done)
+
+    def get_document(self, name: str) -> bytes:
+        """The bytes under a name. Raises MemoryWorkerError when there are none."""
+        return self._call(messages.GetDocument(name), messages.Document).data
+
+    def delete_document(self, name: str) -> None:
+        """Forget a document; harmless when there is none."""
+        self._call(messages.DeleteDocument(name), messages.Done)
+
+    def list_documents(self) -> tuple[str, ...]:
+        """All documents' names, ascending."""
+        return self._call(messages.ListDocuments(), messages.DocumentNames).names
+
+    def stop(self) -> None:
+        """Ask the worker to end; it has not ended yet when this returns."""
+        self._call(messages.Stop(), messages.Done)
+
+    def import_pages(
+        self,
+        backend: sgl_vmm.Backend,
+        slots: Slots,
+        *,
+        must_be_loaded: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[str, ImportedSpans]:
+        """The pages under slots, by region, as handles of this process's `backend`.
+
+        It is of the worker's kind and page size, and the same in every call. Handles stay imported,
+        one a page, until `forget_pages`. Raises MemoryWorkerError for slots without pages,
+        PeerCopyError for slots whose content is not valid (`must_be_loaded`).
+        """
+        request = messages.AskPages(_plain(slots), must_be_loaded)
+        spans: dict[str, ImportedSpans] = {name: [] for name in slots}
+        with self._lock:
+            for run in self._receive_pages(backend, request, timeout_s):
+                handles = [self._handle(page_id) for page_id in run.page_ids]
+                spans.setdefault(run.region, []).append((run.first, handles))
+        return spans
+
+    def import_scratch(self, backend: sgl_vmm.Backend) -> sgl_vmm.Handle:
+        """The worker's scratch page as a handle of this process's `backend`."""
+        with self._lock:
+            [run] = self._receive_pages(backend, messages.AskScratch(), None)
+            return self._handle(run.page_ids[0])
+
+    def forget_pages(self) -> None:
+        """Destroy all imported handles, of which none may be mapped. Raises MemoryWorkerError."""
+        with self._lock:
+            handles, self._handles = self._handles, {}
+            self._channel.close()  # a new connection is sent all pages again
+            backend, self._backend = self._backend, None
+            if backend is None:
+                return
+            for handle in handles.values():
+                try:
+                    backend.destroy(handle)
+                except sgl_vmm.VmmError as error:
+                    raise MemoryWorkerError(f"cannot forget a page: {error}") from error
+
+    def _connect(self) -> tuple[wire.Channel[Reply], messages.Hello]:
+        channel = wire.Channel(
+            wire.connect(self._path, MemoryWorkerError, self._timeout_s),
+            messages.REPLIES,
+            peer=f"the memory worker at {self._path}",
+            failure=MemoryWorkerError,
+            timeout_s=self._timeout_s,
+        )
+        try:
+            return channel, _expect(channel.call(messages.AskHello()), messages.Hello)
+        except ElasticError:
+            channel.close()
+            raise
+
+    def _open_channel(self) -> wire.Channel[Reply]:
+        """The connection, made again if it broke. Raises MemoryWorkerError for another worker."""
+        if not self._channel.is_closed:
+            return self._channel
+        channel, info = self._connect()
+        if info.pid != self.info.pid:
+            channel.close()
+            raise MemoryWorkerError(
+                f"the memory worker at {self._path} was process {self.info.pid} and is {info.pid} "
+                "now: its memory is lost, start what used it again"
+            )
+        self._channel = channel
+        return channel
+
+    def _call(self, request: Message, kind: type[Answer], timeout_s: float | None = None) -> Answer:
+        with self._lock:
+            return _expect(self._open_channel().call(request, timeout_s), kind)
+
+    def _receive_pages(
+        self, backend: sgl_vmm.Backend, request: Message, timeout_s: float | None
+    ) -> list[messages.PageRun]:
+        """All parts of an answer; pages are imported as they come, so few descriptors are open."""
+        if self._backend not in (None, backend):
+            raise MemoryWorkerError("a client imports pages for one backend: make another client")
+        self._backend = backend
+        channel = self._open_channel()
+        channel.send(request, timeout_s=timeout_s)
+        runs: list[messages.PageRun] = []
+        is_last = False
+        while not is_last:
+            answer, fds = channel.receive(timeout_s)
+            with fds:
+                pages = _expect(answer, Pages)
+                try:
+                    for export in pages.exports:
+                        self._import(backend, export, fds)
+                except (ElasticError, sgl_vmm.VmmError, OSError) as error:
+                    channel.close()  # parts that nobody will read may follow
+                    raise MemoryWorkerError(f"cannot import a page: {error}") from error
+            runs.extend(pages.runs)
+            is_last = pages.is_last
+        return runs
+
+    def _import(
+        self, backend: sgl_vmm.Backend, export: messages.PageExport, fds: wire.ReceivedFds
+    ) -> None:
+        if export.page_id in self._handles:  # from an earlier connection; pages never change
+            return
+        fd = -1 if export.fd_index < 0 else fds.copy(export.fd_index)
+        exported = sgl_vmm.Exported(fd, export.key, export.num_bytes)
+        try:
+            self._handles[export.page_id] = backend.import_handle(exported)
+        except sgl_vmm.VmmError:
+            wire.ReceivedFds([fd]).close()
+            raise
+
+    def _handle(self, page_id: int) -> sgl_vmm.Handle:
+        if page_id not in self._handles:
+            self._channel.close()
+            raise WireError(f"the worker at {self._path} did not send page {page_id}")
+        return self._handles[page_id]
+
+
+def _expect(answer: Reply, kind: type[Answer]) -> Answer:
+    if isinstance(answer, messages.Failure):
+        raise _error_of(answer)
+    if not isinstance(answer, kind):
+        raise WireError(f"the worker answered {type(answer).__name__}, not {kind.__name__}")
+    return answer
+
+
+def _error_of(failure: messages.Failure) -> ElasticError:
+    error_class = getattr(errors, failure.error, None)
+    if isinstance(error_class, type) and issubclass(error_class, ElasticError):
+        return error_class(failure.text)
+    return MemoryWorkerError(f"{failure.error}: {failure.text}")
+
+
+def _plain(slots: Mapping[str, Sequence[Run]]) -> dict[str, tuple[Run, ...]]:
+    return {name: tuple(runs) for name, runs in slots.items()}

@@ -1,0 +1,320 @@
+"""The HMM's control plane: starts the devices' workers and does a plan's memory steps on them.
+
+    coordinator --> [Hmm] --DeviceClient--> worker of device 0, 1, ..  (CopyFrom: worker to worker)
+
+Undo takes back exactly what `execute` changed: pages that were there before a step stay. What a
+device was told to do is remembered until it is undone, unmapped, or `commit` says that it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from sgl_elastic.errors import ElasticError, MemoryWorkerError
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.messages import Usage
+from sgl_elastic.memory.runs import Runs, Slots, merge, subtract
+from sgl_elastic.memory.slots import expert_slots, kv_slots, trunk_slots
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
+
+logger = logging.getLogger(__name__)
+
+Changes = dict[str, Runs]  # slots, by region, that a step changed
+
+_POLL_S = 0.02
+_AFTER_THE_SWITCH = frozenset({StepKind.UNMAP_EXPERTS, StepKind.REMOVE_DEVICE})
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A running worker. `watch` is a connection of its own: long copies do not keep it waiting."""
+
+    process: subprocess.Popen[bytes]
+    client: DeviceClient
+    watch: DeviceClient
+
+
+class Hmm:
+    """All devices' memory. `execute` and `undo` are for one thread, the others for any.
+
+    `budget_bytes` has all devices that may ever be added. Sockets go to `directory`, which is made
+    with mode 0700. `timeout_s` bounds every call, `copy_timeout_s` those that copy or map pages,
+    `start_timeout_s` a worker's start. `verify_copies` compares the digests of all copied slots.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: Mapping[int, int],
+        *,
+        backend: str = "host",
+        page_bytes: int = 2 << 20,
+        timeout_s: float = 30.0,
+        copy_timeout_s: float = 600.0,
+        start_timeout_s: float = 120.0,
+        verify_copies: bool = False,
+    ) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory = directory
+        self._budget_bytes = dict(budget_bytes)
+        self._backend = backend
+        self._page_bytes = page_bytes
+        self._timeout_s = timeout_s
+        self._copy_timeout_s = copy_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._verify_copies = verify_copies
+        self._shape: MemoryShape | None = None
+        self._adapters: tuple[AdapterEntry, ...] = ()
+        self._workers: dict[int, _Worker] = {}
+        self._workers_lock = threading.Lock()  # starting and ending workers
+        self._changes: dict[Step, Changes] = {}  # what executed steps changed
+        self._actions: Mapping[StepKind, Callable[[Step], Changes]] = {
+            StepKind.ADD_DEVICE: self._add,
+            StepKind.MAP_TRUNK: lambda s: self._map(s, trunk_slots(self.shape())),
+            StepKind.MAP_EXPERTS: lambda s: self._map(s, self._experts(s)),
+            StepKind.MAP_KV: lambda s: self._map(s, kv_slots(self.shape(), s.num_tokens)),
+            StepKind.COPY_TRUNK: lambda s: self._copy(s, trunk_slots(self.shape())),
+            StepKind.COPY_EXPERTS: lambda s: self._copy(s, self._experts(s)),
+            StepKind.UNMAP_EXPERTS: self._unmap_experts,
+            StepKind.REMOVE_DEVICE: self._remove,
+        }
+
+    def shape(self) -> MemoryShape:
+        """What the model's memory looks like. Raises MemoryWorkerError before `define`."""
+        if self._shape is None:
+            raise MemoryWorkerError("the model's memory shape is not known yet: define it first")
+        return self._shape
+
+    def define(self, shape: MemoryShape) -> None:
+        """Tell all devices, later ones too, the regions. Another shape later is refused."""
+        if shape.page_bytes != self._page_bytes:
+            raise MemoryWorkerError(
+                f"the shape has pages of {shape.page_bytes} bytes, the workers of "
+                f"{self._page_bytes}: start them with the same"
+            )
+        for device_id in self.device_ids():
+            self.client(device_id).define(shape)
+        self._shape = shape
+
+    def adapters(self) -> tuple[AdapterEntry, ...]:
+        """The adapters whose experts go with the base's."""
+        return self._adapters
+
+    def set_adapters(self, adapters: tuple[AdapterEntry, ...]) -> None:
+        """From now on these; their pages are mapped and loaded by the engines' ranks."""
+        self._adapters = adapters
+
+    def device_ids(self) -> tuple[int, ...]:
+        """Devices that have a worker, ascending; dead ones too, until they are removed."""
+        return tuple(sorted(self._workers))
+
+    def budget_pages(self, device_id: int) -> int:
+        """The most pages of a device, added or not. Raises MemoryWorkerError for an unknown one."""
+        if device_id not in self._budget_bytes:
+            raise MemoryWorkerError(
+                f"device {device_id} has no memory budget; there are {sorted(self._budget_bytes)}"
+            )
+        return self._budget_bytes[device_id] // self._page_bytes
+
+    def socket_path(self, device_id: int) -> Path:
+        """Where the device's worker listens."""
+        return self._directory / f"device-{device_id}.sock"
+
+    def client(self, device_id: int) -> DeviceClient:
+        """The device's verbs. Raises MemoryWorkerError without a worker, or with a dead one."""
+        worker = self._workers.get(device_id)
+        if worker is None:
+            raise MemoryWorkerError(f"device {device_id} has no memory worker: add the device")
+        if worker.process.poll() is not None:
+            raise MemoryWorkerError(
+                f"the memory worker of device {device_id} ended with {worker.process.returncode}: "
+                "its memory is lost; remove the device, and see the log for the reason"
+            )
+        return worker.client
+
+    def usage(self) -> Mapping[int, Usage]:
+        """Usage of every device whose worker answers; never waits for a copy of whole regions."""
+        found: dict[int, Usage] = {}
+        for device_id, worker in sorted(dict(self._workers).items()):
+            try:
+                found[device_id] = worker.watch.usage()
+            except ElasticError as error:
+                logger.warning("no usage of device %d: %s", device_id, error)
+        return MappingProxyType(found)
+
+    def dead_workers(self) -> tuple[int, ...]:
+        """Devices whose worker has ended although nobody removed it."""
+        workers = sorted(dict(self._workers).items())
+        return tuple(d for d, worker in workers if worker.process.poll() is not None)
+
+    def add_device(self, device_id: int) -> bool:
+        """Start the device's worker; False if it has one. Raises MemoryWorkerError."""
+        with self._workers_lock:
+            if device_id in self._workers:
+                self.client(device_id)
+                return False
+            self._workers[device_id] = self._start(device_id)
+            return True
+
+    def remove_device(self, device_id: int) -> None:
+        """End the device's worker, dead or alive; harmless without one. Its memory is gone then."""
+        with self._workers_lock:
+            worker = self._workers.pop(device_id, None)
+            if worker is not None:
+                _end(worker.process, self._timeout_s)
+                worker.client.close()
+                worker.watch.close()
+            self.socket_path(device_id).unlink(missing_ok=True)
+        self._changes = {s: c for s, c in self._changes.items() if s.device_id != device_id}
+
+    def close(self) -> None:
+        """End all workers."""
+        for device_id in self.device_ids():
+            self.remove_device(device_id)
+
+    def map_placement(self, placement: Placement) -> None:
+        """The first placement: start its devices, and put pages behind all that it needs."""
+        for device_id in placement.device_ids:
+            experts = placement.experts_of(device_id)
+            kv_tokens = placement.kv_tokens_of(device_id)
+            self.execute(Step(StepKind.ADD_DEVICE, device_id))
+            self.execute(Step(StepKind.MAP_TRUNK, device_id))
+            self.execute(Step(StepKind.MAP_EXPERTS, device_id, expert_ids=experts))
+            self.execute(Step(StepKind.MAP_KV, device_id, num_tokens=kv_tokens))
+        self.commit()
+
+    def execute(self, step: Step) -> None:
+        """Do a step that is memory's; a second time does nothing. Raises StepFailedError's kin."""
+        action = self._actions.get(step.kind)
+        if action is None:
+            raise MemoryWorkerError(f"{step.kind} is a step of the engine, not of memory")
+        changes = action(step)
+        if step.kind in _AFTER_THE_SWITCH:
+            return
+        earlier = self._changes.get(step, {})
+        self._changes[step] = {
+            name: merge((*earlier.get(name, ()), *changes.get(name, ())))
+            for name in {**earlier, **changes}
+        }
+
+    def undo(self, step: Step) -> None:
+        """Take back what `execute` of this step changed; nothing if it was not executed.
+
+        On a worker that has died there is nothing to take back. Steps that run after the switch
+        have no undo: MemoryWorkerError.
+        """
+        if step.kind in _AFTER_THE_SWITCH:
+            raise MemoryWorkerError(f"{step.kind} on device {step.device_id} cannot be undone")
+        if step not in self._changes:
+            return
+        changes = self._changes[step]
+        if step.kind is StepKind.ADD_DEVICE:
+            if _STARTED in changes:
+                self.remove_device(step.device_id)
+        elif step.device_id not in self.dead_workers():
+            self._undo_slots(step, changes)
+        self._changes.pop(step, None)
+
+    def commit(self) -> None:
+        """What was executed stands: a later undo of the same steps takes nothing back."""
+        self._changes.clear()
+
+    def _add(self, step: Step) -> Changes:
+        return {_STARTED: ()} if self.add_device(step.device_id) else {}
+
+    def _remove(self, step: Step) -> Changes:
+        self.remove_device(step.device_id)
+        return {}
+
+    def _map(self, step: Step, slots: Slots) -> Changes:
+        return self.client(step.device_id).map_slots(slots, self._copy_timeout_s)
+
+    def _copy(self, step: Step, slots: Slots) -> Changes:
+        self.client(step.source_id)  # a dead source is named as such
+        return self.client(step.device_id).copy_from(
+            self.socket_path(step.source_id),
+            slots,
+            verify=self._verify_copies,
+            timeout_s=self._copy_timeout_s,
+        )
+
+    def _unmap_experts(self, step: Step) -> Changes:
+        slots = self._experts(step)
+        self.client(step.device_id).unmap_slots(slots, self._copy_timeout_s)
+        self._forget(step.device_id, slots)
+        return {}
+
+    def _undo_slots(self, step: Step, changes: Changes) -> None:
+        client = self.client(step.device_id)
+        if step.kind in (StepKind.COPY_TRUNK, StepKind.COPY_EXPERTS):
+            client.mark_loaded(changes, is_loaded=False)
+        else:
+            client.unmap_slots(changes, self._copy_timeout_s)
+            self._forget(step.device_id, changes)
+
+    def _forget(self, device_id: int, slots: Slots) -> None:
+        """Slots that are unmapped now are no longer what any earlier step changed."""
+        for step, changes in self._changes.items():
+            if step.device_id == device_id:
+                left = {name: subtract(c, slots.get(name, ())) for name, c in changes.items()}
+                self._changes[step] = {n: c for n, c in left.items() if c or n == _STARTED}
+
+    def _experts(self, step: Step) -> dict[str, Runs]:
+        return expert_slots(self.shape(), self._adapters, step.expert_ids)
+
+    def _start(self, device_id: int) -> _Worker:
+        budget_bytes = self.budget_pages(device_id) * self._page_bytes
+        path = self.socket_path(device_id)
+        path.unlink(missing_ok=True)  # of a worker that was killed
+        command = [sys.executable, "-m", "sgl_elastic.memory.worker"]
+        command += ["--socket", str(path), "--device-id", str(device_id)]
+        command += ["--backend", self._backend, "--page-bytes", str(self._page_bytes)]
+        command += ["--budget-bytes", str(budget_bytes), "--die-with-parent", str(os.getpid())]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        try:
+            client = self._wait_for(process, device_id)
+            worker = _Worker(process, client, DeviceClient(path, self._timeout_s))
+            if self._shape is not None:
+                client.define(self._shape)
+        except ElasticError:
+            _end(process, 0.0)
+            raise
+        return worker
+
+    def _wait_for(self, process: subprocess.Popen[bytes], device_id: int) -> DeviceClient:
+        """A client of the worker that has just been started, once it listens."""
+        path = self.socket_path(device_id)
+        deadline = time.monotonic() + self._start_timeout_s
+        while process.poll() is None and time.monotonic() < deadline:
+            if path.exists():
+                with suppress(MemoryWorkerError):  # it is there, but does not listen yet
+                    return DeviceClient(path, self._timeout_s)
+            time.sleep(_POLL_S)
+        outcome = f"ended with {process.returncode}" if process.poll() is not None else "is not up"
+        raise MemoryWorkerError(
+            f"the memory worker of device {device_id} {outcome} (limit {self._start_timeout_s:g} "
+            "s): its reason is in the log above"
+        )
+
+
+_STARTED = "(worker)"  # in the changes of ADD_DEVICE: this step started it
+
+
+def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """SIGTERM, then SIGKILL after `timeout_s`; returns when the process is gone."""
+    process.terminate()
+    try:
+        process.wait(max(timeout_s, 0.1))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,448 @@
+"""One device's memory: regions of slots over one pool of pages. Knows no process and no socket.
+
+    worker.py --> [DeviceMemory] --> regions (VirtualTensor each) --> pages of one pool (sgl_vmm)
+
+Pages are made when they are needed first and never destroyed: one that leaves a region waits in the
+pool for the next. So a page's id (its handle) means the same page as long as the process lives,
+and whoever imported it need not ask again. A page that is used again holds what was in it before.
+
+Not thread-safe: the worker holds one lock around it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import sgl_vmm
+import xxhash
+
+from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, StepFailedError
+from sgl_elastic.memory.messages import MAX_DOCUMENT_BYTES, MAX_DOCUMENTS, Move, Usage
+from sgl_elastic.memory.runs import (
+    Run,
+    Runs,
+    Slots,
+    describe,
+    intersect,
+    merge,
+    num_slots,
+    pages_under,
+    subtract,
+)
+from sgl_elastic.types import MemoryShape, Region, RegionKind
+
+PageSpans = Sequence[tuple[int, Sequence[sgl_vmm.Handle]]]  # (first page position, its handles)
+
+_PEEK_BYTES = 4 << 20  # a digest reads so much at a time
+
+
+@dataclass
+class _RegionState:
+    """A region's addresses, and which of its slots have pages and valid content."""
+
+    region: Region
+    tensor: sgl_vmm.VirtualTensor
+    mapped: Runs = ()
+    loaded: Runs = ()  # always within `mapped`
+
+
+class DeviceMemory:
+    """All memory of one device.
+
+    `budget_bytes` bounds the pages of all regions together; one more, the scratch page, is there
+    from the start. Raises MemoryWorkerError when the device cannot be opened.
+    """
+
+    def __init__(
+        self, backend_name: str, device_id: int, page_bytes: int, budget_bytes: int
+    ) -> None:
+        self._device_id = device_id
+        self._page_bytes = page_bytes
+        self._regions: dict[str, _RegionState] = {}
+        self._shape: MemoryShape | None = None
+        self.documents = Documents()
+        with self._named("opening it"):
+            self._backend = sgl_vmm.open_backend(
+                backend_name,
+                device_id=device_id,
+                page_bytes=page_bytes,
+                capacity_bytes=(budget_bytes // page_bytes + 1) * page_bytes,
+            )
+            self._pool = sgl_vmm.PagePool(
+                self._backend, page_bytes=page_bytes, budget_bytes=budget_bytes
+            )
+            self._scratch = self._make_scratch()
+
+    @property
+    def backend(self) -> sgl_vmm.Backend:
+        """The backend of all pages, for imports and exports."""
+        return self._backend
+
+    @property
+    def budget_pages(self) -> int:
+        """The most pages that all regions together can have."""
+        return self._pool.state().max_pages
+
+    @property
+    def scratch(self) -> sgl_vmm.Handle:
+        """A page that belongs to no region, zeroed at the start, for whoever is parked."""
+        return self._scratch
+
+    def define(self, shape: MemoryShape) -> None:
+        """Reserve all regions' addresses. Raises MemoryWorkerError for a second, other shape."""
+        if self._shape == shape:
+            return
+        if self._shape is not None:
+            raise MemoryWorkerError(
+                f"device {self._device_id} has another memory shape already: stop its worker, and "
+                "start one for each model"
+            )
+        _check_shape(shape, self._page_bytes)
+        with self._named("reserving addresses"):
+            self._regions = {
+                region.name: _RegionState(
+                    region, sgl_vmm.VirtualTensor(self._pool, region.num_slots, region.slot_bytes)
+                )
+                for region in shape.regions
+            }
+        self._shape = shape
+
+    def map_slots(self, slots: Slots) -> dict[str, Runs]:
+        """Put pages behind slots, all or nothing; content undefined. Returns those that had none.
+
+        Raises MemoryWorkerError beyond the budget.
+        """
+        missing = [(state, subtract(runs, state.mapped)) for state, runs in self._checked(slots)]
+        done: list[tuple[_RegionState, Run]] = []
+        with self._named(f"mapping {_describe(missing)}"):
+            try:
+                for state, run in ((state, run) for state, runs in missing for run in runs):
+                    state.tensor.map_slots(*run)
+                    done.append((state, run))
+            except sgl_vmm.VmmError:
+                for state, run in reversed(done):
+                    with suppress(sgl_vmm.VmmError):  # the slots are unmapped all the same
+                        state.tensor.unmap_slots(*run)
+                raise
+        for state, runs in missing:
+            state.mapped = merge((*state.mapped, *runs))
+        return _changed(missing)
+
+    def unmap_slots(self, slots: Slots) -> dict[str, Runs]:
+        """Take pages back that no other mapped slot needs. Returns the slots that had pages."""
+        wanted = self._checked(slots)
+        present = [(state, intersect(runs, state.mapped)) for state, runs in wanted]
+        for state, runs in wanted:
+            state.mapped = subtract(state.mapped, runs)
+            state.loaded = subtract(state.loaded, runs)
+        with self._named(f"unmapping {_describe(wanted)}"):
+            for state, run in ((state, run) for state, runs in wanted for run in runs):
+                state.tensor.unmap_slots(*run)
+        return _changed(present)
+
+    def pages(self, slots: Slots, *, must_be_loaded: bool = False) -> dict[str, PageSpans]:
+        """For each region, the pages under its slots; an edge page that two share comes once.
+
+        Raises MemoryWorkerError for a slot without pages; with `must_be_loaded`, PeerCopyError for
+        one without valid content.
+        """
+        spans: dict[str, PageSpans] = {}
+        for state, runs in self._checked(slots):
+            self._check_mapped(state, runs)
+            unloaded = subtract(runs, state.loaded) if must_be_loaded else ()
+            if unloaded:
+                raise PeerCopyError(
+                    f"device {self._device_id} has no valid content in {state.region.name} "
+                    f"{describe(unloaded)}: load it, or copy from another device"
+                )
+            spans[state.region.name] = self._spans(state, runs)
+        return spans
+
+    def mark_loaded(self, slots: Slots, *, is_loaded: bool = True) -> None:
+        """The content of mapped slots is valid, or no longer. Raises MemoryWorkerError."""
+        wanted = self._checked(slots)
+        for state, runs in wanted:
+            self._check_mapped(state, runs)
+        for state, runs in wanted:
+            if is_loaded:
+                state.loaded = merge((*state.loaded, *runs))
+            else:
+                state.loaded = subtract(state.loaded, runs)
+
+    def is_loaded(self, region: str, slot: int) -> bool:
+        """Whether the slot's content is valid."""
+        [(state, runs)] = self._checked({region: [(slot, 1)]})
+        return not subtract(runs, state.loaded)
+
+    def not_loaded(self, slots: Slots) -> dict[str, Runs]:
+        """Those of the slots without valid content. Raises MemoryWorkerError if one has no page."""
+        wanted = self._checked(slots)
+        for state, runs in wanted:
+            self._check_mapped(state, runs)
+        return _changed([(state, subtract(runs, state.loaded)) for state, runs in wanted])
+
+    def copy_in(self, region: str, runs: Sequence[Run], source: PageSpans) -> None:
+        """Copy whole slots from a peer's imported pages, and mark them loaded.
+
+        `source` covers the pages of these slots, by the position they have in any such region.
+        Raises MemoryWorkerError for a slot without pages, PeerCopyError if the copy fails.
+        """
+        [(state, wanted)] = self._checked({region: runs})
+        self._check_mapped(state, wanted)
+        slot_bytes = state.region.slot_bytes
+        with (
+            self._named(f"copying {region} {describe(wanted)} from a peer", PeerCopyError),
+            PageWindow(self._backend, self._page_bytes, source) as window,
+        ):
+            for first, count in wanted:
+                offset, num_bytes = first * slot_bytes, count * slot_bytes
+                self._backend.copy(
+                    state.tensor.address + offset, window.address_of(offset), num_bytes
+                )
+        self.mark_loaded({region: wanted})
+
+    def kv_regions(self) -> tuple[str, ...]:
+        """Names of the KV regions."""
+        return tuple(name for name, s in self._regions.items() if s.region.kind is RegionKind.KV)
+
+    def copy_kv_rows(
+        self, moves: Sequence[Move], source: Mapping[str, PageSpans] | None = None
+    ) -> None:
+        """Copy token slots (source, destination, count) in every KV region.
+
+        `source` has, for each of them, a peer's imported pages; None = this device's own, and then
+        no slot may be source and destination at once. Raises MemoryWorkerError or PeerCopyError.
+        """
+        states = [self._regions[name] for name in self.kv_regions()]
+        sources = [(first, count) for first, _, count in moves]
+        targets = [(first, count) for _, first, count in moves]
+        self._check_moves(states, sources if source is None else [], targets)
+        with self._named("copying KV", PeerCopyError):
+            for state in states:
+                if source is None:
+                    self._copy_rows(state, moves, state.tensor.address)
+                    continue
+                spans = source[state.region.name]
+                with PageWindow(self._backend, self._page_bytes, spans) as window:
+                    self._copy_rows(state, moves, window.address_of(0))
+
+    def digest(self, region: str, slot: int) -> str:
+        """xxh3 (64 bits, hexadecimal) of a mapped slot's bytes. Raises MemoryWorkerError."""
+        [(state, runs)] = self._checked({region: [(slot, 1)]})
+        self._check_mapped(state, runs)
+        slot_bytes = state.region.slot_bytes
+        begin = state.tensor.address + slot * slot_bytes
+        hasher = xxhash.xxh3_64()
+        with self._named(f"reading {region} slot {slot}"):
+            for offset in range(0, slot_bytes, _PEEK_BYTES):
+                num_bytes = min(_PEEK_BYTES, slot_bytes - offset)
+                hasher.update(self._backend.peek(begin + offset, num_bytes))
+        return hasher.hexdigest()
+
+    def usage(self) -> Usage:
+        """What takes how much, at this moment."""
+        pool = self._pool.state()
+        resident = self._backend.resident_bytes
+        return Usage(
+            device_id=self._device_id,
+            page_bytes=self._page_bytes,
+            budget_pages=pool.max_pages,
+            used_pages=pool.num_used,
+            free_pages=pool.num_free,
+            peak_pages=pool.peak_used,
+            pages=self._by_kind({n: s.tensor.state().num_pages for n, s in self._regions.items()}),
+            mapped_slots=self._by_kind({n: num_slots(s.mapped) for n, s in self._regions.items()}),
+            loaded_slots=self._by_kind({n: num_slots(s.loaded) for n, s in self._regions.items()}),
+            document_bytes=self.documents.num_bytes,
+            resident_bytes=-1 if resident is None else resident,
+        )
+
+    def _make_scratch(self) -> sgl_vmm.Handle:
+        handle = self._backend.create(self._page_bytes)
+        with PageWindow(self._backend, self._page_bytes, [(0, [handle])]) as window:
+            for offset in range(0, self._page_bytes, _PEEK_BYTES):
+                zeros = bytes(min(_PEEK_BYTES, self._page_bytes - offset))
+                self._backend.poke(window.address_of(offset), zeros)
+        return handle
+
+    def _copy_rows(self, state: _RegionState, moves: Sequence[Move], base: int) -> None:
+        slot_bytes = state.region.slot_bytes
+        for source, target, count in moves:
+            self._backend.copy(
+                state.tensor.address + target * slot_bytes,
+                base + source * slot_bytes,
+                count * slot_bytes,
+            )
+
+    def _check_moves(
+        self, states: Sequence[_RegionState], sources: Sequence[Run], targets: Sequence[Run]
+    ) -> None:
+        """Raises MemoryWorkerError for slots that have no pages, or that are meant twice."""
+        if num_slots(merge(targets)) != num_slots(targets) or intersect(targets, sources):
+            raise MemoryWorkerError(
+                "KV cannot move to a slot twice, or to one that is also copied from: move in turns"
+            )
+        for state in states:
+            self._check_mapped(state, sources)
+            self._check_mapped(state, targets)
+
+    def _spans(self, state: _RegionState, runs: Runs) -> PageSpans:
+        with self._named(f"looking up {state.region.name}"):
+            handles = state.tensor.page_handles()
+        spans = []
+        for first, count in pages_under(runs, state.region.slot_bytes, self._page_bytes):
+            span = [handle for handle in handles[first : first + count] if handle is not None]
+            if len(span) != count:
+                raise MemoryWorkerError(f"{state.region.name} has lost a page: stop the worker")
+            spans.append((first, span))
+        return spans
+
+    def _checked(self, slots: Slots) -> list[tuple[_RegionState, Runs]]:
+        """Regions by name, with runs in order. Raises MemoryWorkerError for unknown ones."""
+        checked = []
+        for name, runs in slots.items():
+            state = self._regions.get(name)
+            if state is None:
+                raise MemoryWorkerError(
+                    f"device {self._device_id} has no region {name!r}: define the shape first"
+                )
+            beyond = subtract(runs, [(0, state.region.num_slots)])
+            if beyond:
+                raise MemoryWorkerError(
+                    f"{name} has {state.region.num_slots} slots, {describe(beyond)} are not among "
+                    "them"
+                )
+            checked.append((state, merge(runs)))
+        return checked
+
+    def _check_mapped(self, state: _RegionState, runs: Sequence[Run]) -> None:
+        unmapped = subtract(runs, state.mapped)
+        if unmapped:
+            raise MemoryWorkerError(
+                f"device {self._device_id} has no pages behind {state.region.name} "
+                f"{describe(unmapped)}: map them first"
+            )
+
+    def _by_kind(self, of_region: Mapping[str, int]) -> dict[str, int]:
+        counts = {kind.value: 0 for kind in RegionKind}
+        for name, count in of_region.items():
+            counts[self._regions[name].region.kind.value] += count
+        return counts
+
+    @contextmanager
+    def _named(
+        self, doing: str, error_class: type[StepFailedError] = MemoryWorkerError
+    ) -> Iterator[None]:
+        """Native errors get a class of ours, and say on which device they happened."""
+        try:
+            yield
+        except sgl_vmm.PoolExhaustedError as error:
+            raise MemoryWorkerError(
+                f"device {self._device_id} has no memory for {doing}: {error}; free some, or give "
+                "it a larger budget"
+            ) from error
+        except sgl_vmm.VmmError as error:
+            raise error_class(f"device {self._device_id} failed at {doing}: {error}") from error
+
+
+class PageWindow:
+    """Pages of somebody else, mapped for a moment, each at its position's distance from the others.
+
+    A context; at its end nothing is mapped, so that the handles can be destroyed. Positions may be
+    anywhere: only the addresses between the first and the last are reserved.
+    """
+
+    def __init__(self, backend: sgl_vmm.Backend, page_bytes: int, spans: PageSpans) -> None:
+        self._base = min((first for first, _ in spans), default=0)
+        end = max((first + len(handles) for first, handles in spans), default=1)
+        self._num_pages = end - self._base
+        self._page_bytes = page_bytes
+        self._spans = spans
+        self._range = sgl_vmm.AddressRange(
+            backend, self._num_pages * page_bytes, page_bytes=page_bytes
+        )
+
+    def address_of(self, offset: int) -> int:
+        """Where the byte with this offset into the region lies now; may be outside the window."""
+        return self._range.address + offset - self._base * self._page_bytes
+
+    def __enter__(self) -> Self:
+        try:
+            for first, handles in self._spans:
+                self._range.map(first - self._base, list(handles))
+        except sgl_vmm.VmmError:
+            self._range.unmap(0, self._num_pages)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._range.unmap(0, self._num_pages)
+
+
+class Documents:
+    """Bytes by name that outlive the engine that wrote them: KV directories, requests' states."""
+
+    def __init__(self) -> None:
+        self._documents: dict[str, bytes] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all documents."""
+        return sum(len(data) for data in self._documents.values())
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep `data` in place of what is there. Raises MemoryWorkerError beyond a cap."""
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise MemoryWorkerError(
+                f"document {name!r} has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are kept: "
+                "split it"
+            )
+        if name not in self._documents and len(self._documents) >= MAX_DOCUMENTS:
+            raise MemoryWorkerError(
+                f"there are {MAX_DOCUMENTS} documents already: delete some before {name!r}"
+            )
+        self._documents[name] = data
+
+    def get(self, name: str) -> bytes:
+        """The document. Raises MemoryWorkerError if there is none."""
+        if name not in self._documents:
+            raise MemoryWorkerError(f"there is no document {name!r}; there are {self.names()}")
+        return self._documents[name]
+
+    def delete(self, name: str) -> None:
+        """Forget it; harmless when there is none."""
+        self._documents.pop(name, None)
+
+    def names(self) -> tuple[str, ...]:
+        """All names, ascending."""
+        return tuple(sorted(self._documents))
+
+
+def _check_shape(shape: MemoryShape, page_bytes: int) -> None:
+    names = [region.name for region in shape.regions]
+    sizes = [min(region.num_slots, region.slot_bytes) for region in shape.regions]
+    if shape.page_bytes != page_bytes or len(set(names)) != len(names) or min(sizes, default=1) < 1:
+        raise MemoryWorkerError(
+            f"not a shape for pages of {page_bytes} bytes: it has pages of {shape.page_bytes}, "
+            "and regions need different names, slots and bytes"
+        )
+
+
+def _describe(slots: Sequence[tuple[_RegionState, Runs]]) -> str:
+    parts = [f"{state.region.name} {describe(runs)}" for state, runs in slots if runs]
+    more = ", .." if len(parts) > 3 else ""
+    return "; ".join(itertools.islice(parts, 3)) + more if parts else "nothing"
+
+
+def _changed(slots: Sequence[tuple[_RegionState, Runs]]) -> dict[str, Runs]:
+    return {state.region.name: runs for state, runs in slots if runs}

@@ -1,0 +1,77 @@
+"""Which slots of which regions hold what. Pure; the same answer for workers, engines and the plan.
+
+    shape, adapters, experts of a device --> [expert_slots, ..] --> Slots (region name -> runs)
+
+Base expert e is in slot e of each layer's EXPERT regions. The k-th expert of an adapter in a layer,
+by ascending id, is in slot M + adapter_slot * E_max + k, on the device of the base expert whose
+place it takes. KV of T tokens takes T + 1 slots: the first is the engine's padding row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sgl_elastic.memory.runs import Runs, of_slots
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, RegionKind
+
+
+def trunk_slots(shape: MemoryShape) -> dict[str, Runs]:
+    """All slots of the TRUNK regions."""
+    return {region.name: ((0, region.num_slots),) for region in shape.of_kind(RegionKind.TRUNK)}
+
+
+def kv_slots(shape: MemoryShape, num_tokens: int) -> dict[str, Runs]:
+    """KV slots for `num_tokens` tokens, the padding row with them; none for 0 tokens."""
+    if num_tokens <= 0:
+        return {}
+    return {region.name: ((0, num_tokens + 1),) for region in shape.of_kind(RegionKind.KV)}
+
+
+def expert_slots(
+    shape: MemoryShape, adapters: Sequence[AdapterEntry], expert_ids: Iterable[int]
+) -> dict[str, Runs]:
+    """Slots of base experts in all layers, and of the adapters' experts that go with them."""
+    experts = frozenset(expert_ids)
+    if not experts:
+        return {}
+    return {
+        region.name: of_slots((*experts, *_woven_slots(shape, adapters, region.layer_id, experts)))
+        for region in shape.of_kind(RegionKind.EXPERT)
+    }
+
+
+def adapter_slots(
+    shape: MemoryShape, adapter: AdapterEntry, expert_ids: Iterable[int]
+) -> dict[str, Runs]:
+    """Slots of one adapter's experts on a device that has the base experts `expert_ids`."""
+    experts = frozenset(expert_ids)
+    found = {
+        region.name: of_slots(_woven_slots(shape, [adapter], region.layer_id, experts))
+        for region in shape.of_kind(RegionKind.EXPERT)
+    }
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def placement_slots(
+    shape: MemoryShape, adapters: Sequence[AdapterEntry], placement: Placement, device_id: int
+) -> dict[str, Runs]:
+    """All that a rank on `device_id` sees: trunk, its experts, its KV."""
+    return {
+        **trunk_slots(shape),
+        **expert_slots(shape, adapters, placement.experts_of(device_id)),
+        **kv_slots(shape, placement.kv_tokens_of(device_id)),
+    }
+
+
+def _woven_slots(
+    shape: MemoryShape,
+    adapters: Sequence[AdapterEntry],
+    layer_id: int,
+    expert_ids: frozenset[int],
+) -> list[int]:
+    return [
+        shape.num_experts + adapter.adapter_slot * shape.slots_per_adapter + k
+        for adapter in adapters
+        for k, expert_id in enumerate(adapter.experts.get(layer_id, ()))
+        if expert_id in expert_ids
+    ]

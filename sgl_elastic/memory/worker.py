@@ -1,0 +1,366 @@
+"""The process that owns one device's memory, and outlives every engine that uses it.
+
+    DeviceClient --> Unix socket --> [one thread a connection] --lock--> DeviceMemory
+                                              |
+                                              +-- CopyFrom, CopyKv --> DeviceClient --> peer worker
+
+    python -m sgl_elastic.memory.worker --socket PATH --device-id 0 --budget-bytes N
+
+It ends by Stop, SIGTERM, or the death of the process named by --die-with-parent. Nothing a client
+does or fails to do ends it: whatever is not a request closes that client's connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sgl_vmm
+
+from sgl_elastic import wire
+from sgl_elastic.errors import ElasticError, MemoryWorkerError, PeerCopyError, WireError
+from sgl_elastic.memory import messages
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.device import DeviceMemory, PageSpans
+from sgl_elastic.memory.messages import Message, PageExport, PageRun, Pages, Request
+from sgl_elastic.memory.runs import Run, Runs
+from sgl_elastic.wire import Channel
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_TIMEOUT_S = 30.0  # for one message, once it has begun; between messages we wait for ever
+PEER_TIMEOUT_S = 30.0  # for each answer of a peer worker
+MAX_RUN_PAGES = 1 << 20  # pages in one part of an answer, so that it stays below the payload cap
+
+
+class Worker:
+    """Requests of all connections, over one DeviceMemory and its lock."""
+
+    def __init__(
+        self, memory: DeviceMemory, info: messages.Hello, stop: Callable[[], None]
+    ) -> None:
+        self._memory = memory
+        self._info = info
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._handlers: Mapping[type[Message], Callable[[Any], Message]] = {
+            messages.AskHello: lambda _: self._info,
+            messages.Define: self._define,
+            messages.MapSlots: lambda r: messages.Changed(memory.map_slots(r.slots)),
+            messages.UnmapSlots: lambda r: messages.Changed(memory.unmap_slots(r.slots)),
+            messages.MarkLoaded: self._mark_loaded,
+            messages.AskUsage: lambda _: memory.usage(),
+            messages.AskDigest: lambda r: messages.Digest(memory.digest(r.region, r.slot)),
+            messages.PutDocument: self._put_document,
+            messages.GetDocument: lambda r: messages.Document(memory.documents.get(r.name)),
+            messages.DeleteDocument: self._delete_document,
+            messages.ListDocuments: lambda _: messages.DocumentNames(memory.documents.names()),
+            messages.Stop: lambda _: messages.Done(),
+        }
+
+    def serve(self, channel: Channel[Request]) -> None:
+        """Answer one client until it leaves, or does what a client would not."""
+        sent_pages: set[int] = set()
+        try:
+            while True:
+                channel.wait()
+                request, fds = channel.receive()
+                fds.close()  # no request has any
+                self._serve_one(channel, request, sent_pages)
+        except WireError as error:
+            logger.warning("a connection is closed: %s", error)
+        except ElasticError as error:
+            logger.debug("a connection has ended: %s", error)
+        finally:
+            channel.close()
+
+    def _serve_one(self, channel: Channel[Request], request: Request, sent: set[int]) -> None:
+        if isinstance(request, messages.AskPages | messages.AskScratch):
+            self._send_pages(channel, request, sent)
+            return
+        channel.send(self._answer(request))
+        if isinstance(request, messages.Stop):
+            self._stop()
+
+    def _answer(self, request: Request) -> Message:
+        try:
+            if isinstance(request, messages.CopyFrom):
+                return messages.Changed(self._copy_from(request))
+            if isinstance(request, messages.CopyKv):
+                return self._copy_kv(request)
+            with self._lock:
+                return self._handlers[type(request)](request)
+        except ElasticError as error:
+            return _failure(error)
+
+    def _define(self, request: messages.Define) -> Message:
+        self._memory.define(request.shape)
+        return messages.Done()
+
+    def _mark_loaded(self, request: messages.MarkLoaded) -> Message:
+        self._memory.mark_loaded(request.slots, is_loaded=request.is_loaded)
+        return messages.Done()
+
+    def _put_document(self, request: messages.PutDocument) -> Message:
+        self._memory.documents.put(request.name, request.data)
+        return messages.Done()
+
+    def _delete_document(self, request: messages.DeleteDocument) -> Message:
+        self._memory.documents.delete(request.name)
+        return messages.Done()
+
+    def _copy_from(self, request: messages.CopyFrom) -> dict[str, Runs]:
+        """Never holds the lock while it waits for the peer: two workers may copy crosswise."""
+        with self._lock:
+            missing = self._memory.not_loaded(request.slots)
+        backend = self._memory.backend
+        with _peer_at(request.socket_path) as peer:
+            for region, runs in missing.items():
+                spans = peer.import_pages(backend, {region: runs}, must_be_loaded=True)[region]
+                with self._lock:
+                    self._memory.copy_in(region, runs, spans)
+                if request.verify:
+                    self._compare(peer, region, runs)
+        return missing
+
+    def _compare(self, peer: DeviceClient, region: str, runs: Sequence[Run]) -> None:
+        for slot in (slot for first, count in runs for slot in range(first, first + count)):
+            with self._lock:
+                ours = self._memory.digest(region, slot)
+            theirs = peer.digest(region, slot)
+            if ours != theirs:
+                with self._lock:
+                    self._memory.mark_loaded({region: runs}, is_loaded=False)
+                raise PeerCopyError(
+                    f"{region} slot {slot} is {ours} here and {theirs} at its source: check the "
+                    "link between the devices"
+                )
+
+    def _copy_kv(self, request: messages.CopyKv) -> Message:
+        if not request.socket_path:
+            with self._lock:
+                self._memory.copy_kv_rows(request.moves)
+            return messages.Done()
+        runs = [(first, count) for first, _, count in request.moves]
+        with _peer_at(request.socket_path) as peer:
+            spans = peer.import_pages(
+                self._memory.backend, dict.fromkeys(self._memory.kv_regions(), runs)
+            )
+            with self._lock:
+                self._memory.copy_kv_rows(request.moves, spans)
+        return messages.Done()
+
+    def _send_pages(
+        self,
+        channel: Channel[Request],
+        request: messages.AskPages | messages.AskScratch,
+        sent: set[int],
+    ) -> None:
+        try:
+            with self._lock:
+                runs, handles = self._pages(request)
+        except ElasticError as error:
+            channel.send(_failure(error))
+            return
+        new = [handle for page_id, handle in handles.items() if page_id not in sent]
+        parts = [new[i : i + wire.MAX_FDS] for i in range(0, len(new), wire.MAX_FDS)] or [[]]
+        for number, part in enumerate(parts):
+            is_last = number == len(parts) - 1
+            self._send_part(channel, runs if is_last else (), part, is_last)
+            sent.update(handle.value for handle in part)
+
+    def _pages(
+        self, request: messages.AskPages | messages.AskScratch
+    ) -> tuple[tuple[PageRun, ...], dict[int, sgl_vmm.Handle]]:
+        """Runs of pages, and each page's handle by its id."""
+        spans: Mapping[str, PageSpans]
+        if isinstance(request, messages.AskScratch):
+            spans = {"": [(0, [self._memory.scratch])]}
+        else:
+            spans = self._memory.pages(request.slots, must_be_loaded=request.must_be_loaded)
+        handles = {h.value: h for found in spans.values() for _, span in found for h in span}
+        if len(handles) > MAX_RUN_PAGES:
+            raise MemoryWorkerError(
+                f"{len(handles)} pages in one request, at most {MAX_RUN_PAGES}: ask by region"
+            )
+        runs = tuple(
+            PageRun(region, first, tuple(handle.value for handle in span))
+            for region, found in spans.items()
+            for first, span in found
+        )
+        return runs, handles
+
+    def _send_part(
+        self,
+        channel: Channel[Request],
+        runs: tuple[PageRun, ...],
+        handles: Sequence[sgl_vmm.Handle],
+        is_last: bool,
+    ) -> None:
+        fds = _SharedFds()
+        try:
+            try:
+                exports = tuple(self._export(handle, fds) for handle in handles)
+            except sgl_vmm.VmmError as error:
+                channel.send(_failure(MemoryWorkerError(f"cannot export a page: {error}")))
+                raise WireError(f"an answer could not be finished: {error}") from error
+            channel.send(Pages(runs, exports, is_last), fds.fds)
+        finally:
+            fds.close()
+
+    def _export(self, handle: sgl_vmm.Handle, fds: _SharedFds) -> PageExport:
+        exported = self._memory.backend.export_handle(handle)
+        index = fds.add(exported.fd)
+        return PageExport(handle.value, exported.key, exported.num_bytes, index)
+
+
+class _SharedFds:
+    """Descriptors to send, each file once: all pages of the host backend are in one file."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._index_of: dict[tuple[int, int], int] = {}
+
+    def add(self, fd: int) -> int:
+        """Takes `fd` (-1 = the backend needs none); returns its index in `fds`, or -1."""
+        if fd < 0:
+            return -1
+        info = os.fstat(fd)
+        file = (info.st_dev, info.st_ino)
+        # Vendors' descriptors are of one device node each, and yet of different pages.
+        if stat.S_ISREG(info.st_mode) and file in self._index_of:
+            os.close(fd)
+            return self._index_of[file]
+        self._index_of[file] = len(self.fds)
+        self.fds.append(fd)
+        return len(self.fds) - 1
+
+    def close(self) -> None:
+        """Close all of them; whoever received them has its own."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+@contextmanager
+def _peer_at(socket_path: str) -> Iterator[DeviceClient]:
+    """Another worker, whose pages are imported for a moment. Raises PeerCopyError if it is gone."""
+    try:
+        peer = DeviceClient(socket_path, PEER_TIMEOUT_S)
+        try:
+            yield peer
+        finally:
+            peer.forget_pages()
+            peer.close()
+    except MemoryWorkerError as error:
+        raise PeerCopyError(f"a copy from {socket_path} failed: {error}") from error
+
+
+class _Server:
+    """Accepts connections until it is told to stop or its parent is gone."""
+
+    def __init__(self, worker: Worker, listener: socket.socket, stop_fd: int, parent_fd: int):
+        self._worker = worker
+        self._listener = listener
+        self._poll = select.poll()
+        self._enders = {stop_fd, parent_fd} - {-1}
+        for fd in (listener.fileno(), *self._enders):
+            self._poll.register(fd, select.POLLIN)
+
+    def run(self) -> None:
+        """Returns when it is time to end."""
+        while True:
+            ready = {fd for fd, _ in self._poll.poll()}
+            if ready & self._enders:
+                return
+            try:
+                self._accept()
+            except (OSError, WireError) as error:
+                logger.warning("a connection is refused: %s", error)
+                time.sleep(0.05)  # out of descriptors, most likely: let some be closed
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        try:
+            wire.check_peer(sock)
+        except WireError:
+            sock.close()
+            raise
+        channel = Channel(
+            sock,
+            messages.REQUESTS,
+            peer="a client",
+            failure=MemoryWorkerError,
+            timeout_s=MESSAGE_TIMEOUT_S,
+        )
+        threading.Thread(target=self._worker.serve, args=(channel,), daemon=True).start()
+
+
+def _failure(error: ElasticError) -> messages.Failure:
+    return messages.Failure(type(error).__name__, str(error))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sgl_elastic.memory.worker", description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--device-id", type=int, required=True)
+    parser.add_argument("--backend", choices=("host", "cuda", "acl"), default="host")
+    parser.add_argument("--page-bytes", type=int, default=2 << 20)
+    parser.add_argument("--budget-bytes", type=int, required=True)
+    parser.add_argument("--die-with-parent", type=int, default=0, metavar="PID")
+    return parser.parse_args(argv)
+
+
+def _watch_parent(parent_pid: int) -> int:
+    """A descriptor that is readable when the parent is gone; -1 without one to watch.
+
+    Not PR_SET_PDEATHSIG: that fires at the end of the thread that started this process, and scales
+    start workers from threads that end.
+    """
+    if not parent_pid:
+        return -1
+    try:
+        fd = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        sys.exit(f"the parent, process {parent_pid}, is gone already")
+    if os.getppid() != parent_pid:
+        sys.exit(f"the parent is process {os.getppid()}, not {parent_pid}")
+    return fd
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve one device until told to stop."""
+    args = _parse(argv)
+    logging.basicConfig(format=f"memory worker {args.device_id}: %(message)s")
+    stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then stops us
+    signal.signal(signal.SIGTERM, lambda *_: os.eventfd_write(stop_fd, 1))
+    parent_fd = _watch_parent(args.die_with_parent)
+    try:
+        memory = DeviceMemory(args.backend, args.device_id, args.page_bytes, args.budget_bytes)
+        listener = wire.listen(args.socket)
+    except ElasticError as error:
+        sys.exit(f"memory worker {args.device_id}: {error}")
+    info = messages.Hello(
+        args.device_id, os.getpid(), args.backend, args.page_bytes, memory.budget_pages
+    )
+    worker = Worker(memory, info, stop=lambda: os.eventfd_write(stop_fd, 1))
+    _Server(worker, listener, stop_fd, parent_fd).run()
+    args.socket.unlink(missing_ok=True)
+    sys.stderr.flush()
+    os._exit(0)  # threads may be inside a copy; the system takes all memory back
+
+
+if __name__ == "__main__":
+    main()
