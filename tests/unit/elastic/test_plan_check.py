@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+import sgl_elastic.plan.check as checker
 from sgl_elastic.errors import PlanError
 from sgl_elastic.plan.check import check
 from sgl_elastic.plan.placement import place
@@ -134,9 +136,19 @@ BROKEN: dict[str, tuple[Callable[[], Plan], str]] = {
     ),
     "KV never mapped": (lambda: without(GOOD, StepKind.MAP_KV), "KV tokens at the switch"),
     "KV mapped twice": (lambda: first(GOOD, Step(StepKind.MAP_KV, 0, num_tokens=3)), "already"),
-    "KV grown where none is": (
+    "device added after the switch": (
         lambda: finally_(GOOD, Step(StepKind.ADD_DEVICE, 3)),
         "must not come after",
+    ),
+    "device forgotten": (
+        lambda: replace(GOOD, before=tuple(s for s in GOOD.before if s.device_id != 2)),
+        "device 2 is not there at the switch",
+    ),
+    "KV grown where none is": (
+        lambda: finally_(
+            last(GOOD, Step(StepKind.ADD_DEVICE, 3)), Step(StepKind.GROW_KV, 3, num_tokens=1)
+        ),
+        "no KV is mapped",
     ),
     "KV never grown": (lambda: without(GOOD, StepKind.GROW_KV), "do not end up"),
     "KV grown to less": (lambda: changed(GOOD, StepKind.GROW_KV, num_tokens=7), "200 tokens"),
@@ -165,6 +177,28 @@ def test_broken_plan_is_found(name: str) -> None:
     broken, message = BROKEN[name]
     with pytest.raises(PlanError, match=message):
         check(broken(), SHAPE, (), BUDGET)
+
+
+def test_what_the_old_instance_loses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if unmapping were allowed before the switch."""
+    monkeypatch.setattr(checker, "KINDS_BEFORE", frozenset(StepKind))
+    broken = last(GOOD, Step(StepKind.UNMAP_EXPERTS, 0, expert_ids=(0,)))
+    with pytest.raises(PlanError, match="device 0 has lost what the old instance needs"):
+        check(broken, SHAPE, (), BUDGET)
+
+
+def test_step_that_cannot_be_taken_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "KINDS_BEFORE", frozenset(StepKind))
+    extra: Any = {"device_id": 2, "expert_ids": (7,)}
+    broken = last(GOOD, Step(StepKind.MAP_EXPERTS, **extra), Step(StepKind.UNMAP_EXPERTS, **extra))
+    with pytest.raises(PlanError, match="cannot be taken back"):
+        check(broken, SHAPE, (), BUDGET)
+
+
+def test_undo_that_leaves_a_trace_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "after_undo", lambda state, step, kv_tokens: state)
+    with pytest.raises(PlanError, match="does not lead back"):
+        check(GOOD, SHAPE, (), BUDGET)
 
 
 def test_budget_is_checked_at_every_moment() -> None:
