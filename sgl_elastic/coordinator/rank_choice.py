@@ -229,7 +229,7 @@ class LoadBook:
         if missing or beyond:
             raise PlanError(
                 f"moving ranks by {dict(moves)} to {num_ranks} ranks: ranks {missing} have "
-                f"requests and go nowhere, ranks {beyond} do not exist. Give every old rank a new one."
+                f"requests and go nowhere, ranks {beyond} do not exist. Map every old rank."
             )
         self._loads = _empty(num_ranks, capacity_tokens)
         for rid, request in self._requests.items():
