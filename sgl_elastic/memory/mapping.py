@@ -37,12 +37,13 @@ class RegionMapping:
         self._regions: dict[str, Region] = {region.name: region for region in shape.regions}
         self._slots: dict[str, Runs] = dict.fromkeys(self._regions, ())  # attached ones
         self._pages: dict[str, Runs] = dict.fromkeys(self._regions, ())  # positions under them
+        self._scratch: sgl_vmm.Handle | None = None
         with _named("reserving addresses"):
             self._backend = sgl_vmm.open_backend(
                 backend_name,
                 device_id=device_id,
                 page_bytes=shape.page_bytes,
-                capacity_bytes=shape.page_bytes,  # it makes no pages of its own
+                capacity_bytes=shape.page_bytes,  # of its own it makes one page, for `park`
             )
             self._ranges = {
                 region.name: sgl_vmm.AddressRange(
@@ -67,9 +68,14 @@ class RegionMapping:
         """The slots that are attached, by region; empty while parked."""
         return {name: runs for name, runs in self._slots.items() if runs}
 
-    def park(self, client: DeviceClient) -> None:
-        """Put the scratch page behind every address, in place of what is mapped."""
-        scratch = client.import_scratch(self._backend)
+    def park(self, client: DeviceClient | None = None) -> None:
+        """Put one scratch page behind every address, in place of what is mapped.
+
+        The worker's, or without a client one of this process's own: an engine may be parked for
+        a device that has no worker yet. AscendCL maps own and imported pages in one reservation
+        only apart, so there a client is needed.
+        """
+        scratch = self._own_scratch() if client is None else client.import_scratch(self._backend)
         self._unmap_all()
         with _named("parking"):
             for found in self._ranges.values():
@@ -108,6 +114,12 @@ class RegionMapping:
                     self._ranges[name].unmap(*run)
             self._slots[name] = left
             self._pages[name] = needed
+
+    def _own_scratch(self) -> sgl_vmm.Handle:
+        if self._scratch is None:
+            with _named("making a scratch page"):
+                self._scratch = self._backend.create(self._page_bytes)
+        return self._scratch
 
     def detach(self) -> None:
         """Unmap everything; a stray read is a fault. `park` follows where one may come."""
