@@ -23,7 +23,8 @@ from sgl_elastic.engine.slots import ElasticSlots
 from sgl_elastic.errors import ElasticInternalError
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.mapping import RegionMapping
-from sgl_elastic.memory.runs import Runs, of_slots
+from sgl_elastic.memory.runs import Runs
+from sgl_elastic.memory.slots import expert_slots, kv_slots, trunk_slots
 from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
 from sgl_esft.config import required_config
 from sgl_esft.slot_layout import SlotLayout
@@ -36,8 +37,11 @@ _EXPERT_PARAMETER = re.compile(r"\.experts\.w(13|2)_weight$")
 class EngineMemory:
     """The memory of one rank; a sgl_esft page source while the model is built."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: EngineConfig, device: torch.device, on_woven: Callable[[], None]
+    ) -> None:
         self._config = config
+        self._on_woven = on_woven
         self._device = device
         self._layers: dict[int, tuple[Any, SlotLayout]] = {}
         self._slots: dict[int, ElasticSlots] = {}
@@ -67,6 +71,7 @@ class EngineMemory:
 
     def woven(self, manager: Any) -> None:
         self.manager = manager
+        self._on_woven()
 
     # ---- building ----
 
@@ -172,18 +177,12 @@ class EngineMemory:
         self, expert_ids: Iterable[int], kv_tokens: int, adapters: Iterable[AdapterEntry]
     ) -> dict[str, Runs]:
         """The slots that a placement gives this rank, by region."""
-        shape, experts = self._required_shape(), set(expert_ids)
-        wanted: dict[str, Runs] = {r.name: ((0, 1),) for r in shape.of_kind(RegionKind.TRUNK)}
-        for region in shape.of_kind(RegionKind.EXPERT):
-            slots = set(experts)
-            for adapter in adapters:
-                start = shape.num_experts + adapter.adapter_slot * shape.slots_per_adapter
-                ids = adapter.experts.get(region.layer_id, ())
-                slots.update(start + k for k, e in enumerate(ids) if e in experts)
-            wanted[region.name] = of_slots(slots)
-        for region in shape.of_kind(RegionKind.KV):
-            wanted[region.name] = ((0, kv_tokens + 1),)
-        return wanted
+        shape = self._required_shape()
+        return {
+            **trunk_slots(shape),
+            **expert_slots(shape, tuple(adapters), expert_ids),
+            **kv_slots(shape, kv_tokens),
+        }
 
     def note_mapped(self, wanted: dict[str, Runs]) -> None:
         """Tell the layers' books which slots have memory."""
@@ -191,7 +190,7 @@ class EngineMemory:
             runs = wanted.get(expert_region(layer_id, "w13"), ())
             slots.note({first + i for first, count in runs for i in range(count)})
 
-    def kv_slots(self, first: int, count: int) -> dict[str, Runs]:
+    def kv_run(self, first: int, count: int) -> dict[str, Runs]:
         """A run of token slots, in every KV region."""
         return {r.name: ((first, count),) for r in self._required_shape().of_kind(RegionKind.KV)}
 

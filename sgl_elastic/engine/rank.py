@@ -31,7 +31,7 @@ from sgl_elastic.engine.memory import EngineMemory
 from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import messages as m
 from sgl_elastic.memory.client import DeviceClient
-from sgl_elastic.memory.runs import Runs
+from sgl_elastic.memory.runs import Runs, move_runs
 from sgl_elastic.types import AdapterEntry
 from sgl_esft.adapters import AdapterSource, PlacedAdapter
 
@@ -48,7 +48,7 @@ class EngineRank:
     def __init__(self, config: EngineConfig, rank: int, device: torch.device) -> None:
         self.config = config
         self.rank = rank
-        self.memory = EngineMemory(config, device)
+        self.memory = EngineMemory(config, device, self._woven)
         self.attached: m.Attach | None = None
         self._resumed: dict[str, m.RequestState] = {}
         self._channel = _connect(config)
@@ -66,11 +66,11 @@ class EngineRank:
 
     def map(self, instruction: m.Attach | m.Park) -> None:
         """Map real memory, or the scratch page."""
-        self._use_worker(instruction.socket)
         if isinstance(instruction, m.Park):
-            self.memory.required_mapping().park(self.memory.required_client())
+            self.memory.required_mapping().park()
             self.attached = None
             return
+        self._use_worker(instruction.socket)
         wanted = self._wanted(instruction)
         self.memory.required_mapping().attach(self.memory.required_client(), wanted)
         self.memory.note_mapped(wanted)
@@ -96,11 +96,25 @@ class EngineRank:
         return self.memory.slots_for(attach.expert_ids, attach.kv_tokens, adapters)
 
     def _use_worker(self, socket_path: str) -> None:
-        client = self.memory.client
-        if client is None:
+        """A connection for as long as the rank is attached: a device may leave and come back."""
+        if self.memory.client is None:
             self.memory.client = DeviceClient(Path(socket_path), timeout_s=_MEMORY_TIMEOUT_S)
 
+    def _leave_worker(self) -> None:
+        client, self.memory.client = self.memory.client, None
+        if client is not None:
+            client.forget_pages()
+            client.close()
+
     # ---- weaving ----
+
+    def _woven(self) -> None:
+        """The EsftManager is there: it loads the first adapters, or learns what is there."""
+        attach = self.attached
+        self.adopt_adapters()
+        if attach is not None and attach.must_load:
+            self.memory.manager.load_initial(sglang_api.initial_adapters())
+            self.report_adapters()
 
     def adopt_adapters(self) -> None:
         """The expert maps and the adapter table become what is mapped."""
@@ -132,6 +146,7 @@ class EngineRank:
         sglang_api.wake_on(scheduler, self._channel.fileno())
         if self.attached is not None:
             self._set_capacity(scheduler, self.attached.kv_tokens)
+        self._channel.send(m.Started())
 
     def poll(self, scheduler: Any) -> None:
         """Between two batches: do what was asked meanwhile, if anything."""
@@ -197,7 +212,8 @@ class EngineRank:
         self._resumed.clear()
         sglang_api.reset_prefix_cache(scheduler)
         sglang_api.set_free_slots(scheduler, torch.empty(0, dtype=torch.int64))
-        self.memory.required_mapping().park(self.memory.required_client())
+        self.memory.required_mapping().park()
+        self._leave_worker()
         self.attached = None
         self.adopt_adapters()
 
@@ -216,7 +232,8 @@ class EngineRank:
 
     def _copy_kv(self, pairs: list[tuple[int, int]], source_socket: str = "") -> None:
         if pairs:
-            self.memory.required_client().copy_kv(pairs, source_socket)
+            source = source_socket or None
+            self.memory.required_client().copy_kv(move_runs(pairs), source)
 
     def _set_capacity(self, scheduler: Any, num_tokens: int) -> None:
         sglang_api.set_kv_capacity(scheduler, num_tokens)
@@ -229,7 +246,7 @@ class EngineRank:
             return 0
         num_moved = handover.compact(scheduler, num_tokens, self._copy_kv)
         self._set_capacity(scheduler, num_tokens)
-        lost = self.memory.kv_slots(num_tokens + 1, old - num_tokens)
+        lost = self.memory.kv_run(num_tokens + 1, old - num_tokens)
         self.memory.required_mapping().shrink(lost)
         self.memory.required_client().unmap_slots(lost)
         self._note_capacity(num_tokens)
@@ -239,7 +256,7 @@ class EngineRank:
         old = sglang_api.kv_capacity(scheduler)
         if num_tokens <= old:
             return 0
-        gained = self.memory.kv_slots(old + 1, num_tokens - old)
+        gained = self.memory.kv_run(old + 1, num_tokens - old)
         self.memory.required_client().map_slots(gained)
         self.memory.required_mapping().extend(self.memory.required_client(), gained)
         sglang_api.set_kv_capacity(scheduler, num_tokens)

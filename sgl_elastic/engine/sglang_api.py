@@ -7,7 +7,7 @@ called or set.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from sglang.srt.model_loader.loader import (
     post_load_weights,
     set_default_torch_dtype,
 )
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_lora, get_parallel
 
 from sgl_elastic.errors import ElasticInternalError
 
@@ -231,9 +231,6 @@ def resume_paused(scheduler: Any) -> None:
     scheduler._engine_paused = False
 
 
-def adapter_manager(runner: Any) -> Any:
-    """What sits in LoRA's seat on this rank."""
-    return runner.lora_manager
-
-
-Original = Callable[..., Any]
+def initial_adapters() -> list[Any]:
+    """The LoRARefs of the adapters the server was started with."""
+    return list(get_lora().lora_paths or ())

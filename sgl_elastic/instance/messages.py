@@ -1,7 +1,7 @@
 """What the instance manager and an engine's ranks say to each other (wire.py carries it).
 
     manager  --Attach, Detach, Activate, ResizeKv, Run, Exit-->  rank
-    rank     --Hello, Declared, Loaded, Frozen, Done, Failed-->  manager
+    rank     --Hello, Declared, Loaded, Started, Frozen, Done, Failed-->  manager
 
 Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64.
 """
@@ -71,10 +71,11 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Park(msgspec.Struct, frozen=True, tag=True):
-    """Map the scratch page everywhere: warm up without memory of one's own."""
+    """(while loading) Map the scratch page everywhere: warm up without a device's memory."""
 
-    socket: str
-    num_kv_tokens: int
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The rank's event loop begins."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -144,4 +145,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Exit
-FromRank = Hello | Declared | Loaded | Frozen | AdapterTable | Done | Failed
+FromRank = Hello | Declared | Loaded | Started | Frozen | AdapterTable | Done | Failed

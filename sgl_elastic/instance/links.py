@@ -1,0 +1,182 @@
+"""The instance manager's end of the ranks' connections.
+
+    ranks --Hello--> [RankServer] --> RankLink (instance, rank) --> manager.py
+                          '--AdapterTable--> on_adapters
+
+One thread accepts, one thread a rank reads; answers wait in the link until the manager takes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from sgl_elastic import wire
+from sgl_elastic.errors import ElasticError, EngineFailedError
+from sgl_elastic.instance import messages as m
+
+logger = logging.getLogger(__name__)
+
+_SEND_TIMEOUT_S = 10.0
+_DECODER: msgspec.msgpack.Decoder[m.FromRank] = msgspec.msgpack.Decoder(m.FromRank)
+Answer = TypeVar("Answer", bound=m.FromRank)
+
+
+class RankLink:
+    """One rank, as the manager talks to it. Thread-safe."""
+
+    def __init__(self, hello: m.Hello, channel: wire.Channel[m.FromRank]) -> None:
+        self.instance = hello.instance
+        self.rank = hello.rank
+        self.pid = hello.pid
+        self._channel = channel
+        self._lock = threading.Lock()  # a channel is one thread's at a time
+        self._inbox: queue.Queue[m.FromRank | ElasticError] = queue.Queue()
+
+    @property
+    def name(self) -> str:
+        """For messages to people."""
+        return f"rank {self.rank} of instance {self.instance}"
+
+    def send(self, message: m.ToRank) -> None:
+        """Raises EngineFailedError when the rank is gone."""
+        with self._lock:
+            self._channel.send(message)
+
+    def expect(self, kind: type[Answer], deadline: float) -> Answer:
+        """The next message, which must be of this kind, by `time.monotonic()` at `deadline`.
+
+        Raises EngineFailedError when the rank fails, dies, is late or says something else.
+        """
+        try:
+            message = self._inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except queue.Empty:
+            raise EngineFailedError(f"{self.name} gave no {kind.__name__} in time") from None
+        if isinstance(message, ElasticError):
+            self._inbox.put(message)  # every later call fails alike
+            raise EngineFailedError(f"{self.name}: {message}") from message
+        if isinstance(message, m.Failed):
+            raise EngineFailedError(f"{self.name}: {message.error}: {message.message}")
+        if not isinstance(message, kind):
+            raise EngineFailedError(
+                f"{self.name} sent {type(message).__name__}, not {kind.__name__}"
+            )
+        return message
+
+    def forget_answers(self) -> None:
+        """Drop what came too late for whoever waited."""
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(message, ElasticError):
+                self._inbox.put(message)
+                return
+
+    def close(self) -> None:
+        """End the connection; the rank then ends too."""
+        self._channel.close()
+
+    def read_all(self, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]) -> None:
+        """Read until the rank is gone."""
+        while True:
+            try:
+                self._channel.wait()
+                with self._lock:
+                    message, fds = self._channel.receive()
+            except (ElasticError, OSError, ValueError) as error:
+                self._inbox.put(EngineFailedError(str(error)))
+                return
+            fds.close()
+            if isinstance(message, m.AdapterTable):
+                on_adapters(self, message.adapters)
+            else:
+                self._inbox.put(message)
+
+
+class RankServer:
+    """Where ranks connect."""
+
+    def __init__(
+        self, path: Path, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]
+    ) -> None:
+        self._socket = wire.listen(path)
+        self._path = path
+        self._on_adapters = on_adapters
+        self._links: dict[tuple[str, int], RankLink] = {}
+        self._arrived = threading.Condition()
+        threading.Thread(target=self._accept_all, name="elastic-ranks", daemon=True).start()
+
+    def wait_for(
+        self, instance: str, num_ranks: int, deadline: float, is_alive: Callable[[], bool]
+    ) -> list[RankLink]:
+        """The instance's links, by rank. Raises EngineFailedError when they do not come."""
+        with self._arrived:
+            while True:
+                links = [self._links.get((instance, rank)) for rank in range(num_ranks)]
+                if all(links):
+                    return [link for link in links if link is not None]
+                if not is_alive():
+                    raise EngineFailedError(f"instance {instance} ended while it started")
+                if time.monotonic() > deadline:
+                    raise EngineFailedError(f"instance {instance} did not start in time")
+                self._arrived.wait(0.2)
+
+    def forget(self, instance: str) -> None:
+        """Close the instance's connections."""
+        with self._arrived:
+            for key in [key for key in self._links if key[0] == instance]:
+                self._links.pop(key).close()
+
+    def close(self) -> None:
+        """Close everything."""
+        self._socket.close()
+        with self._arrived:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+        self._path.unlink(missing_ok=True)
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            channel = wire.Channel(
+                sock,
+                _DECODER,
+                peer="an engine rank",
+                failure=EngineFailedError,
+                timeout_s=_SEND_TIMEOUT_S,
+            )
+            threading.Thread(
+                target=self._serve, args=(sock, channel), name="elastic-rank", daemon=True
+            ).start()
+
+    def _serve(self, sock: object, channel: wire.Channel[m.FromRank]) -> None:
+        try:
+            wire.check_peer(sock)  # type: ignore[arg-type]
+            hello, fds = channel.receive()
+            fds.close()
+        except ElasticError as error:
+            logger.warning("elastic: a connection was refused: %s", error)
+            channel.close()
+            return
+        if not isinstance(hello, m.Hello):
+            logger.warning("elastic: a rank began with %s", type(hello).__name__)
+            channel.close()
+            return
+        link = RankLink(hello, channel)
+        with self._arrived:
+            self._links[(hello.instance, hello.rank)] = link
+            self._arrived.notify_all()
+        link.read_all(self._on_adapters)

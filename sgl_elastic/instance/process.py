@@ -1,0 +1,132 @@
+"""`python -m sgl_elastic.instance.process`: one engine instance, unmodified SGLang with our hooks.
+
+    manager --spec (JSON, stdin)--> [this process: SGLang's DataParallelController]
+                                        '--> one scheduler process a rank
+
+Ranks send what they compute to the one detokenizer of the process that serves HTTP, whichever
+instance they belong to. When this process or a rank ends, all of them end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import sgl_esft  # noqa: F401 - its __init__ must run before sglang, in spawned children too
+from sgl_elastic.engine import config
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """What a supervisor needs to start its ranks."""
+
+    engine: str  # EngineConfig as JSON
+    sglang_argv: tuple[str, ...]
+    tokenizer_ipc: str
+    detokenizer_ipc: str
+    input_ipc: str  # where this instance's requests come from
+    nice: int = 0  # how far the instance stands back while it starts
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> InstanceSpec:
+        fields = json.loads(text)
+        return cls(**{**fields, "sglang_argv": tuple(fields["sglang_argv"])})
+
+
+def main() -> int:
+    """Run until killed, or until a rank dies. Returns the exit status."""
+    die_with_parent()
+    spec = InstanceSpec.from_json(sys.stdin.readline())
+    os.environ[config.VARIABLE] = spec.engine
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the front says when to end
+    return _run(spec)
+
+
+def die_with_parent() -> None:
+    """This process gets SIGKILL when its parent ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def _run(spec: InstanceSpec) -> int:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.engine import _set_envs_and_config
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+    from sglang.srt.utils.common import configure_logger
+
+    server_args = prepare_server_args(list(spec.sglang_argv))
+    server_args.resolve_once()
+    configure_logger(server_args)
+    _set_envs_and_config(server_args)
+    signal.signal(signal.SIGQUIT, _rank_failed)  # sent by a rank that hit an exception
+    server_args.check_server_args()
+    publish(server_args, role="dp_controller")
+    PortArgs.init_new = staticmethod(_port_args(spec, PortArgs, server_args))
+    controller = DataParallelController(
+        server_args, PortArgs.init_new(server_args), run_scheduler_process
+    )
+    controller.event_loop()
+    return 0
+
+
+def _rank_failed(signum: int, frame: FrameType | None) -> None:
+    os._exit(3)  # its children are killed with it
+
+
+def _port_args(spec: InstanceSpec, port_args: Any, first: Any) -> Any:
+    """In place of PortArgs.init_new: outputs go to the front, everything else stays in here."""
+
+    def init_new(
+        server_args: Any, dp_rank: int | None = None, worker_ports: list[int] | None = None
+    ) -> Any:
+        prefix = own_input = spec.input_ipc
+        if dp_rank is not None and worker_ports is not None:
+            own_input = f"tcp://127.0.0.1:{worker_ports[dp_rank]}"
+        elif _is_for_a_rank():
+            own_input = f"{prefix}.rank"
+        return port_args(
+            tokenizer_ipc_name=spec.tokenizer_ipc,
+            scheduler_input_ipc_name=own_input,
+            detokenizer_ipc_name=spec.detokenizer_ipc,
+            nccl_port=_free_port(),
+            rpc_ipc_name=f"{prefix}.rpc",
+            metrics_ipc_name=f"{prefix}.metrics",
+            tokenizer_worker_ipc_name=None,
+            decoupled_spec_ipc_config=None,
+            instance_id=json.loads(spec.engine)["instance"],
+        )
+
+    calls = iter([False])
+
+    def _is_for_a_rank() -> bool:
+        """SGLang asks once for the controller, then for each rank."""
+        return next(calls, True)
+
+    return init_new
+
+
+def _free_port() -> int:
+    from sgl_esft.launch.ports import pick_free_port
+
+    return pick_free_port()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
