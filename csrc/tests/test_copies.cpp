@@ -60,6 +60,19 @@ TEST(a_copy_moves_exactly_its_bytes_over_pages_edges) {
   });
 }
 
+// Read by the CPU, which asks no driver to wait.
+TEST(copies_and_pokes_are_done_when_they_return) {
+  for_each_vendor([](const Vendor& vendor) {
+    const BackendPtr backend = vendor.open();
+    const Address source = map_new(*backend);
+    const Address destination = map_new(*backend);
+    poke_pattern(*backend, source, 3, kTotal);
+    CHECK(!std::memcmp(bytes_at(source), pattern(3, kTotal), kTotal));
+    backend->copy(destination, source, kTotal);
+    CHECK(!std::memcmp(bytes_at(destination), pattern(3, kTotal), kTotal));
+  });
+}
+
 TEST(neighbours_in_one_range_are_copied) {
   for_each_backend([](const BackendPtr& backend) {
     const Address address = map_new(*backend);
