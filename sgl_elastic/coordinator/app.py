@@ -14,15 +14,17 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request
+from fastapi import APIRouter, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.schemas import (
+    MAX_BODY_BYTES,
     MAX_KEY_LENGTH,
     OPERATION_EXAMPLE,
     ScaleBody,
@@ -196,10 +198,11 @@ def add_routes(
 ) -> None:
     """Add ROUTES to an application, before those of the same path that it has.
 
+    Of a path that both have, the application's OpenAPI page goes on showing the former route.
     `list_instances` None shows the serving one only. `protect` marks an endpoint for the
     application's own access control.
     """
-    router = APIRouter(route_class=ElasticRoute, tags=["elastic"])
+    router = APIRouter(route_class=ElasticRoute, tags=["elastic"], max_body_size=MAX_BODY_BYTES)
     for route in ROUTES:
         router.add_api_route(
             route.path,

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 # Plans a request against the placement that serves. Raises BadScaleError, DoesNotFitError.
 MakePlan: TypeAlias = Callable[[ScaleRequest, Placement], Plan]
 Describe: TypeAlias = Callable[[Plan], dict[str, Any]]
-# Gets every snapshot, and the placement that serves; called in the scale's thread, never raises.
+# Gets every snapshot, and the placement that serves. Called in the scale's thread: it is quick,
+# raises nothing and submits nothing.
 Listener: TypeAlias = Callable[[Operation, Placement], None]
 
 ENGINE_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.GROW_KV})

@@ -50,18 +50,19 @@ class ScaleMetrics:
         self._experts = gauge("device_experts", "Routed experts of each layer.", "device")
         self._kv_tokens = gauge("device_kv_tokens", "KV capacity in tokens.", "device")
         self._shown: frozenset[int] = frozenset()  # devices with gauges
-        self._last_id = ""  # the operation whose steps were counted last
+        self._last: tuple[str, str] = ("", "")  # id and outcome of what was counted last
 
     def observe(self, operation: Operation, placement: Placement) -> None:
         """A listener of the coordinator."""
-        if not operation.finished:
+        outcome = (operation.operation_id, operation.state.value)
+        if not operation.finished or outcome == self._last:
             return
         self.set_placement(placement)
         self._operations.labels(operation.state.value).inc()
         # An operation that was degraded ends a second time, with steps that were counted.
-        if operation.operation_id != self._last_id:
-            self._last_id = operation.operation_id
+        if operation.operation_id != self._last[0]:
             self._count(operation)
+        self._last = outcome
 
     def _count(self, operation: Operation) -> None:
         for step in operation.steps:

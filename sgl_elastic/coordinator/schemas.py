@@ -15,6 +15,7 @@ from sgl_elastic.types import ScaleRequest
 MAX_DEVICES: Final = 1024
 MAX_KEY_LENGTH: Final = 128
 MAX_WAIT_S: Final = 3600.0
+MAX_BODY_BYTES: Final = 64 << 10  # every list full is below 16 KiB
 
 Size: TypeAlias = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 DeviceId: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]

@@ -1,0 +1,242 @@
+"""Fake memory, instances and front that record every call, keep a model, and fail where told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sgl_elastic.coordinator.coordinator import Clock, Coordinator, Patience
+from sgl_elastic.coordinator.operations import Journal
+from sgl_elastic.errors import StepFailedError
+from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_elastic.types import (
+    AdapterEntry,
+    MemoryShape,
+    Placement,
+    Plan,
+    Region,
+    RegionKind,
+    ScaleRequest,
+    Step,
+    StepKind,
+)
+
+OLD = Placement(device_ids=(0, 1), homes=(0, 0, 0, 1, 1, 1), kv_tokens=(100, 100))
+NEW = Placement(device_ids=(0, 1, 2), homes=(0, 0, 2, 1, 1, 2), kv_tokens=(150, 150, 120))
+BEFORE = (
+    Step(StepKind.ADD_DEVICE, 2),
+    Step(StepKind.MAP_TRUNK, 2),
+    Step(StepKind.MAP_KV, 2, num_tokens=120),
+    Step(StepKind.COPY_TRUNK, 2, source_id=0, num_bytes=10),
+    Step(StepKind.SHRINK_KV, 0, num_tokens=80),
+    Step(StepKind.MAP_EXPERTS, 2, expert_ids=(2, 5)),
+    Step(StepKind.COPY_EXPERTS, 2, source_id=1, expert_ids=(5,), num_bytes=4),
+)
+AFTER = (
+    Step(StepKind.UNMAP_EXPERTS, 0, expert_ids=(2,)),
+    Step(StepKind.GROW_KV, 0, num_tokens=150),
+    Step(StepKind.GROW_KV, 1, num_tokens=150),
+)
+PLAN = Plan(OLD, NEW, BEFORE, AFTER, peak_pages={}, final_pages={}, kv_moves={})
+
+SHAPE = MemoryShape(
+    page_bytes=4096,
+    num_experts=6,
+    max_adapters=0,
+    slots_per_adapter=0,
+    regions=(
+        Region("trunk", RegionKind.TRUNK, 1, 10000),
+        Region("experts.0", RegionKind.EXPERT, 6, 4096, layer_id=0),
+        Region("kv.0", RegionKind.KV, 100000, 64),
+    ),
+)
+
+Call = tuple[Any, ...]
+# Whether the call at this position, of this name, fails; the error, or None.
+Fault = Callable[[int, str], Exception | None]
+
+
+def never(_position: int, _name: str) -> None:
+    """No call fails."""
+
+
+def once(position: int) -> Fault:
+    """The call at `position` fails."""
+    return lambda at, name: StepFailedError(f"{name} failed") if at == position else None
+
+
+def always(name: str, first: int = 0) -> Fault:
+    """All calls of `name` fail, from position `first` on."""
+    return lambda at, n: StepFailedError(f"{n} failed") if n == name and at >= first else None
+
+
+class World:
+    """The three ports in one. A call that fails has changed nothing."""
+
+    def __init__(self, placement: Placement = OLD, fault: Fault = never) -> None:
+        self.fault = fault
+        self.calls: list[Call] = []
+        self.executed: list[Step] = []
+        self.kv = {d: placement.kv_tokens_of(d) for d in placement.device_ids}
+        first = Instance("i0", placement.device_ids, InstanceState.ACTIVE, placement)
+        self.instances = {"i0": first}
+        self.table: tuple[str, Placement] = ("i0", placement)
+        self.is_held = False
+        self.gate: Callable[[str], None] = lambda name: None
+        self._numbers = itertools.count(1)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Record a call; fail it if told so."""
+        position = len(self.calls)
+        self.calls.append((name, *args))
+        self.gate(name)
+        error = self.fault(position, name)
+        if error is not None:
+            raise error
+
+    def named(self, *names: str) -> list[Call]:
+        """The calls of these names, in order."""
+        return [call for call in self.calls if call[0] in names]
+
+    def state_of(self, instance: str) -> InstanceState:
+        return self.instances[instance].state
+
+    def active(self) -> list[str]:
+        return [n for n, each in self.instances.items() if each.state is InstanceState.ACTIVE]
+
+    def model(self) -> dict[str, Any]:
+        """All that a roll-back must bring back."""
+        holding = {n: e.placement for n, e in self.instances.items() if e.placement}
+        return {
+            "executed": list(self.executed),
+            "kv": dict(self.kv),
+            "active": self.active(),
+            "holding": holding,
+            "table": self.table,
+            "held": self.is_held,
+        }
+
+    def _move(self, name: str, to: InstanceState, placement: Placement | None = None) -> None:
+        self.instances[name] = self.instances[name].with_state(to, 0.0, placement)
+
+    # Memory
+    def shape(self) -> MemoryShape:
+        return SHAPE
+
+    def adapters(self) -> tuple[AdapterEntry, ...]:
+        return ()
+
+    def budget_pages(self, device_id: int) -> int:
+        return 60
+
+    def execute(self, step: Step) -> None:
+        self.call("execute", step)
+        if step not in self.executed:
+            self.executed.append(step)
+
+    def undo(self, step: Step) -> None:
+        self.call("undo", step)
+        if step in self.executed:
+            self.executed.remove(step)
+
+    # Instances
+    def serving(self) -> tuple[str, Placement]:
+        self.call("serving")
+        return self.table
+
+    def prepare(self, placement: Placement) -> str:
+        self.call("prepare", placement)
+        name = f"i{next(self._numbers)}"
+        self.instances[name] = Instance(name, placement.device_ids)
+        for state in (InstanceState.PARKED, InstanceState.ATTACHED, InstanceState.WARM):
+            self._move(name, state, placement)
+        return name
+
+    def cancel(self, instance: str) -> None:
+        self.call("cancel", instance)
+        self._move(instance, InstanceState.PARKED)
+
+    def freeze(self, instance: str) -> None:
+        self.call("freeze", instance)
+        self._move(instance, InstanceState.FROZEN)
+
+    def resume(self, instance: str) -> None:
+        self.call("resume", instance)
+        self._move(instance, InstanceState.ACTIVE)
+
+    def drain(self, instance: str, timeout_s: float) -> None:
+        self.call("drain", instance, timeout_s)
+        self._move(instance, InstanceState.DRAINING)
+
+    def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
+        self.call("activate", instance, old, dict(kv_moves))
+        assert self.state_of(old) is InstanceState.FROZEN
+        self._move(instance, InstanceState.ACTIVE)
+        placement = self.instances[instance].placement
+        assert placement is not None
+        self.kv = {d: placement.kv_tokens_of(d) for d in placement.device_ids}
+
+    def retire(self, instance: str) -> None:
+        self.call("retire", instance)
+        if self.state_of(instance) is not InstanceState.PARKED:
+            self._move(instance, InstanceState.PARKED)
+
+    def resize_kv(self, device_id: int, num_tokens: int) -> None:
+        self.call("resize_kv", device_id, num_tokens)
+        assert device_id in self.kv
+        self.kv[device_id] = num_tokens
+        name, placement = self.table
+        tokens = tuple(self.kv[d] for d in placement.device_ids)
+        self.table = (name, replace(placement, kv_tokens=tokens))
+
+    # Front
+    def hold(self) -> None:
+        self.call("hold")
+        self.is_held = True
+
+    def switch(self, instance: str, placement: Placement) -> None:
+        self.call("switch", instance, placement)
+        assert self.state_of(instance) is InstanceState.ACTIVE
+        self.table = (instance, placement)
+
+    def release(self) -> None:
+        self.call("release")
+        self.is_held = False
+
+
+class Ticks:
+    """A clock that moves a second each time it is read, and sleeps in no time."""
+
+    def __init__(self) -> None:
+        self._seconds = itertools.count(1)
+        self.slept: list[float] = []
+
+    def clock(self) -> Clock:
+        return Clock(
+            now=lambda: 1000.0 + next(self._seconds),
+            monotonic=lambda: float(next(self._seconds)),
+            sleep=self.slept.append,
+        )
+
+
+def make_coordinator(
+    world: World,
+    plan: Callable[[ScaleRequest, Placement], Plan] = lambda request, old: PLAN,
+    journal: Journal | None = None,
+    ticks: Ticks | None = None,
+) -> Coordinator:
+    """A coordinator over a world, with a plan that is always the same unless told otherwise."""
+    numbers = itertools.count(1)
+    return Coordinator(
+        world,
+        world,
+        world,
+        plan,
+        lambda made: {"copied_bytes": made.copied_bytes},
+        journal,
+        patience=Patience(attempts=3, first_pause_s=0.5, drain_timeout_s=7.0),
+        clock=(ticks or Ticks()).clock(),
+        new_id=lambda: f"op{next(numbers)}",
+    )

@@ -1,0 +1,211 @@
+"""Operations and their journal: snapshots, keys, a file cut short anywhere, a full disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sgl_elastic.coordinator import operations
+from sgl_elastic.coordinator.operations import (
+    ErrorRecord,
+    Journal,
+    Operation,
+    PhaseRecord,
+    StepRecord,
+    StepState,
+    read_journal,
+)
+from sgl_elastic.errors import (
+    ElasticConfigError,
+    KeyReusedError,
+    StepFailedError,
+    UnknownOperationError,
+)
+from sgl_elastic.types import OperationState, ScaleRequest, Step, StepKind
+
+STEP = Step(StepKind.COPY_EXPERTS, 2, source_id=1, expert_ids=(3, 4), num_bytes=99)
+REQUEST = ScaleRequest(dp_size=3, device_ids=(0, 1, 2), key="k")
+OPERATION = Operation(
+    "op",
+    REQUEST,
+    plan={"copied_bytes": 99, "links": [{"source_id": 1}]},
+    steps=(StepRecord.of(STEP), StepRecord.of(STEP)),
+    created_s=5.0,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+def life() -> Iterator[Operation]:
+    """The snapshots of one operation that succeeds."""
+    operation = OPERATION
+    yield operation
+    for phase in ("memory", "prepare", "switch", "retire", "after"):
+        operation = replace(operation.with_phase(phase), state=OperationState.RUNNING)
+        operation = replace(operation, switched=phase in ("retire", "after"))
+        yield operation
+        operation = operation.with_phase_ended(0.5)
+    yield replace(operation, state=OperationState.SUCCEEDED, finished_s=9.0)
+
+
+def test_snapshots_are_new_values() -> None:
+    later = OPERATION.with_step(1, StepState.DONE, 0.25).with_phase("memory").with_phase_ended(2.0)
+    assert OPERATION.steps[1].state is StepState.PENDING
+    assert later.steps[0] == OPERATION.steps[0]
+    assert later.steps[1] == replace(StepRecord.of(STEP), state=StepState.DONE, seconds=0.25)
+    assert later.phases == (PhaseRecord("memory", 2.0),)
+    assert (OPERATION.phase, later.phase) == ("pending", "memory")
+
+
+def test_json_has_only_what_json_has() -> None:
+    failed = replace(OPERATION, error=ErrorRecord.of(StepFailedError("no page")))
+    shown = json.loads(json.dumps(failed.to_json()))
+    assert shown["id"] == "op"
+    assert shown["state"] == "pending"
+    assert shown["error"] == {"type": "StepFailedError", "message": "no page"}
+    assert shown["steps"][0]["num_experts"] == 2
+    assert shown["request"]["device_ids"] == [0, 1, 2]
+
+
+def test_only_ended_states_are_finished() -> None:
+    ended = [s for s in OperationState if replace(OPERATION, state=s).finished]
+    assert ended == [
+        OperationState.SUCCEEDED,
+        OperationState.ROLLED_BACK,
+        OperationState.DEGRADED,
+    ]
+
+
+def test_a_file_gives_the_same_operations_again(path: Path) -> None:
+    journal = Journal(path)
+    for operation in life():
+        journal.record(operation)
+    again = Journal(path)
+    assert again.last(9) == journal.last(9)
+    assert again.recover(0.0) is None
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_file_cut_short_anywhere_gives_an_earlier_snapshot(path: Path) -> None:
+    snapshots = list(life())
+    journal = Journal(path)
+    for operation in snapshots:
+        journal.record(operation)
+    whole = path.read_bytes()
+    seen = []
+    for length in range(0, len(whole) + 1, 7):
+        path.write_bytes(whole[:length])
+        found = list(read_journal(path))
+        assert found == snapshots[: len(found)]
+        seen.append(len(found))
+    assert seen == sorted(seen)
+    assert set(seen) == set(range(len(snapshots)))
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_recover_closes_what_was_cut_off(path: Path, count: int) -> None:
+    snapshots = list(life())[:count]
+    journal = Journal(path)
+    for operation in snapshots:
+        journal.record(operation)
+    with path.open("ab") as file:
+        file.write(b'\n{"operation_id":"half')
+    closed = Journal(path).recover(77.0)
+    if snapshots[-1].finished:
+        assert closed is None
+        return
+    assert closed is not None
+    switched = snapshots[-1].switched
+    assert closed.state is (OperationState.DEGRADED if switched else OperationState.ROLLED_BACK)
+    assert closed.finished_s == 77.0
+    assert closed.error is not None
+    assert f"phase {snapshots[-1].phase} " in closed.error.message
+    assert Journal(path).get("op") == closed
+    assert Journal(path).recover(78.0) is None
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe", b"[]", b"{}", b'{"operation_id": 3}', b"{" * 99])
+def test_lines_of_garbage_are_passed_over(path: Path, garbage: bytes) -> None:
+    Journal(path).record(OPERATION)
+    path.write_bytes(garbage + b"\n" + path.read_bytes() + b"\n" + garbage)
+    assert Journal(path).last(9) == (OPERATION,)
+
+
+def test_a_full_disk_is_logged_and_stops_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(path)
+    real_write, room = operations.os.write, 40
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if len(data) > room:
+            real_write(descriptor, data[:room])
+            raise OSError(28, "No space left on device")
+        return real_write(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(operations.os, "write", write)
+        journal.record(OPERATION)
+    assert "No space left" in caplog.text
+    assert journal.get("op") == OPERATION
+    journal.record(replace(OPERATION, operation_id="op2"))
+    assert [each.operation_id for each in Journal(path).last(9)] == ["op2"]
+
+
+def test_a_path_that_cannot_be_used_is_named_at_the_start(tmp_path: Path) -> None:
+    for bad in (tmp_path, tmp_path / "missing" / "journal"):
+        with pytest.raises(ElasticConfigError, match=str(bad)):
+            Journal(bad)
+
+
+def test_only_the_last_operations_are_kept(path: Path) -> None:
+    journal = Journal(path, max_operations=3)
+    for number in range(70):
+        journal.record(replace(OPERATION, operation_id=f"op{number}"))
+        journal.record(replace(OPERATION, operation_id=f"op{number}", finished_s=1.0))
+    assert [each.operation_id for each in journal.last(9)] == ["op69", "op68", "op67"]
+    assert [each.operation_id for each in journal.last(2)] == ["op69", "op68"]
+    assert len(list(read_journal(path))) <= 3 * operations.MAX_LINES_PER_OPERATION
+    assert Journal(path, max_operations=3).last(9) == journal.last(9)
+    with pytest.raises(UnknownOperationError, match="op0"):
+        journal.get("op0")
+
+
+def test_keys(path: Path) -> None:
+    journal = Journal(path)
+    assert journal.find_key(REQUEST) is None
+    journal.record(OPERATION)
+    for each in (journal, Journal(path)):
+        assert each.find_key(REQUEST) == OPERATION
+        assert each.find_key(replace(REQUEST, key="")) is None
+        assert each.find_key(replace(REQUEST, key="other")) is None
+        with pytest.raises(KeyReusedError, match="op"):
+            each.find_key(replace(REQUEST, dp_size=4))
+
+
+def test_no_key_is_nobodys_key() -> None:
+    journal = Journal()
+    journal.record(replace(OPERATION, request=ScaleRequest(dp_size=3)))
+    assert journal.find_key(ScaleRequest(dp_size=3)) is None
+
+
+def test_wait_wakes_up_at_the_end_and_at_the_time_out() -> None:
+    journal = Journal()
+    journal.record(OPERATION)
+    assert not journal.wait("op", 0.01).finished
+    ended = replace(OPERATION, state=OperationState.SUCCEEDED)
+    timer = threading.Timer(0.02, journal.record, [ended])
+    timer.start()
+    assert journal.wait("op", 10.0) == ended
+    timer.join()
+    with pytest.raises(UnknownOperationError):
+        journal.wait("nobody", 0.0)

@@ -1,0 +1,126 @@
+"""Standbys: what is kept within a capacity, and what is likely to be wanted next."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_elastic.errors import ElasticConfigError
+from sgl_elastic.instance.standbys import Standbys, choose, likely_next
+
+device_ids = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True).map(tuple)
+configurations = st.lists(device_ids, max_size=6, unique=True)
+
+
+def test_least_recently_parked_goes_first() -> None:
+    table = Standbys(capacity_ranks=4)
+    table, gone = table.park((0,), "a")
+    assert gone == ()
+    table, gone = table.park((0, 1), "b")
+    assert gone == ()
+    table, gone = table.park((0, 1, 2), "c")
+    assert gone == ("a", "b")
+    assert table.parked == (((0, 1, 2), "c"),)
+    assert table.num_ranks == 3
+
+
+def test_a_second_instance_for_the_same_devices_takes_the_place() -> None:
+    table, _ = Standbys(capacity_ranks=4).park((0, 1), "a")
+    table, gone = table.park((0, 1), "b")
+    assert gone == ("a",)
+    assert table.find((0, 1)) == "b"
+    assert table.park((0, 1), "b") == (table, ())
+
+
+def test_take_needs_the_same_devices_in_the_same_order() -> None:
+    table, _ = Standbys(capacity_ranks=4).park((0, 1), "a")
+    assert table.take((1, 0)) == (table, None)
+    assert table.take((0, 1)) == (Standbys(4), "a")
+
+
+def test_what_is_larger_than_the_capacity_is_not_kept() -> None:
+    table, _ = Standbys(capacity_ranks=2).park((0,), "a")
+    assert table.park((0, 1, 2), "b") == (table, ("b",))
+    assert Standbys(capacity_ranks=0).park((0,), "a") == (Standbys(0), ("a",))
+
+
+def test_a_negative_capacity_is_refused() -> None:
+    with pytest.raises(ElasticConfigError, match="-1"):
+        Standbys(capacity_ranks=-1)
+
+
+@given(st.integers(0, 10), st.lists(device_ids, max_size=12))
+def test_capacity_holds_and_no_instance_is_lost(
+    capacity: int, parked: list[tuple[int, ...]]
+) -> None:
+    table, stopped = Standbys(capacity), set[str]()
+    for number, each in enumerate(parked):
+        table, gone = table.park(each, str(number))
+        stopped |= set(gone)
+        assert table.num_ranks <= capacity
+    kept = {name for _, name in table.parked}
+    assert kept | stopped == {str(number) for number in range(len(parked))}
+    assert kept & stopped == set()
+
+
+@pytest.mark.parametrize(
+    ("now", "max_devices", "expected"),
+    [
+        ((0, 1, 2), 8, [(0, 1, 2, 3), (0, 1), (0, 1, 2, 3, 4, 5), (0,)]),
+        ((0,), 8, [(0, 1)]),
+        ((0, 1), 2, [(0,)]),
+        ((0, 1), 3, [(0, 1, 2), (0,)]),
+        ((2, 5), 8, [(0, 2, 5), (2,), (0, 1, 2, 5)]),
+        ((0,), 1, []),
+    ],
+)
+def test_likely_next(
+    now: tuple[int, ...], max_devices: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert list(likely_next(now, max_devices)) == expected
+
+
+def test_likely_next_agrees_with_the_planner() -> None:
+    from sgl_elastic.plan.request import resolve
+    from sgl_elastic.types import Placement, ScaleRequest
+
+    for now in [(0, 1, 2), (1, 4), (3,)]:
+        placement = Placement(now, (now[0],), tuple(1 for _ in now))
+        for wanted in likely_next(now, 8):
+            assert resolve(ScaleRequest(dp_size=len(wanted)), placement, 8) == wanted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "have", "capacity", "start", "stop"),
+    [
+        ([(0, 1, 2), (0,)], [], 4, [(0, 1, 2), (0,)], []),
+        ([(0, 1, 2), (0,)], [], 3, [(0, 1, 2)], []),
+        ([(0, 1, 2), (0,)], [(0, 1)], 4, [(0, 1, 2), (0,)], [(0, 1)]),
+        ([(0, 1, 2), (0,)], [(0, 1)], 6, [(0, 1, 2), (0,)], []),
+        ([(0,)], [(0,)], 1, [], []),
+        # Of what nobody wants, the one used last stays.
+        ([(0,)], [(0, 1), (1, 2), (2, 3)], 5, [(0,)], [(0, 1)]),
+        ([(0, 1)], [(0,)], 0, [], [(0,)]),
+    ],
+)
+def test_choose(
+    wanted: list[tuple[int, ...]],
+    have: list[tuple[int, ...]],
+    capacity: int,
+    start: list[tuple[int, ...]],
+    stop: list[tuple[int, ...]],
+) -> None:
+    assert choose(wanted, have, capacity) == (tuple(start), tuple(stop))
+
+
+@given(configurations, configurations, st.integers(0, 20))
+def test_choose_stays_within_the_capacity_and_settles(
+    wanted: list[tuple[int, ...]], have: list[tuple[int, ...]], capacity: int
+) -> None:
+    start, stop = choose(wanted, have, capacity)
+    left = [each for each in have if each not in stop]
+    assert set(stop) <= set(have)
+    assert set(start) <= set(wanted) - set(have)
+    assert sum(map(len, [*left, *start])) <= capacity
+    assert choose(wanted, [*left, *start], capacity) == ((), ())
