@@ -269,36 +269,42 @@ TEST(a_threads_own_context_stays_its_own) {
   CHECK(current_after_copies(nullptr) == nullptr);
 }
 
-// A page that one thread unmaps while others copy from it: a copy is whole, or it is refused.
+// A page that one thread unmaps while others copy from it: a copy is whole, or it is refused. Large
+// pages, so that an unmap that did not wait would meet a copy.
 TEST(an_unmap_waits_for_copies) {
-  for_each_backend([](const BackendPtr& backend) {
-    const Handle page = backend->create(kPage);
-    const Address source = backend->reserve(kPage, kPage);
-    backend->map_run(source, kPage, {page});
-    poke_pattern(*backend, source, 11, kPage);
+  constexpr std::size_t kLarge = std::size_t{2} << 20;
+  const auto run = [](const BackendPtr& backend) {
+    const Handle pages[] = {backend->create(kLarge), backend->create(kLarge),
+                            backend->create(kLarge)};
+    Address at[3];
+    for (std::size_t i = 0; i < 3; ++i) {
+      at[i] = backend->reserve(kLarge, kLarge);
+      backend->map_run(at[i], kLarge, {pages[i]});
+    }
+    poke_pattern(*backend, at[0], 11, kLarge);
     std::atomic<int> num_running{2};
     std::atomic<int> num_wrong{0};
-    const auto copy_often = [&] {
-      const Address own = map_new(*backend, 1);
-      for (int i = 0; i < 200; ++i) {
+    const auto copy_often = [&](Address own) {
+      for (int i = 0; i < 100; ++i) {
         try {
-          backend->copy(own, source, kPage);
-          num_wrong += !holds(*backend, own, pattern(11, kPage), kPage);
+          backend->copy(own, at[0], kLarge);
+          num_wrong += !holds(*backend, own, pattern(11, kLarge), kLarge);
         } catch (const VmmError& error) {
           num_wrong += error.kind != ErrorKind::kInvalidArgument;
         }
       }
       --num_running;
     };
-    std::thread first(copy_often);
-    std::thread second(copy_often);
+    std::thread first(copy_often, at[1]);
+    std::thread second(copy_often, at[2]);
     while (num_running > 0) {
-      backend->unmap(source, kPage);
-      backend->map_run(source, kPage, {page});
+      backend->unmap(at[0], kLarge);
+      backend->map_run(at[0], kLarge, {pages[0]});
       std::this_thread::yield();
     }
     first.join();
     second.join();
     CHECK_EQ(num_wrong.load(), 0);
-  });
+  };
+  for_each_backend(run, kLarge);
 }
