@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from fastapi import APIRouter, FastAPI, Header, Query, Request
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
@@ -202,9 +202,10 @@ def add_routes(
     `list_instances` None shows the serving one only. `protect` marks an endpoint for the
     application's own access control.
     """
-    router = APIRouter(route_class=ElasticRoute, tags=["elastic"], max_body_size=MAX_BODY_BYTES)
-    for route in ROUTES:
-        router.add_api_route(
+    # Routes of the application itself, not an included router's: SGLang's access control asks each
+    # of `app.router.routes` for its endpoint, and an included router has none.
+    app.router.routes[:0] = [
+        ElasticRoute(
             route.path,
             protect(route.endpoint),
             methods=[route.method],
@@ -212,11 +213,11 @@ def add_routes(
             responses=route.responses,
             response_class=JSONResponse,
             operation_id=f"elastic_{route.method.lower()}_{route.endpoint.__name__}",
+            tags=["elastic"],
+            max_body_size=MAX_BODY_BYTES,
         )
-    former = len(app.router.routes)
-    app.include_router(router)
-    routes = app.router.routes
-    routes[:] = [*routes[former:], *routes[:former]]
+        for route in ROUTES
+    ]
     app.state.elastic = Backing(coordinator, list_instances or _only_serving(coordinator))
 
 

@@ -167,12 +167,13 @@ class Coordinator:
 
     def _start(self, operation: Operation, plan: Plan) -> None:
         self.journal.record(operation)
-        self._running = operation.operation_id
         progress = Progress(operation, self.journal, self._clock, self._announce)
         self._thread = threading.Thread(
             target=self._run, args=(progress, plan), name=operation.operation_id, daemon=True
         )
         self._thread.start()
+        # The thread cannot end before this: its end takes the lock that `submit` holds.
+        self._running = operation.operation_id
 
     def _run(self, progress: Progress, plan: Plan) -> None:
         """The thread of one operation: whatever happens, it finishes and the next may come."""
@@ -211,10 +212,9 @@ class Coordinator:
             undo(self._instances.resume, old)
             self._instances.activate(new, old, plan.kv_moves)
             stack.pop_all()
-            self._serving = (new, placement)
+            self._note_serving(new, placement)
             progress.switched()
             self._go_on(self._remaining(progress, old, new, placement, plan))
-            self._serving = (new, plan.new)
 
     def _remaining(
         self, progress: Progress, old: str, new: str, placement: Placement, plan: Plan
@@ -232,10 +232,14 @@ class Coordinator:
                         Task("after", partial(self._do, progress, first + number, step))
                         for number, step in enumerate(plan.after)
                     ),
+                    Task("after", partial(self._note_serving, new, plan.new)),
                 ]
             ),
         )
         return self._remainder
+
+    def _note_serving(self, instance: str, placement: Placement) -> None:
+        self._serving = (instance, placement)
 
     def _go_on(self, remainder: Remainder) -> None:
         """Do the tasks in order. Raises when one fails in every attempt; it and the rest stay."""

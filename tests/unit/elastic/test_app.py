@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.routing import Match
 from starlette.testclient import TestClient
 
 from sgl_elastic.coordinator.app import ROUTES, add_routes
@@ -317,3 +318,12 @@ def test_every_route_is_described_and_protected(site: Site) -> None:
     schema = site.client.get("/openapi.json").json()["components"]["schemas"]
     assert schema[body["$ref"].rpartition("/")[2]]["examples"]
     assert site.protected == [route.endpoint.__name__ for route in ROUTES]
+
+
+def test_access_control_finds_the_endpoints(site: Site) -> None:
+    """As SGLang 0.5.21 looks for them: the first of the application's routes that matches."""
+    for route in ROUTES:
+        scope = {"type": "http", "method": route.method, "path": route.path, "root_path": ""}
+        found = [each.matches(scope) for each in site.app.router.routes]
+        first = next(child for match, child in found if match is Match.FULL)
+        assert first["endpoint"] is route.endpoint
