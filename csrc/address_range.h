@@ -1,5 +1,5 @@
-// Reserved addresses in front of pages that belong to somebody else: another process's, imported, or
-// one page many times over.
+// Reserved addresses for pages that belong to somebody else: another process's, imported, or one
+// page many times over.
 //
 //   worker: virtual_tensor.h --page_handles, export--> engine: import --> [AddressRange] --> torch
 //

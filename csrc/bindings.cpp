@@ -127,7 +127,8 @@ PYBIND11_MODULE(sgl_vmm, m) {
       .def("map_run", &Backend::map_run, arg("address"), arg("page_bytes"), arg("handles"), release_gil())
       .def("export_handle", &Backend::export_handle, arg("handle"), release_gil())
       .def("import_handle", &Backend::import_handle, arg("exported"), release_gil())
-      .def("copy", &Backend::copy, arg("destination"), arg("source"), arg("num_bytes"), release_gil())
+      .def("copy", &Backend::copy, arg("destination"), arg("source"), arg("num_bytes"),
+           release_gil())
       .def("peek", &peek, arg("address"), arg("num_bytes"))
       .def("poke", &poke, arg("address"), arg("data"));
 

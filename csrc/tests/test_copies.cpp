@@ -132,7 +132,9 @@ TEST(a_page_without_access_is_not_copied) {
   const BackendPtr backend = cuda.open();
   const Address ok = map_new(*backend);
   const Address address = backend->reserve(2 * kPage, kPage);
-  for (const std::size_t i : {0, 1}) backend->map(address + i * kPage, kPage, backend->create(kPage));
+  for (const Address at : {address, address + kPage}) {
+    backend->map(at, kPage, backend->create(kPage));
+  }
   backend->set_access(address, kPage);
   backend->copy(address, ok, kPage);
   CHECK_THROWS(kInvalidArgument, backend->copy(address, ok, kPage + 1));
@@ -156,8 +158,9 @@ TEST(peek_and_poke_are_for_little) {
   constexpr std::size_t kBigPage = std::size_t{4} << 20;
   const BackendPtr host = open_host_pages(5, kBigPage);
   const Address address = host->reserve(5 * kBigPage, kBigPage);
-  for (std::size_t i = 0; i < 5; ++i) host->map(address + i * kBigPage, kBigPage, host->create(kBigPage));
-  host->set_access(address, 5 * kBigPage);
+  for (std::size_t i = 0; i < 5; ++i) {
+    host->map(address + i * kBigPage, kBigPage, host->create(kBigPage));
+  }
   const std::string most(kMaxPeekBytes, 'x');
   host->poke(address, most);
   CHECK_EQ(host->peek(address, kMaxPeekBytes).back(), std::uint8_t{'x'});
