@@ -15,7 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -60,7 +60,7 @@ class Remainder:
     """What an operation still has to do after its switch."""
 
     progress: Progress
-    tasks: deque[Task] = field(default_factory=deque)
+    tasks: deque[Task]
 
 
 class Coordinator:
@@ -211,32 +211,28 @@ class Coordinator:
             self._instances.freeze(old)
             undo(self._instances.resume, old)
             self._instances.activate(new, old, plan.kv_moves)
+            self._remainder = self._after_the_switch(progress, old, new, placement, plan)
             stack.pop_all()
-            self._note_serving(new, placement)
             progress.switched()
-            self._go_on(self._remaining(progress, old, new, placement, plan))
+            self._go_on(self._remainder)
 
-    def _remaining(
+    def _after_the_switch(
         self, progress: Progress, old: str, new: str, placement: Placement, plan: Plan
     ) -> Remainder:
         """All that follows the point of no return, in order."""
         first = len(plan.before)
-        self._remainder = Remainder(
-            progress,
-            deque(
-                [
-                    Task("switch", partial(self._front.switch, new, placement)),
-                    Task("switch", partial(self._release, progress)),
-                    Task("retire", partial(self._instances.retire, old)),
-                    *(
-                        Task("after", partial(self._do, progress, first + number, step))
-                        for number, step in enumerate(plan.after)
-                    ),
-                    Task("after", partial(self._note_serving, new, plan.new)),
-                ]
+        tasks = [
+            Task("switch", partial(self._note_serving, new, placement)),
+            Task("switch", partial(self._front.switch, new, placement)),
+            Task("switch", partial(self._release, progress)),
+            Task("retire", partial(self._instances.retire, old)),
+            *(
+                Task("after", partial(self._do, progress, first + number, step))
+                for number, step in enumerate(plan.after)
             ),
-        )
-        return self._remainder
+            Task("after", partial(self._note_serving, new, plan.new)),
+        ]
+        return Remainder(progress, deque(tasks))
 
     def _note_serving(self, instance: str, placement: Placement) -> None:
         self._serving = (instance, placement)
