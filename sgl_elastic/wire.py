@@ -173,7 +173,7 @@ class Channel(Generic[Received]):
             yield time.monotonic() + limit_s
         except TimeoutError as error:
             self.close()
-            raise self._failure(f"{self._peer} took longer than {limit_s:g} s {doing}") from error
+            raise self._failure(f"{self._peer} took longer than {limit_s:.3g} s {doing}") from error
         except OSError as error:
             self.close()
             raise self._failure(f"the connection to {self._peer} is lost: {error}") from error
@@ -249,6 +249,18 @@ class Channel(Generic[Received]):
             raise WireError(f"{self._peer} sent a message of no known type: {error}") from error
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory for sockets, mode 0700. Raises ElasticConfigError if it has another."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = directory.stat()
+    mode = stat.S_IMODE(info.st_mode)
+    if mode != 0o700 or info.st_uid != os.geteuid():
+        raise ElasticConfigError(
+            f"{directory} has mode {mode:04o} and owner {info.st_uid}; sockets need 0700 and owner "
+            f"{os.geteuid()}: chmod 700 it, or name another directory"
+        )
+
+
 def listen(path: Path, backlog: int = 64) -> socket.socket:
     """A listening socket at `path`, mode 0600, for this user alone.
 
@@ -256,8 +268,7 @@ def listen(path: Path, backlog: int = 64) -> socket.socket:
     another mode or owner, or when something is at `path` already.
     """
     _check_path(path)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(path.parent)
+    make_private(path.parent)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(str(path))
@@ -313,14 +324,4 @@ def _check_path(path: Path) -> None:
         raise ElasticConfigError(
             f"the socket path {path} has {num_bytes} bytes, Unix sockets take {_MAX_PATH_BYTES}: "
             "choose a shorter directory"
-        )
-
-
-def _check_private(directory: Path) -> None:
-    info = directory.stat()
-    mode = stat.S_IMODE(info.st_mode)
-    if mode != 0o700 or info.st_uid != os.geteuid():
-        raise ElasticConfigError(
-            f"{directory} has mode {mode:04o} and owner {info.st_uid}; sockets need 0700 and owner "
-            f"{os.geteuid()}: chmod 700 it, or name another directory"
         )

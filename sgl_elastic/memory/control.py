@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
@@ -48,8 +49,9 @@ class Hmm:
     """All devices' memory. `execute` and `undo` are for one thread, the others for any.
 
     `budget_bytes` has all devices that may ever be added. Sockets go to `directory`, which is made
-    with mode 0700. `timeout_s` bounds every call, `copy_timeout_s` those that copy or map pages,
-    `start_timeout_s` a worker's start. `verify_copies` compares the digests of all copied slots.
+    with mode 0700 (ElasticConfigError if it has another). `timeout_s` bounds every call,
+    `copy_timeout_s` those that copy or map pages, `start_timeout_s` a worker's start.
+    `verify_copies` compares the digests of all copied slots.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Hmm:
         start_timeout_s: float = 120.0,
         verify_copies: bool = False,
     ) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wire.make_private(directory)
         self._directory = directory
         self._budget_bytes = dict(budget_bytes)
         self._backend = backend

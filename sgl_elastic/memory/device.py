@@ -287,7 +287,7 @@ class DeviceMemory:
             raise MemoryWorkerError(
                 "KV cannot move to a slot twice, or to one that is also copied from: move in turns"
             )
-        for state in states:
+        for state in {state.mapped: state for state in states}.values():  # mostly all the same
             self._check_mapped(state, sources)
             self._check_mapped(state, targets)
 
