@@ -180,7 +180,8 @@ class AclBackend final : public Backend {
   const int device_id_;
   const std::size_t granularity_;
 
-  std::shared_mutex mutex_;  // held from each check of the table, over the vendor's call, to its record
+  // Held from each check of the table, over the vendor's call, to its record; shared by copies.
+  std::shared_mutex mutex_;
   MappingTable table_;
   // The vendor exports a handle once in a process and fails the second time. Guarded by mutex_.
   std::unordered_map<std::uint64_t, std::uint64_t> exported_keys_;

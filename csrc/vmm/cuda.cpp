@@ -172,7 +172,8 @@ class CudaBackend final : public Backend {
   const abi::MemAllocationProp prop_;
   const std::size_t granularity_;
 
-  std::shared_mutex mutex_;  // held from each check of the table, over the vendor's call, to its record
+  // Held from each check of the table, over the vendor's call, to its record; shared by copies.
+  std::shared_mutex mutex_;
   MappingTable table_;
 
   std::mutex context_mutex_;

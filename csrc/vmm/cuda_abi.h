@@ -2,7 +2,7 @@
 //
 //   cuda.cpp --> [cuda_abi.h] <-- checks/cuda_abi_check.cpp, against the vendor's cuda.h
 //
-// The function types carry the names that the linker knows, _v2 where cuda.h means that by the name.
+// The function types carry the names that the linker knows, _v2 where cuda.h means those.
 #pragma once
 
 #include <cstddef>

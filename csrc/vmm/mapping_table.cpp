@@ -148,7 +148,8 @@ void MappingTable::check_covered(Address address, std::size_t num_bytes) const {
     next = std::max(next, mapping->first + mapping->second.num_bytes);
   }
   if (end <= address || next < end) {  // at once: no bytes, or more than addresses
-    refuse(ErrorKind::kInvalidArgument, range_text(address, num_bytes) + " is not wholly mapped with access");
+    refuse(ErrorKind::kInvalidArgument,
+           range_text(address, num_bytes) + " is not wholly mapped with access");
   }
 }
 
