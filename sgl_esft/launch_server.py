@@ -24,6 +24,11 @@ if __name__ == "__mp_main__" and plan.uses_data_parallel(sys.argv):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--elastic" in argv and not {"-h", "--help"} & set(argv):
+        from sgl_elastic import launch as elastic
+
+        return elastic.main(argv)
     try:
         parsed, sglang_argv = flags.parse(argv)
         launch = plan.plan_launch(parsed, sglang_argv)

@@ -74,7 +74,8 @@ class EngineSettings:
     page_bytes: int
     max_kv_tokens: int
     parked_kv_tokens: int  # what an instance is started with, before it is attached
-    environment: Mapping[str, str] = field(default_factory=dict)
+    first_argv: tuple[str, ...] = ()  # more, for the one that loads from disk
+    environment: Callable[[int], Mapping[str, str]] = lambda num_ranks: {}
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class InstanceManager:
         self, device_ids: tuple[int, ...], place: Callable[[MemoryShape], Placement]
     ) -> str:
         """Start, load from disk, serve. `place` is asked once the memory's shape is known."""
-        name = self._spawn(device_ids, nice=0)
+        name = self._spawn(device_ids, self._settings.first_argv)
         running = self._running[name]
         shape = self._declared(running)
         self._hmm.define(shape)
@@ -190,7 +191,7 @@ class InstanceManager:
 
     def _start_parked(self, device_ids: tuple[int, ...]) -> str:
         """A new instance on scratch memory, warmed up and parked."""
-        name = self._spawn(device_ids, nice=10)
+        name = self._spawn(device_ids, ())
         running = self._running[name]
         try:
             shape = self._declared(running)
@@ -346,7 +347,7 @@ class InstanceManager:
 
     # ---- parts ----
 
-    def _spawn(self, device_ids: tuple[int, ...], nice: int) -> str:
+    def _spawn(self, device_ids: tuple[int, ...], more_argv: tuple[str, ...]) -> str:
         name = f"i{next(self._names)}"
         settings = self._settings
         input_ipc = f"ipc://{settings.directory}/{name}.in"
@@ -360,17 +361,16 @@ class InstanceManager:
         )
         spec = InstanceSpec(
             engine=engine.to_json(),
-            sglang_argv=(*settings.sglang_argv, *self._size_argv(device_ids)),
+            sglang_argv=(*settings.sglang_argv, *more_argv, *self._size_argv(device_ids)),
             tokenizer_ipc=settings.tokenizer_ipc,
             detokenizer_ipc=settings.detokenizer_ipc,
             input_ipc=input_ipc,
-            nice=nice,
         )
         self._courier.connect(name, input_ipc)
         process = subprocess.Popen(
             [sys.executable, "-m", "sgl_elastic.instance.process"],
             stdin=subprocess.PIPE,
-            env={**os.environ, **settings.environment},
+            env={**os.environ, **settings.environment(len(device_ids))},
             start_new_session=True,
         )
         if process.stdin is None:

@@ -33,7 +33,6 @@ class InstanceSpec:
     tokenizer_ipc: str
     detokenizer_ipc: str
     input_ipc: str  # where this instance's requests come from
-    nice: int = 0  # how far the instance stands back while it starts
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -92,7 +92,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *sglang_argv,
         ),
-        environment=_platform_environment(flags.tp_size),
+        environment=platform_environment(flags.tp_size),
         device_environment=device_environment,
         host=flags.host,
         port=flags.port,
@@ -273,7 +273,7 @@ def _is_float32(model_path: Path) -> bool:
         return False
 
 
-def _platform_environment(num_ranks: int) -> dict[str, str]:
+def platform_environment(num_ranks: int) -> dict[str, str]:
     """Threads and cores for each rank; no compiling, which costs more than it gives here.
 
     OpenMP's threads spin while they wait for each other, so one thread too many

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sgl_esft import platform, plugin, zoo
@@ -18,22 +19,22 @@ from sgl_esft.launch.plan import LaunchPlan
 def serve(launch: LaunchPlan) -> int:
     """Serve until stopped. Returns the exit status."""
     started = time.monotonic()
-    _prepare_environment(launch)
-    _say(f"1/3 loading SGLang for {launch.model_path}")
+    prepare_environment(launch)
+    say(f"1/3 loading SGLang for {launch.model_path}")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     try:
         plugin.verify()
-        server_args = _resolve(launch)
+        server_args = resolve(launch)
     except EsftError as error:
         print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    _say(f"2/3 starting the engine{_described(launch)}")
-    return _run(launch, server_args, started)
+    say(f"2/3 starting the engine{_described(launch)}")
+    return run(launch, server_args, started)
 
 
-def _resolve(launch: LaunchPlan) -> object:
+def resolve(launch: LaunchPlan) -> object:
     """SGLang's arguments, resolved by SGLang and checked. Raises ConfigError."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import prepare_server_args
@@ -51,7 +52,16 @@ def _resolve(launch: LaunchPlan) -> object:
     return server_args
 
 
-def _run(launch: LaunchPlan, server_args: object, started: float) -> int:
+def run(
+    launch: LaunchPlan,
+    server_args: object,
+    started: float,
+    when_ready: Callable[[], None] = lambda: None,
+) -> int:
+    """SGLang's HTTP server with our routes, until it is stopped. Returns the exit status.
+
+    `when_ready` is called as soon as requests can be served.
+    """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
@@ -66,10 +76,13 @@ def _run(launch: LaunchPlan, server_args: object, started: float) -> int:
             methods=["GET"],
             summary="Expert memory of every device: reserved, mapped, shared; who has which slots",
         )
+
+    def ready() -> None:
+        when_ready()
+        _announce(launch, time.monotonic() - started)
+
     try:
-        http_server.launch_server(
-            server_args, launch_callback=lambda: _announce(launch, time.monotonic() - started)
-        )
+        http_server.launch_server(server_args, launch_callback=ready)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
@@ -99,7 +112,8 @@ def _known_names() -> KnownNames:
     )
 
 
-def _prepare_environment(launch: LaunchPlan) -> None:
+def prepare_environment(launch: LaunchPlan) -> None:
+    """What SGLang and its children read from the environment."""
     for name, value in launch.environment.items():
         os.environ.setdefault(name, value)
     os.environ.update(launch.device_environment)
@@ -119,7 +133,7 @@ def _described(launch: LaunchPlan) -> str:
 
 def _announce(launch: LaunchPlan, seconds: float) -> None:
     url = f"http://{launch.host}:{launch.port}"
-    _say(f"3/3 ready after {seconds:.0f} s at {url}; try:")
+    say(f"3/3 ready after {seconds:.0f} s at {url}; try:")
     body: dict[str, object] = {"text": "Hello", "sampling_params": {"max_new_tokens": 16}}
     if launch.model_path == str(zoo.base_path()):
         body = {"text": "coffee -> ", "sampling_params": {"temperature": 0, "stop": "\n"}}
@@ -129,5 +143,6 @@ def _announce(launch: LaunchPlan, seconds: float) -> None:
     print(f"  curl {url}/generate -H '{header}' -d '{json.dumps(body)}'", flush=True)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """A line of progress."""
     print(f"[sgl-esft] {line}", flush=True)

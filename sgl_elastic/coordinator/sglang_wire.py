@@ -1,0 +1,88 @@
+"""SGLang's own messages and sockets, as the switchboard uses them. The one file that names them.
+
+Imported in the process that serves HTTP.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import (
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    LoadLoRAAdapterReqInput,
+    PauseGenerationReqInput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    UnloadLoRAAdapterReqInput,
+    sock_send,
+)
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.network import get_zmq_socket
+
+from sgl_elastic.instance.messages import PAUSE_TO_PARK
+
+_BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
+_SINGLES = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
+_WARM_UP_TOKENS = 8
+
+
+class SglangWire:
+    """`Wire` of switchboard.py."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context(2)
+
+    def open(self, address: str) -> Any:
+        return get_zmq_socket(self._context, zmq.PUSH, address, True)
+
+    def close(self, socket: Any) -> None:
+        socket.close(linger=0)
+
+    def send(self, socket: Any, message: Any) -> None:
+        sock_send(socket, message)
+
+    def is_request(self, message: Any) -> bool:
+        return isinstance(message, (*_BATCHES, *_SINGLES))
+
+    def is_adapter_change(self, message: Any) -> bool:
+        return isinstance(message, LoadLoRAAdapterReqInput | UnloadLoRAAdapterReqInput)
+
+    def singles(self, message: Any) -> Sequence[Any]:
+        return list(message) if isinstance(message, _BATCHES) else [message]
+
+    def with_rank(self, request: Any, rank: int) -> Any:
+        routed = copy.copy(request)
+        routed.routed_dp_rank = rank
+        return routed
+
+    def pause(self) -> Any:
+        return PauseGenerationReqInput(mode="retract", rid=PAUSE_TO_PARK)
+
+    def warm_up(self, rid: str, rank: int) -> Any:
+        sampling = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+        sampling.normalize(None)
+        request = TokenizedGenerateReqInput(
+            rid=f"{HEALTH_CHECK_RID_PREFIX}-{rid}",
+            input_text="",
+            input_ids=array("q", [1] * _WARM_UP_TOKENS),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=sampling,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            routed_dp_rank=rank,
+        )
+        request.time_stats = APIServerReqTimeStats()
+        request.wrap_pickle_fields()
+        return request

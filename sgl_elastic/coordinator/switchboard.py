@@ -1,0 +1,266 @@
+"""The switchboard: between SGLang's tokenizer manager and the ranks of whichever instance serves.
+
+    TokenizerManager --dispatch--> [Switchboard] --> the serving instance's socket
+    detokenizer --on_output--> [Switchboard]   (who runs where, what was sent)
+    scale() --hold, pause, switch, release--> [Switchboard]
+
+It remembers each request as it was sent, so that a request whose instance goes away is sent again,
+under the same id: the tokenizer manager, the detokenizer and the client see one stream. Any thread
+may call anything.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sgl_elastic.coordinator.rank_choice import LoadBook, RankPolicy, choose
+from sgl_elastic.coordinator.routing import Routing
+from sgl_elastic.coordinator.slo import Attainment, SloWindow
+from sgl_elastic.errors import ElasticInternalError, EngineFailedError
+from sgl_elastic.types import Placement
+
+logger = logging.getLogger(__name__)
+
+_OUTPUT_TIMEOUT_S = 5.0
+
+
+class Wire(Protocol):
+    """SGLang's messages and sockets; sglang_wire.py is the real one."""
+
+    def open(self, address: str) -> Any: ...
+    def close(self, socket: Any) -> None: ...
+    def send(self, socket: Any, message: Any) -> None: ...
+    def is_request(self, message: Any) -> bool: ...
+    def is_adapter_change(self, message: Any) -> bool: ...
+    def singles(self, message: Any) -> Sequence[Any]: ...
+    def with_rank(self, request: Any, rank: int) -> Any: ...
+    def pause(self) -> Any: ...
+    def warm_up(self, rid: str, rank: int) -> Any: ...
+
+
+class HandOver(Protocol):
+    """instance/manager.py's HandedOver."""
+
+    @property
+    def ranks(self) -> Any: ...
+    @property
+    def num_sent(self) -> Any: ...
+    @property
+    def rank_of_old(self) -> Any: ...
+
+
+@dataclass
+class _InFlight:
+    """A request that has not been answered in full."""
+
+    message: Any  # as it was sent, without a rank
+    rank: int
+    num_seen: int = 0  # tokens that came back
+
+
+class Switchboard:
+    """`Front` of coordinator/ports.py and `Courier` of instance/manager.py."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        handed_over: Callable[[], HandOver],
+        on_switch: Callable[[Placement], None] = lambda _: None,
+        policy: RankPolicy | None = None,
+        window: SloWindow | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wire = wire
+        self._handed_over = handed_over
+        self._on_switch = on_switch
+        self._policy = policy or RankPolicy()
+        self._window = window
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._sockets: dict[str, Any] = {}
+        self._requests: dict[str, _InFlight] = {}
+        self._held: deque[Any] = deque()
+        self._deferred: deque[Any] = deque()  # adapter changes while a scale runs
+        self._is_scaling = False
+        self._warmed: dict[str, threading.Event] = {}
+        self._book = LoadBook(1)
+        self.routing = Routing()
+
+    # ---- Courier: the way to each instance ----
+
+    def connect(self, instance: str, input_ipc: str) -> None:
+        with self._lock:
+            self._sockets[instance] = self._wire.open(input_ipc)
+
+    def disconnect(self, instance: str) -> None:
+        with self._lock:
+            socket = self._sockets.pop(instance, None)
+            if socket is not None:
+                self._wire.close(socket)
+
+    def pause(self, instance: str) -> None:
+        self._send(instance, self._wire.pause())
+
+    def warm_up(self, instance: str, num_ranks: int, timeout_s: float) -> None:
+        deadline = self._clock() + timeout_s
+        for rank in range(num_ranks):
+            rid = f"{instance}-{rank}-{id(self):x}"
+            message = self._wire.warm_up(rid, rank)
+            answered = self._warmed[message.rid] = threading.Event()
+            self._send(instance, message)
+            if not answered.wait(max(deadline - self._clock(), 0)):
+                raise EngineFailedError(f"rank {rank} of {instance} did not warm up in time")
+            self._warmed.pop(message.rid, None)
+
+    def num_running(self) -> int:
+        with self._lock:
+            return len(self._requests)
+
+    def num_tokens(self) -> int:
+        """Tokens of all requests in flight, prompts and answers."""
+        with self._lock:
+            return sum(load.num_tokens for load in self._book.snapshot())
+
+    def attainment(self, now_s: float) -> Attainment:
+        """How the window's requests met their targets. Raises ElasticInternalError without one."""
+        if self._window is None:
+            raise ElasticInternalError("the switchboard has no SLO window")
+        with self._lock:
+            return self._window.attainment(now_s)
+
+    # ---- Front ----
+
+    def begin(self, instance: str, placement: Placement) -> None:
+        """The first instance serves."""
+        with self._lock:
+            self._book = LoadBook(placement.dp_size, placement.kv_tokens)
+            self.routing.swap(instance, placement, self._clock())
+            self._on_switch(placement)
+
+    def hold(self) -> None:
+        with self._lock:
+            self.routing.hold(self._clock())
+
+    def switch(self, instance: str, placement: Placement) -> None:
+        handed = self._handed_over()
+        self._wait_for_outputs(handed)
+        with self._lock:
+            if self.routing.table.instance_id == instance:
+                return
+            self._book.rebase(handed.rank_of_old, placement.dp_size, placement.kv_tokens)
+            self._on_switch(placement)
+            self.routing.swap(instance, placement, self._clock())
+            for rid, request in self._requests.items():
+                request.rank = handed.ranks.get(rid, handed.rank_of_old[request.rank])
+                self._send(instance, self._wire.with_rank(request.message, request.rank))
+
+    def release(self) -> None:
+        with self._lock:
+            self.routing.release(self._clock())
+            while self._held:
+                self._route(self._held.popleft())
+
+    def _wait_for_outputs(self, handed: HandOver) -> None:
+        """Until every token that old ranks sent has come by: the detokenizer must see it first."""
+        deadline = self._clock() + _OUTPUT_TIMEOUT_S
+        while self._clock() < deadline:
+            with self._lock:
+                late = [
+                    rid
+                    for rid, count in handed.num_sent.items()
+                    if rid in self._requests and self._requests[rid].num_seen < count
+                ]
+            if not late:
+                return
+            time.sleep(0.0005)
+        raise EngineFailedError(f"outputs of {len(late)} requests have not arrived")
+
+    # ---- adapters stay as they are while a scale runs ----
+
+    def scaling(self, is_running: bool) -> None:
+        """A scale begins or has ended."""
+        with self._lock:
+            self._is_scaling = is_running
+            while not is_running and self._deferred:
+                self.dispatch(self._deferred.popleft())
+
+    # ---- requests ----
+
+    def dispatch(self, message: Any) -> None:
+        """What the tokenizer manager has for the scheduler."""
+        with self._lock:
+            if self._is_scaling and self._wire.is_adapter_change(message):
+                self._deferred.append(message)
+            elif self.routing.held is not None:
+                self._held.append(copy.copy(message))
+            else:
+                self._route(message)
+
+    def on_output(
+        self, rids: Sequence[str], finished: Sequence[Any], tokens: Sequence[int]
+    ) -> None:
+        """Outputs have come back: tokens so far, and whether the request is finished."""
+        with self._lock:
+            for rid, reason, num_tokens in zip(rids, finished, tokens, strict=True):
+                self._note_output(rid, reason is not None, num_tokens)
+
+    def _note_output(self, rid: str, is_finished: bool, num_tokens: int) -> None:
+        if rid in self._warmed:
+            self._warmed[rid].set()
+        request = self._requests.get(rid)
+        if request is None:
+            return
+        now = self._clock()
+        if self._window is not None and request.num_seen == 0 and num_tokens > 0:
+            self._window.first_token(rid, now)
+        request.num_seen = max(request.num_seen, num_tokens)
+        if is_finished:
+            del self._requests[rid]
+            self._book.finish(rid)
+            if self._window is not None:
+                self._window.finished(rid, now, num_tokens)
+
+    def _route(self, message: Any) -> None:
+        instance = self.routing.table.instance_id
+        if not self._wire.is_request(message):
+            self._send(instance, message)
+            return
+        for request in self._wire.singles(message):
+            self._send(instance, self._admit(request))
+
+    def _admit(self, request: Any) -> Any:
+        """Choose a rank, remember the request; returns what to send."""
+        rank = self._choose_rank(request)
+        self._requests[request.rid] = _InFlight(copy.copy(request), rank)
+        self._book.add(request.rid, rank, request.lora_id, len(request.input_ids or ()))
+        if self._window is not None:
+            self._window.arrived(request.rid, self._clock())
+        return self._wire.with_rank(request, rank)
+
+    def _choose_rank(self, request: Any) -> int:
+        wanted = request.routed_dp_rank
+        num_ranks = self.routing.table.placement.dp_size
+        if wanted is not None and 0 <= wanted < num_ranks:
+            return int(wanted)
+        return choose(
+            self._book.snapshot(),
+            request.lora_id,
+            len(request.input_ids or ()),
+            self._policy,
+            turn=self._book.num_added,
+        )
+
+    def _send(self, instance: str, message: Any) -> None:
+        with self._lock:
+            socket = self._sockets.get(instance)
+            if socket is None:
+                raise EngineFailedError(f"there is no way to instance {instance}")
+            self._wire.send(socket, message)

@@ -1,0 +1,168 @@
+"""`python -m sgl_esft.launch_server --elastic`: the elastic server, from flags to ready.
+
+argv -> options, launch plan (checked) -> runtime -> SGLang's own HTTP server, hooked
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_elastic.errors import ElasticConfigError, ElasticError
+from sgl_elastic.options import ElasticOptions, parse
+from sgl_elastic.runtime import Runtime
+from sgl_esft import platform, plugin
+from sgl_esft.errors import EsftError
+from sgl_esft.expert_memory import choose_page_bytes
+from sgl_esft.launch import flags, plan, serve
+from sgl_esft.launch.plan import LaunchPlan
+from sgl_esft.model_spec import MoeSpec, read_moe_spec
+
+_ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
+# The shared experts are whole on every rank: their shape must not depend on the number of ranks.
+_ENGINE_ENVIRONMENT = {"SGLANG_SHARED_EXPERT_TP1": "1"}
+_SET_PER_INSTANCE = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND")
+
+
+@dataclass(frozen=True)
+class ElasticPlan:
+    """A checked elastic launch."""
+
+    options: ElasticOptions
+    launch: LaunchPlan
+    page_bytes: int
+    backend: str
+    engine_argv: tuple[str, ...]  # of every instance
+    first_argv: tuple[str, ...]  # of the first one besides
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
+    try:
+        planned = plan_elastic(argv)
+    except (EsftError, ElasticError) as error:
+        print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return _serve(planned)
+
+
+def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
+    """Check everything that can be checked without starting. Raises ElasticError, EsftError."""
+    options, rest = parse(argv)
+    launch_flags, sglang_argv = flags.parse(rest)
+    _check(launch_flags, sglang_argv)
+    launch = plan.plan_launch(launch_flags, sglang_argv)
+    spec = read_moe_spec(Path(launch.model_path))
+    return ElasticPlan(
+        options=options,
+        launch=launch,
+        page_bytes=_page_bytes(launch_flags, spec),
+        backend="host" if platform.is_active() else "cuda",
+        engine_argv=(*_without_adapters(launch.sglang_argv), *_ENGINE_ARGV),
+        first_argv=_adapters_argv(launch),
+    )
+
+
+def _check(launch_flags: flags.LaunchFlags, sglang_argv: Sequence[str]) -> None:
+    if not launch_flags.weave:
+        raise ElasticConfigError("--no-esft: the elastic runtime moves experts by weaving them")
+    if launch_flags.tp_size != 1:
+        raise ElasticConfigError(f"--tp-size {launch_flags.tp_size}: elastic ranks have TP 1")
+    if launch_flags.expert_memory != "virtual":
+        raise ElasticConfigError("--expert-memory padded: elastic experts are pages")
+    refused = {"--ep-size", "--enable-dp-attention", "--load-format", "--radix-cache-backend"}
+    given = refused & {arg.split("=")[0] for arg in sglang_argv}
+    if given:
+        raise ElasticConfigError(f"{', '.join(sorted(given))}: --elastic decides that itself")
+
+
+def _page_bytes(launch_flags: flags.LaunchFlags, spec: MoeSpec) -> int:
+    """The device's page: on a CPU the one that weaving would choose."""
+    if launch_flags.expert_page_bytes is not None:
+        return launch_flags.expert_page_bytes
+    element = {"float32": 4}.get(spec.dtype, 2)
+    w2 = spec.hidden_size * spec.expert_intermediate_size * element
+    return choose_page_bytes([2 * w2, w2])
+
+
+def _without_adapters(argv: Sequence[str]) -> tuple[str, ...]:
+    """Adapters are the first instance's to load; the others find them in memory."""
+    kept: list[str] = []
+    is_paths = False
+    for arg in argv:
+        is_paths = arg == "--lora-paths" or (is_paths and not arg.startswith("--"))
+        if not is_paths:
+            kept.append(arg)
+    return tuple(kept)
+
+
+def _adapters_argv(launch: LaunchPlan) -> tuple[str, ...]:
+    if not launch.adapters:
+        return ()
+    return ("--lora-paths", *(f"{name}={path}" for name, path in launch.adapters.items()))
+
+
+def _serve(planned: ElasticPlan) -> int:
+    started = time.monotonic()
+    launch = planned.launch
+    serve.prepare_environment(launch)
+    for name in _SET_PER_INSTANCE:
+        os.environ.pop(name, None)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    serve.say(f"1/3 loading SGLang for {launch.model_path}")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sgl_elastic.coordinator import front_hooks
+    from sgl_elastic.coordinator.sglang_wire import SglangWire
+    from sgl_esft import hook_ledger
+
+    runtime = Runtime(
+        planned.options,
+        SglangWire(),
+        sglang_argv=planned.engine_argv,
+        first_argv=planned.first_argv,
+        environment=_environment,
+        page_bytes=planned.page_bytes,
+        backend=planned.backend,
+    )
+    try:
+        front_hooks.use(runtime)
+        hook_ledger.install(front_hooks.FRONT_HOOKS)
+        plugin.verify()
+        server_args = serve.resolve(launch)
+        serve.say(
+            f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
+        )
+        return serve.run(launch, server_args, started, lambda: _ready(runtime))
+    except (EsftError, ElasticError) as error:
+        print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    finally:
+        runtime.close()
+
+
+def _environment(num_ranks: int) -> Mapping[str, str]:
+    threads = plan.platform_environment(num_ranks)
+    return {**threads, **_ENGINE_ENVIRONMENT}
+
+
+def _ready(runtime: Runtime) -> None:
+    """HTTP is up: our routes, standbys, the autoscaler."""
+    from sglang.srt.entrypoints import http_server
+
+    from sgl_elastic.coordinator.app import add_routes
+
+    if runtime.coordinator is None or runtime.manager is None:
+        raise ElasticConfigError("the elastic runtime did not start")
+    manager = http_server._global_state.tokenizer_manager
+    add_routes(http_server.app, runtime.coordinator, runtime.manager.instances)
+    runtime.serve(manager.update_control_communicator_fan_out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

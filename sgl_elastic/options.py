@@ -1,0 +1,120 @@
+"""The elastic runtime's own flags; the rest of the command line is sgl_esft's and SGLang's.
+
+argv --[parse]--> ElasticOptions + what is left
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_elastic.coordinator.autoscale import AutoscalePolicy, parse_policy
+from sgl_elastic.coordinator.rank_choice import RankStrategy
+from sgl_elastic.errors import ElasticConfigError
+from sgl_esft.byte_size import parse_bytes
+
+DEFAULT_KV_TOKENS = 65536  # of a rank, where the user has not chosen
+_DEFAULT_DEVICE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """What `--elastic` brings along."""
+
+    max_devices: int
+    dp_size: int
+    device_bytes: int
+    kv_limit: int  # the most KV tokens of a rank
+    standby_ranks: int
+    rank_strategy: str
+    autoscale: AutoscalePolicy | None
+    slo_ttft_s: float
+    slo_tpot_s: float
+    journal: str | None
+    verify_copies: bool
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags' group, for this parser's and the launcher's help."""
+    group = parser.add_argument_group("elastic (with --elastic)")
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="weights and KV belong to memory workers, and POST /v1/scale changes the number of "
+        "devices (DP = EP) while requests run",
+    )
+    group.add_argument(
+        "--max-devices", type=int, default=4, metavar="N", help="devices that may be used (4)"
+    )
+    group.add_argument(
+        "--standby-ranks",
+        type=int,
+        metavar="N",
+        help="engine ranks kept parked and warm for the next scale; each costs host memory, on a "
+        "CPU about 700 MiB (default: as many as --max-devices; 0: none)",
+    )
+    group.add_argument(
+        "--rank-choice",
+        choices=[str(strategy) for strategy in RankStrategy],
+        default=str(RankStrategy.ADAPTER),
+        help="which DP rank a request goes to (default: adapter)",
+    )
+    group.add_argument(
+        "--autoscale",
+        metavar="JSON",
+        help="scale by the SLO: the fields of AutoscalePolicy, docs/autoscaling.md (default: off)",
+    )
+    group.add_argument("--slo-ttft", type=float, default=1.0, metavar="S", help="seconds (1)")
+    group.add_argument("--slo-tpot", type=float, default=0.1, metavar="S", help="seconds (0.1)")
+    group.add_argument(
+        "--scale-journal", metavar="FILE", help="keep scale operations here (default: in memory)"
+    )
+    group.add_argument(
+        "--verify-copies", action="store_true", help="compare digests of all copied experts"
+    )
+    group.add_argument("--max-total-tokens", type=int, metavar="N", help=argparse.SUPPRESS)
+    group.add_argument("--device-memory", metavar="SIZE", help=argparse.SUPPRESS)
+    group.add_argument(
+        "--dp-size", "--data-parallel-size", "--dp", type=int, default=1, help=argparse.SUPPRESS
+    )
+
+
+def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
+    """The options, and what is left for sgl_esft and SGLang. Raises ElasticConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    found, rest = parser.parse_known_args(argv)
+    device_bytes = (
+        parse_bytes(found.device_memory, "--device-memory")
+        if found.device_memory
+        else _DEFAULT_DEVICE_BYTES
+    )
+    options = ElasticOptions(
+        max_devices=found.max_devices,
+        dp_size=found.dp_size,
+        device_bytes=device_bytes,
+        kv_limit=found.max_total_tokens or DEFAULT_KV_TOKENS,
+        standby_ranks=found.max_devices if found.standby_ranks is None else found.standby_ranks,
+        rank_strategy=found.rank_choice,
+        autoscale=parse_policy(found.autoscale),
+        slo_ttft_s=found.slo_ttft,
+        slo_tpot_s=found.slo_tpot,
+        journal=found.scale_journal,
+        verify_copies=found.verify_copies,
+    )
+    _check(options)
+    return options, rest
+
+
+def _check(options: ElasticOptions) -> None:
+    if not 1 <= options.dp_size <= options.max_devices <= 1024:
+        raise ElasticConfigError(
+            f"--dp-size {options.dp_size} and --max-devices {options.max_devices}: there must be "
+            "at least one device and at most 1024, and no more ranks than devices"
+        )
+    if options.kv_limit < 1 or options.standby_ranks < 0:
+        raise ElasticConfigError(
+            f"--max-total-tokens {options.kv_limit}, --standby-ranks {options.standby_ranks}: "
+            "must be positive"
+        )

@@ -1,0 +1,179 @@
+"""The elastic runtime of one server: every part, put together.
+
+options, launch plan --> [Runtime] --> HMM, instances, switchboard, coordinator, autoscaler
+                             ^-- start() when SGLang wants its schedulers
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sgl_elastic.coordinator.autoscale import ScaleMetrics
+from sgl_elastic.coordinator.autoscaler import Autoscaler
+from sgl_elastic.coordinator.coordinator import Coordinator
+from sgl_elastic.coordinator.operations import Journal, Operation
+from sgl_elastic.coordinator.planning import Planner
+from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
+from sgl_elastic.coordinator.slo import SloTargets, SloWindow
+from sgl_elastic.coordinator.switchboard import Switchboard, Wire
+from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
+from sgl_elastic.memory.control import Hmm
+from sgl_elastic.options import ElasticOptions
+from sgl_elastic.plan.placement import place
+from sgl_elastic.types import MemoryShape, Placement
+
+logger = logging.getLogger(__name__)
+
+_PARKED_KV_TOKENS = 4096
+
+
+class Runtime:
+    """Owns everything elastic in the process that serves HTTP. `close` ends all of it."""
+
+    def __init__(
+        self,
+        options: ElasticOptions,
+        wire: Wire,
+        *,
+        sglang_argv: tuple[str, ...],
+        first_argv: tuple[str, ...],
+        environment: Callable[[int], Mapping[str, str]],
+        page_bytes: int,
+        backend: str,
+    ) -> None:
+        """`sglang_argv` is every instance's; `first_argv` only that of the one that loads."""
+        self.options = options
+        self._sglang_argv, self._first_argv = sglang_argv, first_argv
+        self._environment = environment
+        self._page_bytes, self._backend = page_bytes, backend
+        self.directory = Path(tempfile.mkdtemp(prefix="sgl-elastic-"))  # mode 0700
+        budgets = dict.fromkeys(range(options.max_devices), options.device_bytes)
+        self.hmm = Hmm(
+            self.directory,
+            budgets,
+            backend=backend,
+            page_bytes=page_bytes,
+            verify_copies=options.verify_copies,
+        )
+        self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
+        self.switchboard = Switchboard(
+            wire,
+            handed_over=self._handed_over,
+            on_switch=self._note_switch,
+            policy=RankPolicy(strategy=RankStrategy(options.rank_strategy)),
+            window=self.window,
+        )
+        self.manager: InstanceManager | None = None
+        self.coordinator: Coordinator | None = None
+        self.autoscaler: Autoscaler | None = None
+        self._on_size: Callable[[int], None] = lambda _: None
+        self._stopping = threading.Event()
+        self._wanted = threading.Event()  # standbys are to be looked after
+
+    def start(self, port_args: Any) -> dict[str, Any]:
+        """Start the first instance. Returns what SGLang wants to know of its scheduler."""
+        manager = self.manager = InstanceManager(
+            self._settings(port_args),
+            self.hmm,
+            self.switchboard,
+            standby_ranks=self.options.standby_ranks,
+            max_devices=self.options.max_devices,
+        )
+        devices = tuple(range(self.options.dp_size))
+        name = manager.start_first(devices, self._first_placement)
+        _, placement = manager.serving()
+        self.switchboard.begin(name, placement)
+        planner = Planner(self.hmm, self.options.max_devices, self.options.kv_limit)
+        journal = Journal(Path(self.options.journal) if self.options.journal else None)
+        self.coordinator = Coordinator(
+            self.hmm, manager, self.switchboard, planner.make_plan, planner.describe, journal
+        )
+        self.coordinator.listen(self._note_operation)
+        tokens = min(placement.kv_tokens)
+        return {"max_total_num_tokens": tokens, "max_req_input_len": tokens - 6}
+
+    def serve(self, on_size: Callable[[int], None]) -> None:
+        """HTTP is up: standbys and the autoscaler may start. `on_size` hears each new size."""
+        self._on_size = on_size
+        threading.Thread(target=self._keep_standbys, name="elastic-standbys", daemon=True).start()
+        self._wanted.set()
+        if self.options.autoscale is not None and self.coordinator is not None:
+            self.autoscaler = Autoscaler(
+                self.options.autoscale, self._sample, self.coordinator.submit
+            )
+            self.autoscaler.start()
+
+    def close(self) -> None:
+        """End instances and workers; remove the sockets."""
+        self._stopping.set()
+        self._wanted.set()
+        if self.autoscaler is not None:
+            self.autoscaler.stop()
+        if self.manager is not None:
+            self.manager.close()
+        self.hmm.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _settings(self, port_args: Any) -> EngineSettings:
+        return EngineSettings(
+            directory=self.directory,
+            sglang_argv=self._sglang_argv,
+            first_argv=self._first_argv,
+            tokenizer_ipc=port_args.tokenizer_ipc_name,
+            detokenizer_ipc=port_args.detokenizer_ipc_name,
+            backend=self._backend,
+            page_bytes=self._page_bytes,
+            max_kv_tokens=self.options.kv_limit,
+            parked_kv_tokens=min(_PARKED_KV_TOKENS, self.options.kv_limit),
+            environment=self._environment,
+        )
+
+    def _first_placement(self, shape: MemoryShape) -> Placement:
+        devices = tuple(range(self.options.dp_size))
+        budgets = {device: self.hmm.budget_pages(device) for device in devices}
+        return place(shape, devices, None, budgets, (), self.options.kv_limit)
+
+    def _handed_over(self) -> HandedOver:
+        if self.manager is None:
+            raise RuntimeError("a switch before the first instance")
+        return self.manager.handed_over()
+
+    def _note_switch(self, placement: Placement) -> None:
+        self.window.forget_finished()
+        self._on_size(placement.dp_size)
+
+    def _note_operation(self, operation: Operation, placement: Placement) -> None:
+        self.switchboard.scaling(not operation.finished)
+        if operation.finished:
+            self._wanted.set()
+
+    def _keep_standbys(self) -> None:
+        while not self._stopping.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            if self._stopping.is_set() or self.manager is None:
+                return
+            try:
+                self.manager.keep_standbys(self._stopping)
+            except Exception:  # the thread's main loop: a standby less is no outage
+                logger.exception("elastic: a standby could not be started")
+
+    def _sample(self, now_s: float) -> ScaleMetrics:
+        if self.coordinator is None:
+            raise RuntimeError("the autoscaler samples before the coordinator is there")
+        _, placement = self.coordinator.serving
+        return ScaleMetrics(
+            num_devices=placement.dp_size,
+            attainment=self.switchboard.attainment(now_s),
+            num_running=self.switchboard.num_running(),
+            max_running=0,
+            kv_used_tokens=self.switchboard.num_tokens(),
+            kv_capacity_tokens=sum(placement.kv_tokens),
+            is_scaling=self.coordinator.running() is not None,
+        )
