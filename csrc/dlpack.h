@@ -1,5 +1,5 @@
 // A tensor over a virtual tensor's or a range's addresses, in the exchange format that torch reads
-// (DLPack 0.x, the ABI of dmlc/dlpack; torch_npu reads it too). Nothing is copied; the object shares
+// (DLPack 0.x, the ABI of dmlc/dlpack; torch_npu reads it too). Nothing is copied; it shares
 // ownership of what it lies over, so its addresses outlive every torch tensor on them.
 #pragma once
 
