@@ -51,7 +51,8 @@ class Hmm:
     `budget_bytes` has all devices that may ever be added. Sockets go to `directory`, which is made
     with mode 0700 (ElasticConfigError if it has another). `timeout_s` bounds every call,
     `copy_timeout_s` those that copy or map pages, `start_timeout_s` a worker's start.
-    `verify_copies` compares the digests of all copied slots.
+    `verify_copies` compares the digests of all copied slots. `library` is the vendor's; "" = its
+    usual name.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Hmm:
         budget_bytes: Mapping[int, int],
         *,
         backend: str = "host",
+        library: str = "",
         page_bytes: int = 2 << 20,
         timeout_s: float = 30.0,
         copy_timeout_s: float = 600.0,
@@ -70,6 +72,7 @@ class Hmm:
         self._directory = directory
         self._budget_bytes = dict(budget_bytes)
         self._backend = backend
+        self._library = library
         self._page_bytes = page_bytes
         self._timeout_s = timeout_s
         self._copy_timeout_s = copy_timeout_s
@@ -282,6 +285,7 @@ class Hmm:
         command += ["--socket", str(path), "--device-id", str(device_id)]
         command += ["--backend", self._backend, "--page-bytes", str(self._page_bytes)]
         command += ["--budget-bytes", str(budget_bytes), "--die-with-parent", str(os.getpid())]
+        command += ["--library", self._library]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             client = self._wait_for(process, device_id)

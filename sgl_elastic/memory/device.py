@@ -55,11 +55,17 @@ class DeviceMemory:
     """All memory of one device.
 
     `budget_bytes` bounds the pages of all regions together; one more, the scratch page, is there
-    from the start. Raises MemoryWorkerError when the device cannot be opened.
+    from the start. `library` is the vendor's; "" = its usual name. Raises MemoryWorkerError when
+    the device cannot be opened.
     """
 
     def __init__(
-        self, backend_name: str, device_id: int, page_bytes: int, budget_bytes: int
+        self,
+        backend_name: str,
+        device_id: int,
+        page_bytes: int,
+        budget_bytes: int,
+        library: str = "",
     ) -> None:
         self._device_id = device_id
         self._page_bytes = page_bytes
@@ -72,6 +78,7 @@ class DeviceMemory:
                 device_id=device_id,
                 page_bytes=page_bytes,
                 capacity_bytes=(budget_bytes // page_bytes + 1) * page_bytes,
+                library=library,
             )
             self._pool = sgl_vmm.PagePool(
                 self._backend, page_bytes=page_bytes, budget_bytes=budget_bytes

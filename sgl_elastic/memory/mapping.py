@@ -1,6 +1,6 @@
 """An engine rank's addresses: stable for ever, with the worker's pages behind them while it serves.
 
-    parked:    every page of every region --> the worker's one scratch page
+    parked:    every page of every region --> one scratch page, the worker's or our own
     attached:  the slots of the placement --> the worker's pages; elsewhere nothing (a fault)
 
     engine --> [RegionMapping] --> DeviceClient --> worker
@@ -28,11 +28,14 @@ from sgl_elastic.types import MemoryShape, Region
 class RegionMapping:
     """One address range a region, with a backend of its own, of the workers' kind.
 
-    `device_id` is the device as this process numbers it. At first nothing is mapped: `park` or
-    `attach`. Raises MemoryWorkerError when the device or so many addresses cannot be had.
+    `device_id` is the device as this process numbers it; `library` is the vendor's, "" = its usual
+    name. At first nothing is mapped: `park` or `attach`. Raises MemoryWorkerError when the device
+    or so many addresses cannot be had.
     """
 
-    def __init__(self, shape: MemoryShape, backend_name: str, *, device_id: int = 0) -> None:
+    def __init__(
+        self, shape: MemoryShape, backend_name: str, *, device_id: int = 0, library: str = ""
+    ) -> None:
         self._page_bytes = shape.page_bytes
         self._regions: dict[str, Region] = {region.name: region for region in shape.regions}
         self._slots: dict[str, Runs] = dict.fromkeys(self._regions, ())  # attached ones
@@ -44,6 +47,7 @@ class RegionMapping:
                 device_id=device_id,
                 page_bytes=shape.page_bytes,
                 capacity_bytes=shape.page_bytes,  # of its own it makes one page, for `park`
+                library=library,
             )
             self._ranges = {
                 region.name: sgl_vmm.AddressRange(

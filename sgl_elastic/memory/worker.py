@@ -318,6 +318,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("host", "cuda", "acl"), default="host")
     parser.add_argument("--page-bytes", type=int, default=2 << 20)
     parser.add_argument("--budget-bytes", type=int, required=True)
+    parser.add_argument("--library", default="", help="the vendor's, where it has another name")
     parser.add_argument("--die-with-parent", type=int, default=0, metavar="PID")
     return parser.parse_args(argv)
 
@@ -348,7 +349,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os.eventfd_write(stop_fd, 1))
     parent_fd = _watch_parent(args.die_with_parent)
     try:
-        memory = DeviceMemory(args.backend, args.device_id, args.page_bytes, args.budget_bytes)
+        memory = DeviceMemory(
+            args.backend, args.device_id, args.page_bytes, args.budget_bytes, args.library
+        )
         listener = wire.listen(args.socket)
     except ElasticError as error:
         sys.exit(f"memory worker {args.device_id}: {error}")

@@ -177,6 +177,17 @@ def test_a_mapping_that_fails_halfway_is_parked_again(hmm):
     mapping.detach()
 
 
+def test_a_rank_without_a_worker_yet_parks_on_a_page_of_its_own(hmm):
+    fill(hmm, 0, {W13: [(1, 1)]})
+    mapping = RegionMapping(SHAPE, "host")
+    for _ in range(2):
+        mapping.park()
+        assert not slot_view(mapping, W13, 1).any()
+        mapping.attach(hmm.client(0), {W13: [(1, 1)]})
+        assert slot_view(mapping, W13, 1).any()
+    mapping.detach()
+
+
 def test_a_client_imports_for_one_backend(hmm):
     mapping = RegionMapping(SHAPE, "host")
     other = sgl_vmm.open_backend("host", page_bytes=4096, capacity_bytes=4096)

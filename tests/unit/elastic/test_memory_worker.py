@@ -387,3 +387,16 @@ def answer_nonsense(server):
     channel.receive()
     channel.send(messages.Digest("0"))
     channel.close()
+
+
+def test_no_engine_is_imported():
+    code = (
+        "import sys, sgl_elastic.memory.worker, sgl_elastic.memory.control, "
+        "sgl_elastic.memory.mapping\n"
+        "sys.exit(str({m.partition('.')[0] for m in sys.modules} & "
+        "{'torch', 'sglang', 'sgl_esft', 'numpy'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=20, check=False
+    )
+    assert done.stderr.strip() == b"set()"
