@@ -132,12 +132,32 @@ class Channel(Generic[Received]):
         payload = self._encoder.encode(message)
         _check_caps(len(payload), len(fds))
         header = _HEADER.pack(_MAGIC, _VERSION, len(fds), len(payload))
-        with self._closed_on_failure("to take a message", timeout_s) as deadline:
-            self._send_all(memoryview(header + payload), fds, deadline)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._closed_on_failure("to take a message", limit_s):
+            self._send_all(memoryview(header + payload), fds, time.monotonic() + limit_s)
 
     def receive(self, timeout_s: float | None = None) -> tuple[Received, ReceivedFds]:
         """The next message and its descriptors. Raises WireError, or `failure` at the end too."""
-        with self._closed_on_failure("to answer", timeout_s) as deadline:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return self._receive_until(time.monotonic() + limit_s, limit_s)
+
+    def call(self, message: msgspec.Struct, timeout_s: float | None = None) -> Received:
+        """Send, then receive one answer; descriptors that come with it are closed."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        self.send(message, timeout_s=limit_s)
+        answer, fds = self._receive_until(deadline, limit_s)
+        fds.close()
+        return answer
+
+    def wait(self) -> None:
+        """Wait, for ever, until something (its end, too) can be received."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
+
+    def _receive_until(self, deadline: float, limit_s: float) -> tuple[Received, ReceivedFds]:
+        with self._closed_on_failure("to answer", limit_s):
             fds: list[int] = []
             try:
                 num_bytes, num_fds = self._receive_header(fds, deadline)
@@ -151,29 +171,14 @@ class Channel(Generic[Received]):
                 raise
             return message, ReceivedFds(fds)
 
-    def call(self, message: msgspec.Struct, timeout_s: float | None = None) -> Received:
-        """Send, then receive one answer; descriptors that come with it are closed."""
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        self.send(message, timeout_s=timeout_s)
-        answer, fds = self.receive(max(deadline - time.monotonic(), 0.001))
-        fds.close()
-        return answer
-
-    def wait(self) -> None:
-        """Wait, for ever, until something (its end, too) can be received."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.poll()
-
     @contextmanager
-    def _closed_on_failure(self, doing: str, timeout_s: float | None) -> Iterator[float]:
-        """Yields the deadline; failures close the channel and get the caller's class."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+    def _closed_on_failure(self, doing: str, limit_s: float) -> Iterator[None]:
+        """Failures close the channel and get the caller's class."""
         try:
-            yield time.monotonic() + limit_s
+            yield
         except TimeoutError as error:
             self.close()
-            raise self._failure(f"{self._peer} took longer than {limit_s:.3g} s {doing}") from error
+            raise self._failure(f"{self._peer} took longer than {limit_s:g} s {doing}") from error
         except OSError as error:
             self.close()
             raise self._failure(f"the connection to {self._peer} is lost: {error}") from error
