@@ -15,7 +15,9 @@ from pathlib import Path
 from sgl_elastic.errors import ElasticConfigError, ElasticError
 from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.runtime import Runtime
+from sgl_elastic.types import AdapterEntry
 from sgl_esft import platform, plugin
+from sgl_esft.adapter_format import read_manifest
 from sgl_esft.errors import EsftError
 from sgl_esft.expert_memory import choose_page_bytes
 from sgl_esft.launch import flags, plan, serve
@@ -38,6 +40,7 @@ class ElasticPlan:
     backend: str
     engine_argv: tuple[str, ...]  # of every instance
     first_argv: tuple[str, ...]  # of the first one besides
+    first_adapters: tuple[AdapterEntry, ...]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,6 +67,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
         backend="host" if platform.is_active() else "cuda",
         engine_argv=(*_without_adapters(launch.sglang_argv), *_ENGINE_ARGV),
         first_argv=_adapters_argv(launch),
+        first_adapters=_adapters(launch, spec),
     )
 
 
@@ -106,6 +110,14 @@ def _adapters_argv(launch: LaunchPlan) -> tuple[str, ...]:
     return ("--lora-paths", *(f"{name}={path}" for name, path in launch.adapters.items()))
 
 
+def _adapters(launch: LaunchPlan, spec: MoeSpec) -> tuple[AdapterEntry, ...]:
+    """What the first instance will load, in the order of its slots."""
+    return tuple(
+        AdapterEntry(name, name, str(path), slot, False, read_manifest(path, spec).experts)
+        for slot, (name, path) in enumerate(launch.adapters.items())
+    )
+
+
 def _serve(planned: ElasticPlan) -> int:
     started = time.monotonic()
     launch = planned.launch
@@ -126,6 +138,7 @@ def _serve(planned: ElasticPlan) -> int:
         SglangWire(),
         sglang_argv=planned.engine_argv,
         first_argv=planned.first_argv,
+        first_adapters=planned.first_adapters,
         environment=_environment,
         page_bytes=planned.page_bytes,
         backend=planned.backend,

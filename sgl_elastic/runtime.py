@@ -26,7 +26,7 @@ from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceMan
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.plan.placement import place
-from sgl_elastic.types import MemoryShape, Placement
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,18 @@ class Runtime:
         *,
         sglang_argv: tuple[str, ...],
         first_argv: tuple[str, ...],
+        first_adapters: tuple[AdapterEntry, ...],
         environment: Callable[[int], Mapping[str, str]],
         page_bytes: int,
         backend: str,
     ) -> None:
-        """`sglang_argv` is every instance's; `first_argv` only that of the one that loads."""
+        """`sglang_argv` is every instance's; `first_argv` only that of the one that loads.
+
+        `first_adapters` are what that one will load: their pages are counted before it does.
+        """
         self.options = options
         self._sglang_argv, self._first_argv = sglang_argv, first_argv
+        self._first_adapters = first_adapters
         self._environment = environment
         self._page_bytes, self._backend = page_bytes, backend
         self.directory = Path(tempfile.mkdtemp(prefix="sgl-elastic-"))  # mode 0700
@@ -137,7 +142,7 @@ class Runtime:
     def _first_placement(self, shape: MemoryShape) -> Placement:
         devices = tuple(range(self.options.dp_size))
         budgets = {device: self.hmm.budget_pages(device) for device in devices}
-        return place(shape, devices, None, budgets, (), self.options.kv_limit)
+        return place(shape, devices, None, budgets, self._first_adapters, self.options.kv_limit)
 
     def _handed_over(self) -> HandedOver:
         if self.manager is None:

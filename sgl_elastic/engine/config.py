@@ -1,6 +1,6 @@
 """What an engine rank must know of the runtime around it, as its supervisor hands it down.
 
-instance/process.py --SGL_ELASTIC_ENGINE--> [EngineConfig] --> engine/*
+instance/process.py --ELASTIC_ENGINE--> [EngineConfig] --> engine/*
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_elastic.errors import ElasticConfigError
 
-VARIABLE = "SGL_ELASTIC_ENGINE"
+VARIABLE = "ELASTIC_ENGINE"
 
 
 @dataclass(frozen=True)

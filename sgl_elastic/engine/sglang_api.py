@@ -110,7 +110,7 @@ def set_kv_capacity(scheduler: Any, num_tokens: int) -> None:
         scheduler.kv_events_publisher,
         scheduler.load_inquirer,
     ):
-        part.max_total_num_tokens = num_tokens
+        object.__setattr__(part, "max_total_num_tokens", num_tokens)  # some are frozen
     longest = min(scheduler.model_config.context_len - 1, num_tokens - 1)
     scheduler.max_req_len = longest
     scheduler.max_req_input_len = longest - 5

@@ -48,7 +48,7 @@ def plan_trunk(tensors: Mapping[str, torch.Tensor]) -> TrunkLayout:
     offset = 0
     planned = []
     for name, tensor in tensors.items():
-        if not torch._prims_common.is_non_overlapping_and_dense(tensor):
+        if not _is_dense(tensor):
             raise ElasticInternalError(f"{name}: stride {tensor.stride()} leaves gaps")
         dtype = str(tensor.dtype).removeprefix("torch.")
         planned.append(
@@ -56,6 +56,16 @@ def plan_trunk(tensors: Mapping[str, torch.Tensor]) -> TrunkLayout:
         )
         offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return TrunkLayout(tuple(planned), max(offset, _ALIGNMENT))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a run of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def weights_of(model: torch.nn.Module, is_expert: Callable[[str], bool]) -> dict[str, torch.Tensor]:

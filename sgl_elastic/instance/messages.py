@@ -8,6 +8,8 @@ Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 # The id of a pause of ours, by which a rank tells it from a client's.
@@ -42,7 +44,7 @@ class RequestState(msgspec.Struct, frozen=True):
     output_ids: bytes  # int64 each
     num_sent: int  # of them, already sent to the detokenizer
     fields: dict[str, bool | int | float | str | None]  # SGLang's own counters, by their names
-    lists: dict[str, list[float | int | list[float] | list[int] | None]]  # log-probabilities
+    lists: dict[str, list[Any]]  # log-probabilities: numbers, or lists of numbers
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
