@@ -14,10 +14,9 @@ from typing import Any
 
 from sgl_elastic.instance.messages import RequestState
 
-# SGLang's names. What a client sent travels with its own request.
+# SGLang's names. What a client sent travels with its own request; offsets into the prompt are worked
+# out again from it.
 _FIELDS = (
-    "surr_offset",
-    "read_offset",
     "decoded_text",
     "send_token_offset",
     "send_decode_id_offset",

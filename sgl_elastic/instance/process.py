@@ -9,19 +9,18 @@ instance they belong to. When this process or a rank ends, all of them end.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import select
 import signal
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
 import sgl_esft  # noqa: F401 - its __init__ must run before sglang, in spawned children too
 from sgl_elastic.engine import config
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,29 @@ class InstanceSpec:
 
 def main() -> int:
     """Run until killed, or until a rank dies. Returns the exit status."""
-    die_with_parent()
+    _die_with(os.getppid())
     spec = InstanceSpec.from_json(sys.stdin.readline())
     os.environ[config.VARIABLE] = spec.engine
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the front says when to end
     return _run(spec)
 
 
-def die_with_parent() -> None:
-    """This process gets SIGKILL when its parent ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+def _die_with(parent_pid: int) -> None:
+    """The process group, this process and its ranks, is killed when the parent ends.
+
+    Not by PR_SET_PDEATHSIG, which also fires when the parent's thread that started this process
+    ends, and instances are started from threads that do.
+    """
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        sys.exit(f"the parent, process {parent_pid}, is gone already")
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def _run(spec: InstanceSpec) -> int:
