@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -100,6 +100,18 @@ class RankLink:
                 on_adapters(self, message.adapters)
             else:
                 self._inbox.put(message)
+
+
+def send_all(links: Sequence[RankLink], messages: Sequence[m.ToRank]) -> None:
+    """One message for each rank, in order. Raises EngineFailedError when one is gone."""
+    for link, message in zip(links, messages, strict=True):
+        link.send(message)
+
+
+def expect_all(links: Sequence[RankLink], kind: type[Answer], timeout_s: float) -> list[Answer]:
+    """What each rank answers, all of them within the time. Raises EngineFailedError."""
+    deadline = time.monotonic() + timeout_s
+    return [link.expect(kind, deadline) for link in links]
 
 
 class RankServer:

@@ -1,7 +1,7 @@
 """The instance manager (IMM): engines that start, park, attach, serve and leave.
 
-    coordinator --[Instances]--> [InstanceManager] --> supervisors (process.py), ranks (links.py)
-                                        |--> Courier: what travels SGLang's own way (front.py)
+    coordinator --[Instances]--> [InstanceManager] --> processes (supervise.py), ranks (links.py)
+                                        |--> Courier: what travels SGLang's own way (switchboard)
                                         '--> Hmm: sockets, the adapter table
 
 A parked instance has been warmed up on scratch memory: to attach is to map pages, nothing else.
@@ -9,36 +9,32 @@ A parked instance has been warmed up on scratch memory: to attach is to map page
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import msgspec
 
-from sgl_elastic.engine.config import EngineConfig
 from sgl_elastic.errors import EngineFailedError, StepFailedError
+from sgl_elastic.instance import handover, supervise
 from sgl_elastic.instance import messages as m
-from sgl_elastic.instance.links import RankLink, RankServer
-from sgl_elastic.instance.process import InstanceSpec
+from sgl_elastic.instance.handover import HandedOver
+from sgl_elastic.instance.links import RankLink, RankServer, expect_all, send_all
 from sgl_elastic.instance.shapes import shape_from_json
 from sgl_elastic.instance.standbys import Standbys, likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
 
-logger = logging.getLogger(__name__)
+__all__ = ["Courier", "EngineSettings", "HandedOver", "InstanceManager", "Patience"]
 
-Answer = TypeVar("Answer", bound=m.FromRank)
+logger = logging.getLogger(__name__)
 
 _S = InstanceState
 
@@ -63,22 +59,6 @@ class Courier(Protocol):
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """The same for every instance."""
-
-    directory: Path
-    sglang_argv: tuple[str, ...]  # without sizes, ports and addresses
-    tokenizer_ipc: str
-    detokenizer_ipc: str
-    backend: str
-    page_bytes: int
-    max_kv_tokens: int
-    parked_kv_tokens: int  # what an instance is started with, before it is attached
-    first_argv: tuple[str, ...] = ()  # more, for the one that loads from disk
-    environment: Callable[[int], Mapping[str, str]] = lambda num_ranks: {}
-
-
-@dataclass(frozen=True)
 class Patience:
     """How long the manager waits for what, in seconds."""
 
@@ -96,15 +76,6 @@ class _Running:
     links: list[RankLink] = field(default_factory=list)
     frozen: list[m.Frozen] = field(default_factory=list)
     sent: tuple[m.Attach, ...] = ()
-
-
-@dataclass(frozen=True)
-class HandedOver:
-    """Where frozen requests went: request id -> rank of the new instance, and tokens sent."""
-
-    ranks: Mapping[str, int]
-    num_sent: Mapping[str, int]
-    rank_of_old: Mapping[int, int]  # old rank -> new rank, for requests without any token yet
 
 
 class InstanceManager:
@@ -150,13 +121,13 @@ class InstanceManager:
         self._hmm.define(shape)
         placement = place(shape)
         self._hmm.map_placement(placement)
-        self._send_all(running, self._attach_messages(placement, must_load=True))
+        self._attach_all(running, placement, must_load=True)
         deadline = time.monotonic() + self._patience.start_s
         loaded = [link.expect(m.Loaded, deadline) for link in running.links]
         logger.info("elastic: %d bytes read from disk", sum(x.num_disk_bytes for x in loaded))
         self._spread_trunk(placement)
-        self._send_all(running, [m.Run()] * len(running.links))
-        self._expect_all(running, m.Started, self._patience.start_s)
+        send_all(running.links, [m.Run()] * len(running.links))
+        expect_all(running.links, m.Started, self._patience.start_s)
         self._advance(running, _S.ATTACHED, placement)
         self._advance(running, _S.WARM)
         self._advance(running, _S.ACTIVE)
@@ -196,8 +167,8 @@ class InstanceManager:
         try:
             shape = self._declared(running)
             self._hmm.define(shape)  # refuses another shape
-            self._send_all(running, [m.Park()] * len(running.links))
-            self._expect_all(running, m.Started, self._patience.start_s)
+            send_all(running.links, [m.Park()] * len(running.links))
+            expect_all(running.links, m.Started, self._patience.start_s)
             self._courier.warm_up(name, len(running.links), self._patience.start_s)
             self._pause(running)
         except StepFailedError:
@@ -233,8 +204,8 @@ class InstanceManager:
             name = self._start_parked(placement.device_ids)
         running = self._running[name]
         try:
-            self._send_all(running, self._attach_messages(placement, must_load=False))
-            self._expect_all(running, m.Done, self._patience.step_s)
+            self._attach_all(running, placement, must_load=False)
+            expect_all(running.links, m.Done, self._patience.step_s)
         except StepFailedError:
             self.stop(name)
             raise
@@ -264,9 +235,15 @@ class InstanceManager:
 
     def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
         new, former = self._running[instance], self._running[old]
-        activations, self._handed = self._hand_over(former, new, kv_moves)
-        self._send_all(new, activations)
-        self._expect_all(new, m.Done, self._patience.step_s)
+        activations, self._handed = handover.hand_over(
+            former.record.device_ids,
+            former.frozen,
+            new.record.device_ids,
+            kv_moves,
+            self._hmm.socket_path,
+        )
+        send_all(new.links, activations)
+        expect_all(new.links, m.Done, self._patience.step_s)
         self._run(new)
         self._advance(new, _S.ACTIVE)
         with self._lock:
@@ -277,8 +254,8 @@ class InstanceManager:
         if running is None or running.record.state in (_S.PARKED, _S.STOPPED):
             return
         try:
-            self._send_all(running, [m.Detach()] * len(running.links))
-            self._expect_all(running, m.Done, self._patience.step_s)
+            send_all(running.links, [m.Detach()] * len(running.links))
+            expect_all(running.links, m.Done, self._patience.step_s)
         except StepFailedError as error:
             logger.warning("elastic: %s could not be parked, so it ends: %s", instance, error)
             self.stop(instance)
@@ -334,10 +311,10 @@ class InstanceManager:
             self._standbys = replace(self._standbys, parked=parked)
         if running is None:
             return
-        _kill_group(running.process)
+        supervise.kill_group(running.process)
         self._server.forget(instance)
         self._courier.disconnect(instance)
-        _remove_sockets(self._settings.directory, instance)
+        supervise.remove_sockets(self._settings.directory, instance)
 
     def close(self) -> None:
         """End everything."""
@@ -350,46 +327,14 @@ class InstanceManager:
     def _spawn(self, device_ids: tuple[int, ...], more_argv: tuple[str, ...]) -> str:
         name = f"i{next(self._names)}"
         settings = self._settings
-        input_ipc = f"ipc://{settings.directory}/{name}.in"
-        engine = EngineConfig(
-            instance=name,
-            directory=str(settings.directory),
-            device_ids=device_ids,
-            backend=settings.backend,
-            page_bytes=settings.page_bytes,
-            max_kv_tokens=settings.max_kv_tokens,
-        )
-        spec = InstanceSpec(
-            engine=engine.to_json(),
-            sglang_argv=(*settings.sglang_argv, *more_argv, *self._size_argv(device_ids)),
-            tokenizer_ipc=settings.tokenizer_ipc,
-            detokenizer_ipc=settings.detokenizer_ipc,
-            input_ipc=input_ipc,
-        )
-        self._courier.connect(name, input_ipc)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sgl_elastic.instance.process"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **settings.environment(len(device_ids))},
-            start_new_session=True,
-        )
-        if process.stdin is None:
-            raise EngineFailedError("a supervisor has no standard input")
-        process.stdin.write(spec.to_json().encode() + b"\n")
-        process.stdin.close()
+        self._courier.connect(name, settings.input_ipc(name))
+        spec = supervise.spec_of(settings, name, device_ids, more_argv)
+        process = supervise.start(spec, settings.environment(len(device_ids)))
         record = Instance(name, device_ids, pid=process.pid, since_s=self._clock())
         with self._lock:
             self._running[name] = _Running(record, process)
         logger.info("elastic: instance %s starts on devices %s", name, device_ids)
         return name
-
-    def _size_argv(self, device_ids: tuple[int, ...]) -> list[str]:
-        size = str(len(device_ids))
-        argv = ["--tp-size", size, "--dp-size", size]
-        argv += ["--max-total-tokens", str(self._settings.parked_kv_tokens)]
-        if len(device_ids) > 1:
-            argv += ["--enable-dp-attention", "--enable-dp-lm-head", "--moe-dense-tp-size", "1"]
-        return argv
 
     def _declared(self, running: _Running) -> MemoryShape:
         """The shape that all ranks declare. Raises EngineFailedError when they disagree."""
@@ -406,71 +351,21 @@ class InstanceManager:
             raise EngineFailedError(f"the ranks of {record.instance_id} declare different shapes")
         return shape_from_json(shapes.pop())
 
-    def _attach_messages(self, placement: Placement, *, must_load: bool) -> list[m.ToRank]:
-        adapters = tuple(m.Adapter(**asdict(entry)) for entry in self._hmm.adapters())
-        return [
-            m.Attach(
-                socket=str(self._hmm.socket_path(device_id)),
-                expert_ids=placement.experts_of(device_id),
-                kv_tokens=placement.kv_tokens_of(device_id),
-                adapters=adapters,
-                must_load=must_load,
-                loads_trunk=must_load and rank == 0,
-            )
-            for rank, device_id in enumerate(placement.device_ids)
-        ]
+    def _attach_all(self, running: _Running, placement: Placement, *, must_load: bool) -> None:
+        """Tell the ranks what to map; each answers when it has."""
+        adapters, socket_of = self._hmm.adapters(), self._hmm.socket_path
+        messages = handover.attach_messages(placement, adapters, socket_of, must_load=must_load)
+        send_all(running.links, messages)
 
     def _pause(self, running: _Running) -> None:
         for link in running.links:
             link.forget_answers()
         self._courier.pause(running.record.instance_id)
-        running.frozen = self._expect_all(running, m.Frozen, self._patience.freeze_s)
+        running.frozen = expect_all(running.links, m.Frozen, self._patience.freeze_s)
 
     def _run(self, running: _Running) -> None:
-        self._send_all(running, [m.Run()] * len(running.links))
-        self._expect_all(running, m.Done, self._patience.step_s)
-
-    def _hand_over(
-        self, old: _Running, new: _Running, kv_moves: Mapping[int, int]
-    ) -> tuple[list[m.ToRank], HandedOver]:
-        """What each new rank takes over: of its own device, and of leaving ones by `kv_moves`."""
-        device_to_rank = {d: r for r, d in enumerate(new.record.device_ids)}
-        rank_of_old = {
-            rank: device_to_rank[d if d in device_to_rank else kv_moves[d]]
-            for rank, d in enumerate(old.record.device_ids)
-        }
-        activations: list[m.ToRank] = []
-        for rank, device_id in enumerate(new.record.device_ids):
-            sources = [r for r, target in rank_of_old.items() if target == rank]
-            stays = [r for r in sources if old.record.device_ids[r] == device_id]
-            leaves = [r for r in sources if old.record.device_ids[r] != device_id]
-            activations.append(
-                m.Activate(
-                    sequences=tuple(s for r in stays for s in old.frozen[r].sequences),
-                    moves=tuple(self._kv_move(old, r) for r in leaves),
-                    requests=tuple(q for r in sources for q in old.frozen[r].requests),
-                )
-            )
-        states = {q.rid: (rank_of_old[r], q) for r, f in enumerate(old.frozen) for q in f.requests}
-        handed = HandedOver(
-            ranks={rid: rank for rid, (rank, _) in states.items()},
-            num_sent={rid: state.num_sent for rid, (_, state) in states.items()},
-            rank_of_old=rank_of_old,
-        )
-        return activations, handed
-
-    def _kv_move(self, old: _Running, rank: int) -> m.KvMove:
-        """A leaving device's sequences, the one used last first: room may end before they do."""
-        socket = str(self._hmm.socket_path(old.record.device_ids[rank]))
-        return m.KvMove(socket, tuple(reversed(old.frozen[rank].sequences)))
-
-    def _send_all(self, running: _Running, messages: list[m.ToRank]) -> None:
-        for link, message in zip(running.links, messages, strict=True):
-            link.send(message)
-
-    def _expect_all(self, running: _Running, kind: type[Answer], timeout_s: float) -> list[Answer]:
-        deadline = time.monotonic() + timeout_s
-        return [link.expect(kind, deadline) for link in running.links]
+        send_all(running.links, [m.Run()] * len(running.links))
+        expect_all(running.links, m.Done, self._patience.step_s)
 
     def _advance(
         self, running: _Running, to: InstanceState, placement: Placement | None = None
@@ -489,15 +384,3 @@ class InstanceManager:
                 tuple(AdapterEntry(**msgspec.structs.asdict(adapter)) for adapter in adapters)
             )
             self._on_adapters()
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """The supervisor and its ranks, which are its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _remove_sockets(directory: Path, instance: str) -> None:
-    for path in directory.glob(f"{instance}.in*"):
-        path.unlink(missing_ok=True)

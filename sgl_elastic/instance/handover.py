@@ -1,0 +1,97 @@
+"""What ranks are told when memory or requests become theirs: a pure part of manager.py.
+
+    placement, adapters --> [attach_messages] --> Attach, one a rank
+    what old ranks published, devices --> [hand_over] --> Activate, one a rank, and HandedOver
+
+A rank takes over the KV of its own device in place. What a leaving device holds is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from sgl_elastic.instance import messages as m
+from sgl_elastic.types import AdapterEntry, Placement
+
+SocketOf = Callable[[int], object]  # device id -> path of its memory worker's socket
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """Where frozen requests went: request id -> rank of the new instance, and tokens sent."""
+
+    ranks: Mapping[str, int]
+    num_sent: Mapping[str, int]
+    rank_of_old: Mapping[int, int]  # old rank -> new rank, for requests without any token yet
+
+
+def attach_messages(
+    placement: Placement,
+    adapters: Iterable[AdapterEntry],
+    socket_of: SocketOf,
+    *,
+    must_load: bool,
+) -> list[m.Attach]:
+    """What each rank of the placement maps. With `must_load`, rank 0 reads the trunk for all."""
+    table = tuple(m.Adapter(**asdict(entry)) for entry in adapters)
+    return [
+        m.Attach(
+            socket=str(socket_of(device_id)),
+            expert_ids=placement.experts_of(device_id),
+            kv_tokens=placement.kv_tokens_of(device_id),
+            adapters=table,
+            must_load=must_load,
+            loads_trunk=must_load and rank == 0,
+        )
+        for rank, device_id in enumerate(placement.device_ids)
+    ]
+
+
+def new_ranks(
+    old_devices: Sequence[int], new_devices: Sequence[int], kv_moves: Mapping[int, int]
+) -> dict[int, int]:
+    """Old rank -> the new rank that goes on with its work: on its device, else by `kv_moves`."""
+    device_to_rank = {device_id: rank for rank, device_id in enumerate(new_devices)}
+    return {
+        rank: device_to_rank[d if d in device_to_rank else kv_moves[d]]
+        for rank, d in enumerate(old_devices)
+    }
+
+
+def hand_over(
+    old_devices: Sequence[int],
+    frozen: Sequence[m.Frozen],
+    new_devices: Sequence[int],
+    kv_moves: Mapping[int, int],
+    socket_of: SocketOf,
+) -> tuple[list[m.Activate], HandedOver]:
+    """What each new rank takes over. `frozen[r]` is what the rank on `old_devices[r]` published."""
+    rank_of_old = new_ranks(old_devices, new_devices, kv_moves)
+    activations = []
+    for rank, device_id in enumerate(new_devices):
+        sources = [old for old, target in rank_of_old.items() if target == rank]
+        stays = [old for old in sources if old_devices[old] == device_id]
+        leaves = [old for old in sources if old_devices[old] != device_id]
+        activations.append(
+            m.Activate(
+                sequences=tuple(s for old in stays for s in frozen[old].sequences),
+                moves=tuple(_kv_move(socket_of(old_devices[r]), frozen[r]) for r in leaves),
+                requests=tuple(q for old in sources for q in frozen[old].requests),
+            )
+        )
+    return activations, _handed_over(frozen, rank_of_old)
+
+
+def _handed_over(frozen: Sequence[m.Frozen], rank_of_old: Mapping[int, int]) -> HandedOver:
+    states = [(rank_of_old[old], q) for old, each in enumerate(frozen) for q in each.requests]
+    return HandedOver(
+        ranks={state.rid: rank for rank, state in states},
+        num_sent={state.rid: state.num_sent for _, state in states},
+        rank_of_old=rank_of_old,
+    )
+
+
+def _kv_move(socket: object, frozen: m.Frozen) -> m.KvMove:
+    """A leaving device's sequences, the one used last first: room may end before they do."""
+    return m.KvMove(str(socket), tuple(reversed(frozen.sequences)))

@@ -1,0 +1,99 @@
+"""Supervisor processes as their parent sees them: how one is started, and how all of it ends.
+
+manager.py --start--> `python -m sgl_elastic.instance.process` (its own process group)
+           --kill--> that group: the supervisor and its ranks; its sockets are removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_elastic.engine.config import EngineConfig
+from sgl_elastic.errors import EngineFailedError
+from sgl_elastic.instance.process import InstanceSpec
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The same for every instance."""
+
+    directory: Path
+    sglang_argv: tuple[str, ...]  # without sizes, ports and addresses
+    tokenizer_ipc: str
+    detokenizer_ipc: str
+    backend: str
+    page_bytes: int
+    max_kv_tokens: int
+    parked_kv_tokens: int  # what an instance is started with, before it is attached
+    first_argv: tuple[str, ...] = ()  # more, for the one that loads from disk
+    environment: Callable[[int], Mapping[str, str]] = lambda num_ranks: {}
+
+    def input_ipc(self, instance: str) -> str:
+        """Where an instance's requests come from."""
+        return f"ipc://{self.directory}/{instance}.in"
+
+
+def spec_of(
+    settings: EngineSettings, name: str, device_ids: tuple[int, ...], more_argv: tuple[str, ...]
+) -> InstanceSpec:
+    """What the supervisor of instance `name` is told."""
+    engine = EngineConfig(
+        instance=name,
+        directory=str(settings.directory),
+        device_ids=device_ids,
+        backend=settings.backend,
+        page_bytes=settings.page_bytes,
+        max_kv_tokens=settings.max_kv_tokens,
+    )
+    sizes = size_argv(len(device_ids), settings.parked_kv_tokens)
+    return InstanceSpec(
+        engine=engine.to_json(),
+        sglang_argv=(*settings.sglang_argv, *more_argv, *sizes),
+        tokenizer_ipc=settings.tokenizer_ipc,
+        detokenizer_ipc=settings.detokenizer_ipc,
+        input_ipc=settings.input_ipc(name),
+    )
+
+
+def size_argv(num_ranks: int, parked_kv_tokens: int) -> list[str]:
+    """SGLang's flags for DP = EP = `num_ranks`, TP 1."""
+    size = str(num_ranks)
+    argv = ["--tp-size", size, "--dp-size", size, "--max-total-tokens", str(parked_kv_tokens)]
+    if num_ranks > 1:
+        argv += ["--enable-dp-attention", "--enable-dp-lm-head", "--moe-dense-tp-size", "1"]
+    return argv
+
+
+def start(spec: InstanceSpec, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a supervisor, the leader of a process group. Raises EngineFailedError."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sgl_elastic.instance.process"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    if process.stdin is None:
+        raise EngineFailedError("a supervisor has no standard input")
+    process.stdin.write(spec.to_json().encode() + b"\n")
+    process.stdin.close()
+    return process
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """The supervisor and its ranks, which are its process group; harmless when they are gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def remove_sockets(directory: Path, instance: str) -> None:
+    """What an instance's sockets leave behind in the file system."""
+    for path in directory.glob(f"{instance}.in*"):
+        path.unlink(missing_ok=True)
