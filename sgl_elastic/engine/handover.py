@@ -57,7 +57,7 @@ def take_over(scheduler: Any, sequences: Iterable[KvSequence]) -> int:
         used.append(slots)
     all_used = torch.cat(used).unique()
     sglang_api.set_free_slots(scheduler, all_used)
-    return all_used.numel()
+    return int(all_used.numel())
 
 
 def take_moved(

@@ -31,7 +31,7 @@ from sgl_elastic.engine.memory import EngineMemory
 from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import messages as m
 from sgl_elastic.memory.client import DeviceClient
-from sgl_elastic.memory.runs import Runs, move_runs
+from sgl_elastic.memory.runs import Runs
 from sgl_elastic.types import AdapterEntry
 from sgl_esft.adapters import AdapterSource, PlacedAdapter
 
@@ -232,8 +232,7 @@ class EngineRank:
 
     def _copy_kv(self, pairs: list[tuple[int, int]], source_socket: str = "") -> None:
         if pairs:
-            source = source_socket or None
-            self.memory.required_client().copy_kv(move_runs(pairs), source)
+            self.memory.required_client().copy_kv(pairs, source_socket)
 
     def _set_capacity(self, scheduler: Any, num_tokens: int) -> None:
         sglang_api.set_kv_capacity(scheduler, num_tokens)

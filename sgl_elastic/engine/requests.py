@@ -14,8 +14,8 @@ from typing import Any
 
 from sgl_elastic.instance.messages import RequestState
 
-# SGLang's names. What a client sent travels with its own request; offsets into the prompt are worked
-# out again from it.
+# SGLang's names. What a client sent travels with its own request; offsets into the prompt are
+# worked out again from it.
 _FIELDS = (
     "decoded_text",
     "send_token_offset",
