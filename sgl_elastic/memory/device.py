@@ -15,14 +15,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import sgl_vmm
 import xxhash
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, StepFailedError
-from sgl_elastic.memory.messages import MAX_DOCUMENT_BYTES, MAX_DOCUMENTS, Move, Usage
+from sgl_elastic.memory.documents import Documents
+from sgl_elastic.memory.messages import Move, Usage
 from sgl_elastic.memory.runs import (
     Run,
     Runs,
@@ -34,9 +33,8 @@ from sgl_elastic.memory.runs import (
     pages_under,
     subtract,
 )
+from sgl_elastic.memory.window import PageSpans, PageWindow
 from sgl_elastic.types import MemoryShape, Region, RegionKind
-
-PageSpans = Sequence[tuple[int, Sequence[sgl_vmm.Handle]]]  # (first page position, its handles)
 
 _PEEK_BYTES = 4 << 20  # a digest reads so much at a time
 
@@ -355,84 +353,6 @@ class DeviceMemory:
             ) from error
         except sgl_vmm.VmmError as error:
             raise error_class(f"device {self._device_id} failed at {doing}: {error}") from error
-
-
-class PageWindow:
-    """Pages of somebody else, mapped for a moment, each at its position's distance from the others.
-
-    A context; at its end nothing is mapped, so that the handles can be destroyed. Positions may be
-    anywhere: only the addresses between the first and the last are reserved.
-    """
-
-    def __init__(self, backend: sgl_vmm.Backend, page_bytes: int, spans: PageSpans) -> None:
-        self._base = min((first for first, _ in spans), default=0)
-        end = max((first + len(handles) for first, handles in spans), default=1)
-        self._num_pages = end - self._base
-        self._page_bytes = page_bytes
-        self._spans = spans
-        self._range = sgl_vmm.AddressRange(
-            backend, self._num_pages * page_bytes, page_bytes=page_bytes
-        )
-
-    def address_of(self, offset: int) -> int:
-        """Where the byte with this offset into the region lies now; may be outside the window."""
-        return self._range.address + offset - self._base * self._page_bytes
-
-    def __enter__(self) -> Self:
-        try:
-            for first, handles in self._spans:
-                self._range.map(first - self._base, list(handles))
-        except sgl_vmm.VmmError:
-            self._range.unmap(0, self._num_pages)
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._range.unmap(0, self._num_pages)
-
-
-class Documents:
-    """Bytes by name that outlive the engine that wrote them: KV directories, requests' states."""
-
-    def __init__(self) -> None:
-        self._documents: dict[str, bytes] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all documents."""
-        return sum(len(data) for data in self._documents.values())
-
-    def put(self, name: str, data: bytes) -> None:
-        """Keep `data` in place of what is there. Raises MemoryWorkerError beyond a cap."""
-        if len(data) > MAX_DOCUMENT_BYTES:
-            raise MemoryWorkerError(
-                f"document {name!r} has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are kept: "
-                "split it"
-            )
-        if name not in self._documents and len(self._documents) >= MAX_DOCUMENTS:
-            raise MemoryWorkerError(
-                f"there are {MAX_DOCUMENTS} documents already: delete some before {name!r}"
-            )
-        self._documents[name] = data
-
-    def get(self, name: str) -> bytes:
-        """The document. Raises MemoryWorkerError if there is none."""
-        if name not in self._documents:
-            raise MemoryWorkerError(f"there is no document {name!r}; there are {self.names()}")
-        return self._documents[name]
-
-    def delete(self, name: str) -> None:
-        """Forget it; harmless when there is none."""
-        self._documents.pop(name, None)
-
-    def names(self) -> tuple[str, ...]:
-        """All names, ascending."""
-        return tuple(sorted(self._documents))
 
 
 def _check_shape(shape: MemoryShape, page_bytes: int) -> None:

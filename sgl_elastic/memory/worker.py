@@ -33,9 +33,10 @@ from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryWorkerError, PeerCopyError, WireError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.client import DeviceClient
-from sgl_elastic.memory.device import DeviceMemory, PageSpans
+from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.memory.messages import Message, PageExport, PageRun, Pages, Request
 from sgl_elastic.memory.runs import Run, Runs
+from sgl_elastic.memory.window import PageSpans
 from sgl_elastic.wire import Channel
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,53 @@
+"""A peer's pages, mapped for as long as a copy takes.
+
+imported handles --> [PageWindow] --> addresses to copy from; nothing is left behind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import sgl_vmm
+
+PageSpans = Sequence[tuple[int, Sequence[sgl_vmm.Handle]]]  # (first page position, its handles)
+
+
+class PageWindow:
+    """Pages of somebody else, mapped for a moment, each at its position's distance from the others.
+
+    A context; at its end nothing is mapped, so that the handles can be destroyed. Positions may be
+    anywhere: only the addresses between the first and the last are reserved.
+    """
+
+    def __init__(self, backend: sgl_vmm.Backend, page_bytes: int, spans: PageSpans) -> None:
+        self._base = min((first for first, _ in spans), default=0)
+        end = max((first + len(handles) for first, handles in spans), default=1)
+        self._num_pages = end - self._base
+        self._page_bytes = page_bytes
+        self._spans = spans
+        self._range = sgl_vmm.AddressRange(
+            backend, self._num_pages * page_bytes, page_bytes=page_bytes
+        )
+
+    def address_of(self, offset: int) -> int:
+        """Where the byte with this offset into the region lies now; may be outside the window."""
+        return self._range.address + offset - self._base * self._page_bytes
+
+    def __enter__(self) -> Self:
+        try:
+            for first, handles in self._spans:
+                self._range.map(first - self._base, list(handles))
+        except sgl_vmm.VmmError:
+            self._range.unmap(0, self._num_pages)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._range.unmap(0, self._num_pages)
