@@ -11,16 +11,19 @@ python := .venv/bin/python
 kernels_link := build/typing/sgl_esft_kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check format bench bench-gpu zoo clean distclean
+.PHONY: help setup serve serve-elastic test test-fast check format bench bench-gpu zoo clean distclean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## install everything into .venv, without CUDA packages (PYTHON= chooses the interpreter)
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
 serve: setup ## serve the demo on 127.0.0.1 (PORT=30000, ARGS= for any flag of SGLang or ours)
 	@exec $(python) -m sgl_esft.launch_server --port $(PORT) $(ARGS)
+
+serve-elastic: setup ## the same, on devices that come and go while it serves (PORT=, ARGS=)
+	@exec $(python) -m sgl_esft.launch_server --elastic --port $(PORT) $(ARGS)
 
 test: setup ## run the whole suite (ARGS= for pytest)
 	@$(python) -m pytest -m "not soak" --durations=15 $(ARGS)

@@ -36,7 +36,7 @@ class ElasticOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags' group, for this parser's and the launcher's help."""
+    """The flags that are elastic's alone, for this parser and for the launcher's help."""
     group = parser.add_argument_group("elastic (with --elastic)")
     group.add_argument(
         "--elastic",
@@ -45,7 +45,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "devices (DP = EP) while requests run",
     )
     group.add_argument(
-        "--max-devices", type=int, default=4, metavar="N", help="devices that may be used (4)"
+        "--max-devices",
+        type=int,
+        default=4,
+        metavar="N",
+        help="devices that may be used, numbered from 0 (default: 4); --dp-size says how many at "
+        "start",
     )
     group.add_argument(
         "--standby-ranks",
@@ -61,29 +66,51 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="which DP rank a request goes to (default: adapter)",
     )
     group.add_argument(
+        "--max-total-tokens",
+        type=int,
+        metavar="N",
+        help=f"the most KV tokens of a rank, as long as memory lasts (default: {DEFAULT_KV_TOKENS})",
+    )
+    group.add_argument(
         "--autoscale",
         metavar="JSON",
         help="scale by the SLO: the fields of AutoscalePolicy, docs/autoscaling.md (default: off)",
     )
-    group.add_argument("--slo-ttft", type=float, default=1.0, metavar="S", help="seconds (1)")
-    group.add_argument("--slo-tpot", type=float, default=0.1, metavar="S", help="seconds (0.1)")
+    group.add_argument(
+        "--slo-ttft",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="target for the time to the first token, in seconds (default: 1)",
+    )
+    group.add_argument(
+        "--slo-tpot",
+        type=float,
+        default=0.1,
+        metavar="S",
+        help="target for the mean time per output token, in seconds (default: 0.1)",
+    )
     group.add_argument(
         "--scale-journal", metavar="FILE", help="keep scale operations here (default: in memory)"
     )
     group.add_argument(
-        "--verify-copies", action="store_true", help="compare digests of all copied experts"
+        "--verify-copies",
+        action="store_true",
+        help="compare the digests of all copied weights with those of their source",
     )
-    group.add_argument("--max-total-tokens", type=int, metavar="N", help=argparse.SUPPRESS)
-    group.add_argument("--device-memory", metavar="SIZE", help=argparse.SUPPRESS)
-    group.add_argument(
-        "--dp-size", "--data-parallel-size", "--dp", type=int, default=1, help=argparse.SUPPRESS
-    )
+
+
+def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that the launcher has too, and explains."""
+    parser.add_argument("--device-memory")
+    parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
 
 
 def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
     """The options, and what is left for sgl_esft and SGLang. Raises ElasticConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
+    _add_shared_flags(parser)
     found, rest = parser.parse_known_args(argv)
     device_bytes = (
         parse_bytes(found.device_memory, "--device-memory")

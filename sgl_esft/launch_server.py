@@ -4,6 +4,7 @@
 
 Takes every SGLang flag besides its own. Without --model-path it serves the
 demo zoo. Adapters are checked against the base before anything is started.
+With --elastic, sgl_elastic/launch.py takes over from here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if __name__ == "__mp_main__" and plan.uses_data_parallel(sys.argv):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
     argv = sys.argv[1:] if argv is None else argv
-    if "--elastic" in argv and not {"-h", "--help"} & set(argv):
+    if {"-h", "--help"} & set(argv):
+        return _help()
+    if "--elastic" in argv:
         from sgl_elastic import launch as elastic
 
         return elastic.main(argv)
@@ -38,6 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sgl_esft.launch import serve
 
     return serve.serve(launch)
+
+
+def _help() -> int:
+    """All flags, the elastic ones included. Imports neither SGLang nor torch."""
+    from sgl_elastic.options import add_flags
+
+    parser = flags.build_parser()
+    add_flags(parser)
+    parser.print_help()
+    return 0
 
 
 if __name__ == "__main__":

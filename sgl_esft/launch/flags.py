@@ -22,6 +22,8 @@ examples:
   python -m sgl_esft.launch_server
       the embedded demo: a small DeepSeek-V2 and its adapters
   python -m sgl_esft.launch_server --model-path BASE --esft-adapters math=DIR intent=DIR
+  python -m sgl_esft.launch_server --elastic --max-devices 4 --dp-size 1
+      the demo on one device of four; POST /v1/scale changes how many
 """
 
 
@@ -137,7 +139,8 @@ def _add_device_flags(group: argparse._ArgumentGroup) -> None:
         "--device-memory",
         metavar="SIZE",
         help="memory of each rank's device, such as 512MiB: model, expert pages and KV cache must "
-        "fit, and SGLang sizes the KV cache by it (default: the machine's memory)",
+        "fit, and SGLang sizes the KV cache by it (default: the machine's memory); with --elastic "
+        "the bytes of weights and KV on each device, on an accelerator too (default: 1GiB)",
     )
     group.add_argument(
         "--device-ledger",
@@ -154,7 +157,14 @@ def _add_shared_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default=DEFAULT_HOST, help="default: %(default)s")
     group.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s")
     group.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
-    group.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
+    group.add_argument(
+        "--dp-size",
+        "--data-parallel-size",
+        "--dp",
+        type=int,
+        default=1,
+        help="data parallel ranks; with --elastic: at start (default: %(default)s)",
+    )
 
 
 def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
