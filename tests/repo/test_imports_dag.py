@@ -12,6 +12,11 @@ from tests.repo.tree import PACKAGES, ROOT, module_name, python_files
 # against the installed version, and the launcher, which hands over to SGLang's own. A trailing `.`
 # allows a package with all it holds. An entry that nothing needs fails.
 MAY_IMPORT_SGLANG = {
+    "sgl_elastic.coordinator.front_hooks",
+    "sgl_elastic.coordinator.sglang_wire",
+    "sgl_elastic.engine.",
+    "sgl_elastic.instance.process",
+    "sgl_elastic.launch",
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",
     "sgl_esft.launch.",
@@ -21,11 +26,77 @@ MAY_IMPORT_SGLANG = {
     "sgl_esft.sglang_api",
 }
 
-# Package -> packages it must not import, at any depth of its code.
+# Package -> packages it must not import, at any depth of its code. Weaving and the elastic runtime
+# meet in HANDED_OVER only.
 FORBIDDEN = {
-    "sgl_esft": {"sgl_elastic", "bench", "tests", "scripts"},
-    "sgl_elastic": {"sgl_esft", "bench", "tests", "scripts"},
+    "sgl_esft": {"bench", "tests", "scripts"},
+    "sgl_elastic": {"bench", "tests", "scripts"},
     "sgl_esft_kernels": {"sgl_esft", "sgl_elastic", "sglang", "bench", "tests", "scripts"},
+}
+
+# What weaving and the elastic runtime import of each other, late imports included. An entry that
+# nothing needs fails. Weaving knows of the runtime in one place, where flags are read.
+HANDED_OVER = {
+    "sgl_esft.launch_server": {"sgl_elastic.launch", "sgl_elastic.options"},
+    "sgl_elastic.coordinator.front_hooks": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.engine.hooks": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.engine.loader": {"sgl_esft.page_source"},
+    "sgl_elastic.engine.memory": {"sgl_esft.config", "sgl_esft.slot_layout"},
+    "sgl_elastic.engine.plugin": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.engine.rank": {"sgl_esft.adapters"},
+    "sgl_elastic.engine.slots": {"sgl_esft.errors", "sgl_esft.expert_memory"},
+    "sgl_elastic.instance.process": {"sgl_esft", "sgl_esft.launch.ports"},
+    "sgl_elastic.launch": {
+        "sgl_esft.adapter_format",
+        "sgl_esft.errors",
+        "sgl_esft.expert_memory",
+        "sgl_esft.hook_ledger",
+        "sgl_esft.launch.flags",
+        "sgl_esft.launch.plan",
+        "sgl_esft.launch.serve",
+        "sgl_esft.model_spec",
+        "sgl_esft.platform",
+        "sgl_esft.plugin",
+    },
+    "sgl_elastic.options": {"sgl_esft.byte_size"},
+}
+
+# Values in, values out: these import each other and VALUES_ONLY, so nothing they do depends on a
+# clock, a process, a socket or a device.
+PURE = {
+    "sgl_elastic.coordinator.autoscale",
+    "sgl_elastic.coordinator.rank_choice",
+    "sgl_elastic.coordinator.routing",
+    "sgl_elastic.coordinator.slo",
+    "sgl_elastic.coordinator.strategies",
+    "sgl_elastic.errors",
+    "sgl_elastic.instance.handover",
+    "sgl_elastic.instance.messages",
+    "sgl_elastic.instance.shapes",
+    "sgl_elastic.instance.standbys",
+    "sgl_elastic.instance.state",
+    "sgl_elastic.memory.runs",
+    "sgl_elastic.memory.slots",
+    "sgl_elastic.plan.",
+    "sgl_elastic.types",
+}
+VALUES_ONLY = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "itertools",
+    "json",
+    "math",
+    "msgspec",
+    "typing",
+}
+
+# Processes that come up without the weight of these, so that a device's memory outlives engines.
+LIGHT = {
+    "sgl_elastic.memory.worker": {"torch", "sglang", "sgl_esft"},
+    "sgl_elastic.coordinator.coordinator": {"torch", "sglang", "sgl_esft"},
 }
 
 SOURCES = {module_name(path): (ROOT / path).read_text() for path in python_files(*PACKAGES)}
@@ -122,6 +193,45 @@ def roots_imported(source: str, module: str) -> set[str]:
     return {each.base.split(".")[0] for each in found}
 
 
+def foreign_modules(source: str, module: str) -> set[str]:
+    """Modules of our other packages that the source imports, late imports included."""
+    is_package = module in PACKAGE_MODULES
+    found = imported(source, module, is_package=is_package, top_level_only=False)
+    names = {each.module_among(SOURCES) for each in found}
+    own = {module.split(".", maxsplit=1)[0], "sgl_esft_kernels"}
+    return {name for name in names if name in SOURCES and name.split(".")[0] not in own}
+
+
+def reached_from(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """The module and every module of ours that is imported with it."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting.extend(graph[each])
+    return found
+
+
+def roots_at_import(module: str) -> set[str]:
+    """First parts of what is imported when the module is."""
+    is_package = module in PACKAGE_MODULES
+    found = imported(SOURCES[module], module, is_package=is_package, top_level_only=True)
+    return {each.base.split(".")[0] for each in found}
+
+
+def impure(source: str, module: str) -> set[str]:
+    """What a module imports that is neither a value's nor pure."""
+    found = imported(source, module, is_package=module in PACKAGE_MODULES, top_level_only=False)
+    names = {each.module_among(SOURCES) for each in found}
+    return {
+        name
+        for name in names
+        if name.split(".")[0] not in VALUES_ONLY and not any(allows(e, name) for e in PURE)
+    }
+
+
 def allows(entry: str, module: str) -> bool:
     return module == entry.rstrip(".") or (entry.endswith(".") and module.startswith(entry))
 
@@ -137,6 +247,42 @@ def test_packages_keep_out_of_each_other() -> None:
         for root in roots_imported(source, module) & FORBIDDEN[module.split(".")[0]]
     ]
     assert found == []
+
+
+def test_weaving_and_the_elastic_runtime_meet_where_it_is_written() -> None:
+    found = {m: names for m, s in SOURCES.items() if (names := foreign_modules(s, m))}
+    assert found == HANDED_OVER
+
+
+def test_weaving_does_not_need_the_elastic_runtime() -> None:
+    graph = import_graph(SOURCES, PACKAGE_MODULES)
+    late = {m for m in SOURCES if m.startswith("sgl_esft") for n in graph[m] if "sgl_elastic" in n}
+    assert late == set()
+
+
+def test_what_decides_is_pure() -> None:
+    modules = {m: s for m, s in SOURCES.items() if any(allows(entry, m) for entry in PURE)}
+    assert {m: found for m, s in modules.items() if (found := impure(s, m))} == {}
+    unneeded = {entry for entry in PURE if not any(allows(entry, m) for m in modules)}
+    assert sorted(unneeded) == []
+
+
+def test_the_wire_knows_only_the_errors() -> None:
+    graph = import_graph(SOURCES, PACKAGE_MODULES)
+    assert graph["sgl_elastic.wire"] == {"sgl_elastic.errors"}
+
+
+def test_memory_and_coordinator_are_light() -> None:
+    graph = import_graph(SOURCES, PACKAGE_MODULES)
+    for module, heavy in LIGHT.items():
+        reached = {root for each in reached_from(module, graph) for root in roots_at_import(each)}
+        assert reached & heavy == set(), module
+
+
+def test_only_engines_import_torch() -> None:
+    elastic = {m: s for m, s in SOURCES.items() if m.startswith("sgl_elastic")}
+    importing = {m for m, s in elastic.items() if "torch" in roots_imported(s, m)}
+    assert sorted(m for m in importing if not m.startswith("sgl_elastic.engine.")) == []
 
 
 def test_only_the_hook_family_imports_sglang() -> None:
@@ -182,3 +328,22 @@ def test_checker_tells_a_submodule_from_a_name_of_its_package() -> None:
     assert find_cycle(import_graph(sources, {"p"})) is None
     sources["p.a"] = "from p import value\n"
     assert find_cycle(import_graph(sources, {"p"})) == ["p", "p.a", "p"]
+
+
+def test_checker_sees_what_is_not_pure() -> None:
+    assert impure("import math\nfrom sgl_elastic import types\n", "sgl_elastic.plan.x") == set()
+    assert impure("def f():\n    import time\n", "sgl_elastic.plan.x") == {"time"}
+    assert impure("from sgl_elastic import runtime\n", "sgl_elastic.plan.x") == {
+        "sgl_elastic.runtime"
+    }
+
+
+def test_checker_follows_imports() -> None:
+    graph = {"p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.a"}}
+    assert reached_from("p.b", graph) == {"p.a", "p.b", "p.c"}
+
+
+def test_checker_sees_imports_between_packages() -> None:
+    source = "def f():\n    from sgl_esft.launch import plan\n"
+    assert foreign_modules(source, "sgl_elastic.a") == {"sgl_esft.launch.plan"}
+    assert foreign_modules(source, "sgl_esft.a") == set()
