@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-total-tokens",
         type=int,
         metavar="N",
-        help=f"the most KV tokens of a rank, as long as memory lasts (default: {DEFAULT_KV_TOKENS})",
+        help=f"the most KV tokens of a rank, where memory allows (default: {DEFAULT_KV_TOKENS})",
     )
     group.add_argument(
         "--autoscale",
