@@ -1,6 +1,6 @@
-"""docs/hooks.md from the hook ledger: `python -m scripts.hooks_page`.
+"""docs/hooks.md from the hook ledgers: `python -m scripts.hooks_page`.
 
-    sgl_esft/hooks.py -> [page] -> docs/hooks.md
+    sgl_esft/hooks.py, sgl_elastic's ENGINE_HOOKS and FRONT_HOOKS -> [page] -> docs/hooks.md
 
 A test holds the page to the ledger.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from sgl_elastic.coordinator.front_hooks import FRONT_HOOKS
+from sgl_elastic.engine.hooks import ENGINE_HOOKS
 from sgl_esft.hook_ledger import Hook
 from sgl_esft.hooks import CPU_HOOKS, ROUTER_HOOKS, WEAVE_HOOKS
 
@@ -18,7 +20,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
 _HEAD = """\
 # Hooks into SGLang
 
-Made from `sgl_esft/hooks.py` by `python -m scripts.hooks_page`; do not edit.
+Made from `sgl_esft/hooks.py`, `sgl_elastic/engine/hooks.py` and
+`sgl_elastic/coordinator/front_hooks.py` by `python -m scripts.hooks_page`; do not edit.
 
 SGLang is not modified. It is entered through its two plugin doors, the entry points
 `sglang.srt.platforms` and `sglang.srt.plugins`, and the second installs the hooks below in every
@@ -45,6 +48,17 @@ def page() -> str:
             "The CPU reference platform",
             "Installed where that [platform](cpu_platform.md) is active.",
             CPU_HOOKS,
+        ),
+        *_section(
+            "The elastic runtime: engines",
+            "Installed in the processes of an engine that `--elastic` has started, by an entry of "
+            "their own in `sglang.srt.plugins`.",
+            ENGINE_HOOKS,
+        ),
+        *_section(
+            "The elastic runtime: the process that serves HTTP",
+            "Installed there with `--elastic`, before SGLang starts.",
+            FRONT_HOOKS,
         ),
     ]
     return "\n".join(parts)

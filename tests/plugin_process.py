@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sgl_elastic.coordinator.front_hooks import FRONT_HOOKS
+from sgl_elastic.engine import config as engine_config
+from sgl_elastic.engine.hooks import ENGINE_HOOKS
 from sgl_esft import hook_ledger, hooks, plugin
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import HookError
@@ -51,8 +54,19 @@ def in_place(ledger: tuple[Hook, ...]) -> dict[str, bool]:
     return {hook.target: holds(hook) for hook in ledger}
 
 
+WEAVING = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS
+EVERYTHING = WEAVING + ENGINE_HOOKS + FRONT_HOOKS
+
+
 def everything_in_place() -> dict[str, bool]:
-    return in_place(hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS)
+    return in_place(EVERYTHING)
+
+
+def elastic_engine_process() -> None:
+    os.environ[engine_config.VARIABLE] = engine_config.EngineConfig(
+        "i1", "/nowhere", (0, 1), backend="host", page_bytes=4096, max_kv_tokens=64
+    ).to_json()
+    engine_config.current.cache_clear()
 
 
 def complaint() -> str:
@@ -93,6 +107,35 @@ def weaving_off() -> Any:
 
 
 @scenario
+def elastic_engine() -> Any:
+    """A rank of an elastic instance: its environment says so."""
+    weaving()
+    elastic_engine_process()
+    load()
+    return {"in_place": everything_in_place()}
+
+
+@scenario
+def elastic_front() -> Any:
+    """The process that serves HTTP installs its own."""
+    weaving()
+    load()
+    hook_ledger.install(FRONT_HOOKS)
+    return {"in_place": everything_in_place()}
+
+
+@scenario
+def an_elastic_engine_that_cannot_hook() -> Any:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    weaving()
+    elastic_engine_process()
+    del Scheduler.pause_generation
+    load()
+    return "served"
+
+
+@scenario
 def each_hook_undone() -> Any:
     """Target -> the complaint after this one was put back as SGLang has it."""
     from unittest import mock
@@ -100,7 +143,7 @@ def each_hook_undone() -> Any:
     weaving()
     load()
     complaints = {}
-    for hook in hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS:
+    for hook in WEAVING:
         owner, name = hook.owner()
         with mock.patch.object(owner, name, new=object()):
             complaints[hook.target] = complaint()
@@ -237,7 +280,7 @@ def exit_code_of(body: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    for hook in hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS:
+    for hook in EVERYTHING:
         hook.owner()  # imports what all scenarios need
     with tempfile.TemporaryDirectory() as folder:
         results = {name: run(name, Path(folder)) for name in SCENARIOS}

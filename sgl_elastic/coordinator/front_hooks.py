@@ -96,7 +96,7 @@ FRONT_HOOKS: tuple[Hook, ...] = (
         kind=HookKind.REPLACE,
         function=dispatch_async,
         parameters=("self", "obj"),
-        why="as above",
+        why="as above, where SGLang sends from a coroutine",
         remove_when="SGLang lets a plugin supply the way to the scheduler",
     ),
     Hook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import tomllib
 from collections.abc import Iterable
 
@@ -22,10 +23,17 @@ from scripts.requirements_files import (
     read_left_out,
     read_pins,
 )
+from tests.repo.test_imports_dag import SOURCES, roots_imported
+from tests.repo.tree import PACKAGES
 
 PINS = read_pins(*CPU_FILES)
 LEFT_OUT = read_left_out()
 SGLANG = importlib.metadata.requires("sglang") or []
+
+# Imported, and no dependency of pyproject.toml: what depends on the device, and our own C++.
+OF_THE_DEVICE = {"sglang", "torch", "triton"}
+OWN = {*PACKAGES.values(), "sgl_vmm", "sgl_reroute"}
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "zmq": "pyzmq"}
 
 
 def unmet(requirements: Iterable[str], pins: dict[str, str], left_out: set[str]) -> list[str]:
@@ -100,6 +108,15 @@ def test_extras_and_own_dependencies_are_pinned() -> None:
     assert sorted(extras) == ["cpu", "cuda", "dev", "npu"]
     for extra in extras.values():
         assert all((FOLDER.parent / path).is_file() for path in extra["file"])
+
+
+def test_what_our_code_imports_is_declared() -> None:
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+    roots = {root for module, source in SOURCES.items() for root in roots_imported(source, module)}
+    foreign = roots - OWN - set(sys.stdlib_module_names) - {""}
+    assert foreign >= OF_THE_DEVICE  # the list is not stale
+    wanted = {DISTRIBUTIONS.get(root, root) for root in foreign - OF_THE_DEVICE}
+    assert sorted(wanted) == project["dependencies"]
 
 
 def test_checker_finds_missing_and_misfitting_pins() -> None:

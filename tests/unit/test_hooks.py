@@ -11,15 +11,19 @@ import pytest
 import sglang
 from packaging.specifiers import SpecifierSet
 
+from sgl_elastic.coordinator.front_hooks import FRONT_HOOKS
+from sgl_elastic.engine.hooks import ENGINE_HOOKS
 from sgl_esft import hook_ledger, hooks
 from sgl_esft.hook_ledger import Hook, HookKind
 from tests.processes import run_module
 
 ROOT = Path(__file__).resolve().parents[2]
-LEDGER = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS
+LEDGER = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS + ENGINE_HOOKS + FRONT_HOOKS
 CPU_TARGETS = {hook.target for hook in hooks.CPU_HOOKS}
 WEAVE_TARGETS = {hook.target for hook in hooks.WEAVE_HOOKS}
 ROUTER_TARGETS = {hook.target for hook in hooks.ROUTER_HOOKS}
+ENGINE_TARGETS = {hook.target for hook in ENGINE_HOOKS}
+FRONT_TARGETS = {hook.target for hook in FRONT_HOOKS}
 
 each_hook = pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.target.split(".", 2)[-1])
 
@@ -48,7 +52,10 @@ def test_each_target_is_hooked_once() -> None:
     ids=lambda hook: hook.target.split(".", 2)[-1],
 )
 def test_function_takes_every_call_its_target_takes(hook: Hook) -> None:
-    """By position and by keyword; `self`, and a class method's class, always by position."""
+    """By position and by keyword; `self`, and a class method's class, always by position.
+
+    What the target takes by keyword only, the hook gets by keyword only.
+    """
     owner, name = hook.owner()
     is_class_method = isinstance(owner, type) and isinstance(vars(owner)[name], classmethod)
     first = {HookKind.AROUND: ["original"], HookKind.AFTER: ["result"]}
@@ -60,11 +67,12 @@ def test_function_takes_every_call_its_target_takes(hook: Hook) -> None:
     signature = inspect.signature(hook.function)
     variadic = inspect.signature(hook.resolve()).parameters
     named = [n for n in named if variadic[n].kind is not inspect.Parameter.VAR_KEYWORD]
-    signature.bind(*positional, *named)
+    for given in (named, [n for n in named if variadic[n].default is inspect.Parameter.empty]):
+        by_keyword = [n for n in given if variadic[n].kind is inspect.Parameter.KEYWORD_ONLY]
+        by_position = [n for n in given if n not in by_keyword]
+        signature.bind(*positional, *by_position, **dict.fromkeys(by_keyword))
     if "_" not in named:
         signature.bind(*positional, **dict.fromkeys(named))
-    required = [n for n in named if variadic[n].default is inspect.Parameter.empty]
-    signature.bind(*positional, *required)
 
 
 def test_a_changed_parameter_would_be_noticed() -> None:
@@ -101,6 +109,29 @@ def test_the_right_hooks_are_in_place(
     answer = answer_of(results, scenario)
     assert {target for target, holds in answer["in_place"].items() if holds} == expected
     assert answer["complaint"] == ""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("elastic_engine", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS | ENGINE_TARGETS),
+        ("elastic_front", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS | FRONT_TARGETS),
+        ("weaving_on_the_cpu", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS),
+    ],
+)
+def test_the_elastic_hooks_are_where_they_belong(
+    results: dict[str, Any], scenario: str, expected: set[str]
+) -> None:
+    answer = answer_of(results, scenario)
+    assert {target for target, holds in answer["in_place"].items() if holds} == expected
+
+
+def test_an_elastic_engine_without_its_hooks_does_not_start(results: dict[str, Any]) -> None:
+    result = results["an_elastic_engine_that_cannot_hook"]
+    assert result["exit_code"] == 1, result["output"]
+    last_line = result["output"].strip().splitlines()[-1]
+    assert last_line.startswith("sgl_elastic refuses to serve: HookError: "), last_line
+    assert "pause_generation: SGLang has no such name" in last_line
 
 
 def test_names_imported_before_lead_to_the_hooks_too(results: dict[str, Any]) -> None:
