@@ -8,8 +8,10 @@ One thread accepts, one thread a rank reads; answers wait in the link until the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,11 +34,14 @@ Answer = TypeVar("Answer", bound=m.FromRank)
 class RankLink:
     """One rank, as the manager talks to it. Thread-safe."""
 
-    def __init__(self, hello: m.Hello, channel: wire.Channel[m.FromRank]) -> None:
+    def __init__(
+        self, hello: m.Hello, channel: wire.Channel[m.FromRank], sock: socket.socket
+    ) -> None:
         self.instance = hello.instance
         self.rank = hello.rank
         self.pid = hello.pid
         self._channel = channel
+        self._socket = sock  # the channel's
         self._lock = threading.Lock()  # a channel is one thread's at a time
         self._inbox: queue.Queue[m.FromRank | ElasticError] = queue.Queue()
 
@@ -83,6 +88,7 @@ class RankLink:
 
     def close(self) -> None:
         """End the connection; the rank then ends too."""
+        _shut(self._socket)
         self._channel.close()
 
     def read_all(self, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]) -> None:
@@ -150,6 +156,7 @@ class RankServer:
 
     def close(self) -> None:
         """Close everything."""
+        _shut(self._socket)
         self._socket.close()
         with self._arrived:
             for link in self._links.values():
@@ -174,9 +181,9 @@ class RankServer:
                 target=self._serve, args=(sock, channel), name="elastic-rank", daemon=True
             ).start()
 
-    def _serve(self, sock: object, channel: wire.Channel[m.FromRank]) -> None:
+    def _serve(self, sock: socket.socket, channel: wire.Channel[m.FromRank]) -> None:
         try:
-            wire.check_peer(sock)  # type: ignore[arg-type]
+            wire.check_peer(sock)
             hello, fds = channel.receive()
             fds.close()
         except ElasticError as error:
@@ -187,8 +194,14 @@ class RankServer:
             logger.warning("elastic: a rank began with %s", type(hello).__name__)
             channel.close()
             return
-        link = RankLink(hello, channel)
+        link = RankLink(hello, channel, sock)
         with self._arrived:
             self._links[(hello.instance, hello.rank)] = link
             self._arrived.notify_all()
         link.read_all(self._on_adapters)
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake the thread that waits on this socket: until it does, closing would not end anything."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,240 @@
+"""Ranks over real Unix sockets: answers in time, late, wrong, or never because the rank died."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sgl_elastic import wire
+from sgl_elastic.errors import ElasticError, EngineFailedError
+from sgl_elastic.instance import messages as m
+from sgl_elastic.instance.links import RankServer, expect_all, send_all
+
+TO_RANK: msgspec.msgpack.Decoder[m.ToRank] = msgspec.msgpack.Decoder(m.ToRank)
+ADAPTER = m.Adapter("id", "math", "/adapters/math", 0, False, {1: (2, 5)})
+
+
+class FakeRank:
+    """The other end of a link, in this process."""
+
+    def __init__(self, path: Path, instance: str = "i1", rank: int = 0, pid: int = 77) -> None:
+        self.channel = wire.Channel(
+            wire.connect(path, EngineFailedError, 2.0),
+            TO_RANK,
+            peer="the manager",
+            failure=EngineFailedError,
+            timeout_s=2.0,
+        )
+        self.channel.send(m.Hello(instance, rank, pid))
+
+    def hears(self) -> m.ToRank:
+        message, fds = self.channel.receive()
+        fds.close()
+        return message
+
+
+class Bench:
+    """A server with ranks, and what it heard of adapters."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "sockets" / "ranks.sock"
+        self.tables: list[tuple[str, int, tuple[m.Adapter, ...]]] = []
+        self.server = RankServer(self.path, self._note)
+        self.ranks: list[FakeRank] = []
+
+    def _note(self, link, adapters):
+        self.tables.append((link.instance, link.rank, adapters))
+
+    def start(self, num_ranks: int, instance: str = "i1"):
+        """Links, and the ranks at their other ends; the last one says Hello first."""
+        ranks = [FakeRank(self.path, instance, rank) for rank in reversed(range(num_ranks))]
+        self.ranks += ranks
+        return self.links(num_ranks, instance), ranks[::-1]
+
+    def links(self, num_ranks: int, instance: str = "i1"):
+        deadline = time.monotonic() + 5
+        return self.server.wait_for(instance, num_ranks, deadline, lambda: True)
+
+
+@pytest.fixture
+def bench(tmp_path: Path):
+    bench = Bench(tmp_path)
+    yield bench
+    for rank in bench.ranks:
+        rank.channel.close()
+    bench.server.close()
+
+
+def soon(timeout_s: float = 5.0) -> float:
+    return time.monotonic() + timeout_s
+
+
+def test_ranks_are_found_by_number_whatever_order_they_come_in(bench: Bench) -> None:
+    links, ranks = bench.start(3)
+    assert [(link.rank, link.pid, link.name) for link in links] == [
+        (rank, 77, f"rank {rank} of instance i1") for rank in range(3)
+    ]
+    for link, rank in zip(links, ranks, strict=True):
+        link.send(m.ResizeKv(100 + link.rank))
+        assert rank.hears() == m.ResizeKv(100 + link.rank)
+
+
+def test_instances_do_not_mix(bench: Bench) -> None:
+    [first], [rank] = bench.start(1, "i1")
+    [second], _ = bench.start(1, "i2")
+    rank.channel.send(m.Done())
+    assert first.expect(m.Done, soon()) == m.Done()
+    with pytest.raises(EngineFailedError, match="rank 0 of instance i2 gave no Done in time"):
+        second.expect(m.Done, soon(0.01))
+
+
+def test_all_ranks_answer(bench: Bench) -> None:
+    links, ranks = bench.start(2)
+    send_all(links, [m.Run(), m.Detach()])
+    assert [rank.hears() for rank in ranks] == [m.Run(), m.Detach()]
+    for number, rank in enumerate(ranks):
+        rank.channel.send(m.Done(num_bytes=number))
+    assert [done.num_bytes for done in expect_all(links, m.Done, 5.0)] == [0, 1]
+    with pytest.raises(ValueError, match="shorter"):
+        send_all(links, [m.Run()])
+
+
+def test_answers_come_in_their_order(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    rank.channel.send(m.Loaded(5))
+    rank.channel.send(m.Started())
+    assert link.expect(m.Loaded, soon()) == m.Loaded(5)
+    assert link.expect(m.Started, soon()) == m.Started()
+
+
+def test_all_ranks_share_one_deadline(bench: Bench) -> None:
+    links, _ = bench.start(3)
+    started = time.monotonic()
+    with pytest.raises(EngineFailedError, match="in time"):
+        expect_all(links, m.Done, 0.05)
+    assert time.monotonic() - started < 2
+
+
+def test_a_rank_that_fails_says_why(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    rank.channel.send(m.Failed("MemoryWorkerError", "no pages left"))
+    with pytest.raises(EngineFailedError, match="i1: MemoryWorkerError: no pages left"):
+        link.expect(m.Done, soon())
+    rank.channel.send(m.Done())
+    assert link.expect(m.Done, soon()) == m.Done(), "it is as it was before"
+
+
+def test_a_rank_that_says_something_else(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    rank.channel.send(m.Started())
+    with pytest.raises(EngineFailedError, match="sent Started, not Done"):
+        link.expect(m.Done, soon())
+
+
+def test_a_rank_that_died_fails_every_later_call(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    rank.channel.send(m.Started())
+    rank.channel.close()
+    assert link.expect(m.Started, soon()) == m.Started(), "what it said before still counts"
+    for _ in range(2):
+        with pytest.raises(EngineFailedError, match=r"rank 0 of instance i1: .*closed"):
+            link.expect(m.Done, soon())
+    link.forget_answers()
+    with pytest.raises(EngineFailedError, match="closed"):
+        link.expect(m.Done, soon())
+    with pytest.raises(EngineFailedError):
+        link.send(m.Run())
+
+
+def test_a_rank_that_speaks_another_language_is_lost(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    rank.channel.send(m.Run())  # what only the manager says
+    with pytest.raises(EngineFailedError, match="no known type"):
+        link.expect(m.Done, soon())
+
+
+def test_late_answers_can_be_forgotten(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    rank.channel.send(m.Done(seconds=1.0))
+    with contextlib.suppress(EngineFailedError):
+        link.expect(m.Loaded, soon())  # it has arrived
+    rank.channel.send(m.Done(seconds=2.0))
+    wait_until(lambda: not link._inbox.empty())
+    link.forget_answers()
+    rank.channel.send(m.Done(seconds=3.0))
+    assert link.expect(m.Done, soon()).seconds == 3.0
+
+
+def test_adapter_tables_go_past_the_answers(bench: Bench) -> None:
+    [_, link], [_, rank] = bench.start(2)
+    rank.channel.send(m.AdapterTable((ADAPTER,)))
+    rank.channel.send(m.Done())
+    assert link.expect(m.Done, soon()) == m.Done()
+    assert bench.tables == [("i1", 1, (ADAPTER,))]
+
+
+def test_an_instance_that_ends_while_it_starts(bench: Bench) -> None:
+    bench.start(1)
+    with pytest.raises(EngineFailedError, match="i1 ended while it started"):
+        bench.server.wait_for("i1", 2, soon(), lambda: False)
+
+
+def test_an_instance_that_does_not_start_in_time(bench: Bench) -> None:
+    bench.start(1)
+    with pytest.raises(EngineFailedError, match="i1 did not start in time"):
+        bench.server.wait_for("i1", 2, soon(-1), lambda: True)
+
+
+def test_who_does_not_begin_with_hello_is_refused(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.closing(wire.connect(bench.path, EngineFailedError, 2.0)) as sock:
+        sock.settimeout(2.0)
+        channel = wire.Channel(
+            sock, TO_RANK, peer="the manager", failure=EngineFailedError, timeout_s=2.0
+        )
+        channel.send(m.Started())
+        with pytest.raises(EngineFailedError):
+            channel.receive()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(bench.path))
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 2)
+        sock.settimeout(2.0)
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+    assert "a rank began with Started" in caplog.text
+    wait_until(lambda: "a connection was refused" in caplog.text)
+    bench.start(1)  # others are served
+
+
+def test_forgotten_ranks_hear_the_end(bench: Bench) -> None:
+    """A rank ends when its connection does; ranks of other instances stay."""
+    _, [rank] = bench.start(1, "i1")
+    [link], [other] = bench.start(1, "i2")
+    bench.server.forget("i1")
+    with pytest.raises(EngineFailedError, match="closed"):
+        rank.hears()
+    link.send(m.Run())
+    assert other.hears() == m.Run()
+
+
+def test_a_closed_server_takes_nobody(bench: Bench) -> None:
+    _, [rank] = bench.start(1)
+    bench.server.close()
+    assert not bench.path.exists()
+    with pytest.raises(ElasticError):
+        FakeRank(bench.path)
+    with pytest.raises(EngineFailedError, match="closed"):
+        rank.hears()
+
+
+def wait_until(is_true, timeout_s: float = 5.0) -> None:
+    deadline = soon(timeout_s)
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
