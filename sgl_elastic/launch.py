@@ -167,13 +167,15 @@ def _environment(num_ranks: int) -> Mapping[str, str]:
 def _ready(runtime: Runtime) -> None:
     """HTTP is up: our routes, standbys, the autoscaler."""
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from sgl_elastic.coordinator.app import add_routes
 
     if runtime.coordinator is None or runtime.manager is None:
         raise ElasticConfigError("the elastic runtime did not start")
     manager = http_server._global_state.tokenizer_manager
-    add_routes(http_server.app, runtime.coordinator, runtime.manager.instances)
+    protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    add_routes(http_server.app, runtime.coordinator, runtime.manager.instances, protect)
     runtime.serve(manager.update_control_communicator_fan_out)
 
 

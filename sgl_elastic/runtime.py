@@ -71,6 +71,7 @@ class Runtime:
             wire,
             handed_over=self._handed_over,
             on_switch=self._note_switch,
+            wake=self._wake,
             policy=RankPolicy(strategy=RankStrategy(options.rank_strategy)),
             window=self.window,
         )
@@ -148,6 +149,10 @@ class Runtime:
         if self.manager is None:
             raise RuntimeError("a switch before the first instance")
         return self.manager.handed_over()
+
+    def _wake(self, instance: str) -> None:
+        if self.manager is not None:
+            self.manager.wake(instance)
 
     def _note_switch(self, placement: Placement) -> None:
         self.window.forget_finished()

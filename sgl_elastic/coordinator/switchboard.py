@@ -74,6 +74,7 @@ class Switchboard:
         *,
         handed_over: Callable[[], HandOver],
         on_switch: Callable[[Placement], None] = lambda _: None,
+        wake: Callable[[str], None] = lambda _: None,
         policy: RankPolicy | None = None,
         window: SloWindow | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,6 +82,7 @@ class Switchboard:
         self._wire = wire
         self._handed_over = handed_over
         self._on_switch = on_switch
+        self._wake = wake
         self._policy = policy or RankPolicy()
         self._window = window
         self._clock = clock
@@ -230,6 +232,8 @@ class Switchboard:
 
     def _route(self, message: Any) -> None:
         instance = self.routing.table.instance_id
+        if not self._requests:
+            self._wake(instance)
         if not self._wire.is_request(message):
             self._send(instance, message)
             return

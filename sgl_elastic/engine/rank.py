@@ -27,6 +27,7 @@ import torch
 from sgl_elastic import wire
 from sgl_elastic.engine import handover, requests, sglang_api
 from sgl_elastic.engine.config import EngineConfig
+from sgl_elastic.engine.idle import WakefulSleeper
 from sgl_elastic.engine.memory import EngineMemory
 from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import messages as m
@@ -51,6 +52,7 @@ class EngineRank:
         self.memory = EngineMemory(config, device, self._woven)
         self.attached: m.Attach | None = None
         self._resumed: dict[str, m.RequestState] = {}
+        self._sleeper: WakefulSleeper | None = None
         self._channel = _connect(config)
         self._channel.send(m.Hello(config.instance, rank, os.getpid()))
 
@@ -143,7 +145,7 @@ class EngineRank:
 
     def started(self, scheduler: Any) -> None:
         """The event loop is about to begin."""
-        sglang_api.wake_on(scheduler, self._channel.fileno())
+        self._sleeper = sglang_api.replace_sleeper(scheduler, self._channel.fileno())
         if self.attached is not None:
             self._set_capacity(scheduler, self.attached.kv_tokens)
         self._channel.send(m.Started())
@@ -153,6 +155,9 @@ class EngineRank:
         if not select.select([self._channel.fileno()], [], [], 0)[0]:
             return
         instruction = self._receive()
+        if isinstance(instruction, m.Wake):
+            self._stay_awake()
+            return
         if not isinstance(instruction, m.ResizeKv):
             raise ElasticInternalError(f"{type(instruction).__name__} while serving")
         self._answer(lambda: self._grow_kv(scheduler, instruction.num_tokens))
@@ -173,13 +178,20 @@ class EngineRank:
             instruction = self._receive()
             if isinstance(instruction, m.Run):
                 break
+            if isinstance(instruction, m.Wake):
+                continue
             if isinstance(instruction, m.Exit):
                 logger.info("elastic: rank %d of %s ends", self.rank, self.config.instance)
                 sys.stdout.flush()
                 os._exit(0)
             self._answer(lambda todo=instruction: self._carry_out(scheduler, todo))  # type: ignore[misc]
         self._channel.send(m.Done())
+        self._stay_awake()
         sglang_api.resume_paused(scheduler)
+
+    def _stay_awake(self) -> None:
+        if self._sleeper is not None:
+            self._sleeper.stay_awake()
 
     def resume_request(self, req: Any) -> None:
         """A request has arrived: if it ran elsewhere before, it goes on from there."""

@@ -28,6 +28,7 @@ from sglang.srt.model_loader.loader import (
 )
 from sglang.srt.runtime_context import get_lora, get_parallel
 
+from sgl_elastic.engine.idle import WakefulSleeper
 from sgl_elastic.errors import ElasticInternalError
 
 RADIX_BACKEND = "sgl_elastic"
@@ -217,13 +218,13 @@ def drop_pending_input(scheduler: Any) -> int:
     return num_dropped
 
 
-def wake_on(scheduler: Any, descriptor: int) -> None:
-    """An idle rank's sleep ends when the descriptor is readable."""
-    import zmq
-
+def replace_sleeper(scheduler: Any, descriptor: int) -> WakefulSleeper | None:
+    """An idle rank's sleep ends when the descriptor is readable; None if it never sleeps."""
     sleeper = getattr(scheduler, "idle_sleeper", None)
-    if sleeper is not None:
-        sleeper.poller.register(descriptor, zmq.POLLIN)
+    if sleeper is None:
+        return None
+    scheduler.idle_sleeper = WakefulSleeper(sleeper.poller, descriptor)
+    return scheduler.idle_sleeper  # type: ignore[no-any-return]
 
 
 def resume_paused(scheduler: Any) -> None:

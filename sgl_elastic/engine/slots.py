@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sgl_elastic.engine.shape import EXPERT_TENSORS, expert_region
+from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory.runs import Runs
-from sgl_esft.errors import InvariantError
+from sgl_esft.errors import InvariantError, OutOfExpertMemoryError
 from sgl_esft.expert_memory import SlotUsage
 
 if TYPE_CHECKING:
@@ -38,8 +39,14 @@ class ElasticSlots:
         if self._mapped.intersection(slots):
             raise InvariantError(f"layer {self._layer_id}: some of slots {slots} are mapped")
         runs = self._runs(slots)
-        self._memory.required_client().map_slots(runs)
-        self._memory.required_mapping().extend(self._memory.required_client(), runs)
+        client = self._memory.required_client()
+        try:
+            client.map_slots(runs)
+        except MemoryWorkerError as error:
+            raise OutOfExpertMemoryError(
+                f"{error}: unload an adapter, or give devices more by --device-memory"
+            ) from error
+        self._memory.required_mapping().extend(client, runs)
         self._mapped.update(slots)
 
     def unmap(self, slots: range) -> None:

@@ -285,6 +285,16 @@ class InstanceManager:
 
     # ---- for the front and for people ----
 
+    def wake(self, instance: str) -> None:
+        """A request is on its way to an idle instance: none of its ranks may sleep through it."""
+        running = self._running.get(instance)
+        if running is None:
+            return
+        try:
+            send_all(running.links, [m.Wake()] * len(running.links))
+        except EngineFailedError as error:
+            logger.warning("elastic: %s was not woken: %s", instance, error)
+
     def handed_over(self) -> HandedOver:
         """Where the last frozen instance's requests went."""
         return self._handed

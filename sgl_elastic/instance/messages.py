@@ -1,6 +1,6 @@
 """What the instance manager and an engine's ranks say to each other (wire.py carries it).
 
-    manager  --Attach, Detach, Activate, ResizeKv, Run, Exit-->  rank
+    manager  --Attach, Park, Detach, Activate, ResizeKv, Run, Wake, Exit-->  rank
     rank     --Hello, Declared, Loaded, Started, Frozen, Done, Failed-->  manager
 
 Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64.
@@ -122,6 +122,10 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     """Leave the parking place."""
 
 
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """A request is on its way to some rank: do not sleep through it. Not answered."""
+
+
 class Exit(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
@@ -146,5 +150,5 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Exit
+ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Wake | Exit
 FromRank = Hello | Declared | Loaded | Started | Frozen | AdapterTable | Done | Failed

@@ -63,12 +63,13 @@ class Standbys:
 def likely_next(device_ids: DeviceIds, max_devices: int) -> tuple[DeviceIds, ...]:
     """The configurations a server on `device_ids` is likely to go to, the likeliest first.
 
-    One device up, one down, then double and half. Up takes the lowest ids that are free below
-    `max_devices`, down gives the highest ids back: what the planner does without other wishes, and
-    like its answers these are ascending.
+    One device up, one down, double, half, then the others, the nearest first. Up takes the lowest
+    ids that are free below `max_devices`, down gives the highest ids back: what the planner does
+    without other wishes, and like its answers these are ascending.
     """
     now = len(device_ids)
-    sizes = dict.fromkeys((now + 1, now - 1, 2 * now, now // 2))
+    others = sorted(range(1, max_devices + 1), key=lambda size: (abs(size - now), -size))
+    sizes = dict.fromkeys((now + 1, now - 1, 2 * now, now // 2, *others))
     wanted = [size for size in sizes if 1 <= size <= max_devices and size != now]
     return tuple(_resized(device_ids, size, max_devices) for size in wanted)
 

@@ -78,7 +78,9 @@ def test_capacity_holds_and_no_instance_is_lost(
 def test_likely_next(
     now: tuple[int, ...], max_devices: int, expected: list[tuple[int, ...]]
 ) -> None:
-    assert list(likely_next(now, max_devices)) == expected
+    found = list(likely_next(now, max_devices))
+    assert found[: len(expected)] == expected
+    assert sorted(map(len, found)) == [n for n in range(1, max_devices + 1) if n != len(now)]
 
 
 def test_likely_next_agrees_with_the_planner() -> None:
