@@ -1,0 +1,292 @@
+"""A live server changes its number of devices under load, and nobody notices.
+
+One elastic server for the whole file, its checkpoint deleted once it serves: whatever comes later
+comes from memory. What is right is what a static server answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from bench.elastic_load import Ask, Stream, differences, make_asks, scale, steady
+from sgl_esft import zoo
+from tests.servers import Server, ServerPool, ServerSpec
+
+pytestmark = pytest.mark.server
+
+LATER = "sum"  # loaded while the server runs
+FIRST = tuple(name for name in zoo.adapter_paths() if name != LATER)
+MAX_DEVICES = 4
+STANDBY_RANKS = 9  # two, three and four devices at once
+DEVICE_MEMORY = 64 << 20
+NUM_STREAMS = 1000
+STANDBYS_S = 300.0
+
+Expected = Mapping[Ask, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def asks() -> list[Ask]:
+    return make_asks(FIRST, 60, range(8, 25))
+
+
+@pytest.fixture(scope="module")
+def later_asks() -> list[Ask]:
+    return make_asks([LATER], 12, range(8, 25), seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(server_pool: ServerPool, asks: list[Ask], later_asks: list[Ask]) -> Expected:
+    static = server_pool.get(ServerSpec())
+    streams = asyncio.run(steady(static.url, [*asks, *later_asks], 8))
+    assert not [stream.error for stream in streams if stream.error]
+    return {stream.ask: stream.output_ids for stream in streams}
+
+
+@pytest.fixture(scope="module")
+def later_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("later") / LATER
+    shutil.copytree(zoo.adapter_paths()[LATER], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory, expected: Expected) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("elastic")
+    base = shutil.copytree(zoo.base_path(), folder / "base")
+    adapters = {name: shutil.copytree(zoo.adapter_paths()[name], folder / name) for name in FIRST}
+    args = ("--elastic", "--max-devices", str(MAX_DEVICES), "--max-adapters", "6")
+    args += ("--standby-ranks", str(STANDBY_RANKS), "--max-experts-per-adapter", "8")
+    args += ("--device-memory", f"{DEVICE_MEMORY}B")
+    server = Server(ServerSpec(base, tuple(adapters.items()), args), folder / "log")
+    try:
+        server.wait_until_ready()
+        for weights in folder.rglob("*.safetensors"):
+            weights.unlink()
+        wait_for_standbys(server, {2, 3, 4})
+        yield server
+    finally:
+        pids = descendants(server.process.pid)
+        server.stop()
+        assert_gone(pids)
+
+
+def instances(server: Server) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = requests.get(f"{server.url}/v1/instances", timeout=30).json()[
+        "instances"
+    ]
+    return found
+
+
+def wait_for_standbys(server: Server, sizes: set[int]) -> None:
+    deadline = time.monotonic() + STANDBYS_S
+    while time.monotonic() < deadline:
+        parked = {len(i["device_ids"]) for i in instances(server) if i["state"] == "parked"}
+        if sizes <= parked:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"no standbys of {sizes}: {instances(server)}\n{server.log()}")
+
+
+def descendants(pid: int) -> set[int]:
+    """The process and everything below it, by /proc."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def assert_gone(pids: set[int]) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        alive = {pid for pid in pids if is_alive(pid)}
+        if not alive:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"processes {alive} outlive their server")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def worker_bytes(server: Server) -> dict[int, int]:
+    """Bytes that the operating system counts behind each device's memory."""
+    found = {}
+    for pid in descendants(server.process.pid):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "sgl_elastic.memory.worker" in words:
+            device_id = int(words[words.index("--device-id") + 1])
+            found[device_id] = memfd_bytes(pid)
+    return found
+
+
+def memfd_bytes(pid: int) -> int:
+    files = {}
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:" in os.readlink(fd):
+                info = fd.stat()
+                files[info.st_ino] = info.st_blocks * 512
+        except OSError:
+            continue
+    return sum(files.values())
+
+
+async def scale_under_load(
+    server: Server, asks: Sequence[Ask], sizes: Sequence[int], num_streams: int
+) -> tuple[list[Stream], list[dict[str, Any]], int]:
+    """Scale again and again while requests run; returns streams, operations, most bytes seen."""
+    stop = asyncio.Event()
+    load = asyncio.create_task(steady(server.url, asks, 6, stop))
+    operations: list[dict[str, Any]] = []
+    most_bytes = 0
+    for size in sizes:
+        await asyncio.sleep(1)
+        operations.append(await scale(server.url, {"dp_size": size}))
+        used = await asyncio.to_thread(worker_bytes, server)
+        most_bytes = max(most_bytes, *used.values())
+    while count_finished(load) < num_streams and not load.done():
+        await asyncio.sleep(0.2)
+    stop.set()
+    return await load, operations, most_bytes
+
+
+def count_finished(load: asyncio.Task[list[Stream]]) -> int:
+    """Streams of a running `steady`, read off its frame: it returns them only at its end."""
+    frame = load.get_coro().cr_frame  # type: ignore[union-attr]
+    return len(frame.f_locals["streams"]) if frame is not None else 0
+
+
+def assert_all_equal(streams: Sequence[Stream], expected: Expected) -> None:
+    assert not [stream.error for stream in streams if stream.error]
+    assert not differences(streams, expected)
+
+
+def test_every_answer_is_that_of_a_static_server(
+    elastic: Server, asks: list[Ask], expected: Expected
+) -> None:
+    """1 -> 2 -> 3 -> 2 -> 1 and 1 -> 2 -> 4 -> 1, sixteen experts over three devices included."""
+    sizes = [2, 3, 2, 1, 2, 4, 1]
+    streams, operations, most_bytes = asyncio.run(
+        scale_under_load(elastic, asks, sizes, NUM_STREAMS)
+    )
+    assert [operation["state"] for operation in operations] == ["succeeded"] * len(sizes), (
+        operations
+    )
+    assert len(streams) >= NUM_STREAMS
+    assert_all_equal(streams, expected)
+    assert_spanning(streams, operations)
+    assert most_bytes <= DEVICE_MEMORY * 1.03
+    for operation, before in zip(operations, [1, *sizes], strict=False):
+        assert_as_planned(operation, before)
+
+
+def assert_spanning(streams: Sequence[Stream], operations: Sequence[Mapping[str, Any]]) -> None:
+    """Streams did run across switches; otherwise the test shows less than it says."""
+    assert len({stream.ask.adapter for stream in streams}) == len(FIRST) + 1
+    gaps = [seconds for stream in streams for _, seconds in stream.gaps_s]
+    assert max(gaps) < 5, "a stream stood still"
+
+
+def assert_as_planned(operation: Mapping[str, Any], before: int) -> None:
+    plan = operation["plan"]
+    copied = sum(step["num_bytes"] for step in operation["steps"] if step["state"] == "done")
+    assert copied == plan["copied_bytes"]
+    old, new = plan["old"], plan["new"]
+    assert len(old["device_ids"]) == before
+    counts = [new["homes"].count(device) for device in new["device_ids"]]
+    assert max(counts) - min(counts) <= 2  # whole groups of two experts
+    wider = len(new["device_ids"]) > before
+    assert (new["kv_tokens"][0] > old["kv_tokens"][0]) == wider  # freed experts become KV
+
+
+def test_an_adapter_loaded_at_one_size_is_there_at_another(
+    elastic: Server, later_folder: Path, later_asks: list[Ask], expected: Expected
+) -> None:
+    assert asyncio.run(scale(elastic.url, {"dp_size": 2}))["state"] == "succeeded"
+    response = elastic.load(LATER, later_folder)
+    assert response.status_code == 200, response.text
+    shutil.rmtree(later_folder)
+    for size in (3, 1, 2):
+        assert asyncio.run(scale(elastic.url, {"dp_size": size}))["state"] == "succeeded"
+        assert_all_equal(asyncio.run(steady(elastic.url, later_asks, 4)), expected)
+    assert elastic.unload(LATER).status_code == 200
+    assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
+    refused = elastic.post("/generate", {"text": "a", "adapter": LATER})
+    assert refused.status_code == 404, refused.text
+
+
+def test_a_chosen_device_leaves(elastic: Server, asks: list[Ask], expected: Expected) -> None:
+    assert asyncio.run(scale(elastic.url, {"dp_size": 2}))["state"] == "succeeded"
+    operation = asyncio.run(scale(elastic.url, {"dp_size": 1, "leave": [0]}))
+    assert operation["state"] == "succeeded", operation
+    assert operation["plan"]["new"]["device_ids"] == [1]
+    assert_all_equal(asyncio.run(steady(elastic.url, asks[:12], 4)), expected)
+    back = asyncio.run(scale(elastic.url, {"dp_size": 1, "device_ids": [0]}))
+    assert back["state"] == "succeeded", back
+
+
+def test_the_same_key_applies_once(elastic: Server) -> None:
+    body, headers = {"dp_size": 2}, {"Idempotency-Key": "once"}
+    first = requests.post(f"{elastic.url}/v1/scale", json=body, headers=headers, timeout=30)
+    again = requests.post(f"{elastic.url}/v1/scale", json=body, headers=headers, timeout=30)
+    assert first.status_code == again.status_code == 202
+    assert first.json()["id"] == again.json()["id"]
+    meanwhile = elastic.post("/v1/scale", {"dp_size": 3})
+    assert meanwhile.status_code in (202, 409)
+    wait_until_idle(elastic)
+    other = requests.post(
+        f"{elastic.url}/v1/scale", json={"dp_size": 3}, headers=headers, timeout=30
+    )
+    assert other.status_code == 409
+    assert other.json()["error"]["type"] == "KeyReusedError"
+
+
+def wait_until_idle(server: Server) -> None:
+    for _ in itertools.repeat(None, 600):
+        if requests.get(f"{server.url}/v1/scale", timeout=30).json()["running"] is None:
+            return
+        time.sleep(0.1)
+    raise AssertionError("a scale does not end")
+
+
+def test_a_dry_run_changes_nothing_and_nonsense_is_refused(elastic: Server) -> None:
+    before = instances(elastic)
+    dry = elastic.post("/v1/scale", {"dp_size": 4, "dry_run": True})
+    assert dry.status_code == 200
+    assert len(dry.json()["new"]["device_ids"]) == 4
+    for body in ({"dp_size": 0}, {"dp_size": 5}, {"dp_size": 2, "leave": [9]}, {"size": 2}):
+        assert elastic.post("/v1/scale", body).status_code in (400, 422), body
+    assert instances(elastic) == before
+
+
+def test_vllm_clients_scale_too(elastic: Server, asks: list[Ask], expected: Expected) -> None:
+    answer = elastic.post("/scale_elastic_ep", {"new_data_parallel_size": 1, "drain_timeout": 60})
+    assert answer.status_code == 200, answer.text
+    assert elastic.post("/is_scaling_elastic_ep", {}).json()["is_scaling_elastic_ep"] is False
+    assert_all_equal(asyncio.run(steady(elastic.url, asks[:12], 4)), expected)
