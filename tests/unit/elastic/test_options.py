@@ -1,87 +1,75 @@
-"""The elastic flags: what they become, what is refused, and that help and documents know them."""
+"""The elastic flags: defaults, what is left for others, what cannot work."""
 
 from __future__ import annotations
-
-import argparse
-import re
-import shlex
-from pathlib import Path
 
 import pytest
 
 from sgl_elastic import options
+from sgl_elastic.coordinator.rank_choice import RankStrategy
 from sgl_elastic.errors import ElasticConfigError
-from sgl_esft import launch_server
-from sgl_esft.launch import flags
-
-ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "elastic.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GIB = 1 << 30
-
-
-def own_flags() -> set[str]:
-    parser = argparse.ArgumentParser(add_help=False)
-    options.add_flags(parser)
-    return set(re.findall(r"--[a-z-]+", parser.format_usage()))
-
-
-def documented_commands() -> list[list[str]]:
-    """Arguments of every elastic launch in a `bash` block."""
-    text = "\n".join(document.read_text() for document in DOCUMENTS)
-    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if "--elastic" in line]
-    return [shlex.split(line.partition("launch_server")[2], comments=True) for line in lines]
+from sgl_esft.errors import ConfigError
 
 
 def test_defaults() -> None:
     found, rest = options.parse(["--elastic"])
     assert rest == []
-    assert (found.max_devices, found.dp_size, found.standby_ranks) == (4, 1, 4)
-    assert (found.device_bytes, found.kv_limit) == (GIB, options.DEFAULT_KV_TOKENS)
+    assert (found.dp_size, found.max_devices) == (1, 4)
+    assert found.device_bytes == 1 << 30
+    assert found.kv_limit == options.DEFAULT_KV_TOKENS
+    assert found.rank_strategy == RankStrategy.ADAPTER
     assert found.autoscale is None
+    assert not found.verify_copies
 
 
-def test_what_is_not_elastic_is_left_over_in_order() -> None:
-    argv = ["--port", "1", "--elastic", "--dp", "2", "--device-memory", "2GiB", "--no-esft"]
-    found, rest = options.parse([*argv, "--max-total-tokens", "9", "--standby-ranks", "0"])
-    assert rest == ["--port", "1", "--no-esft"]
-    assert (found.dp_size, found.device_bytes, found.kv_limit) == (2, 2 * GIB, 9)
-    assert found.standby_ranks == 0
+def test_what_is_not_ours_is_left_in_its_order() -> None:
+    line = "--model-path BASE --elastic --dp-size 2 --esft-adapters a=A b=B --port 1 --max 9"
+    found, rest = options.parse(line.split())
+    assert found.dp_size == 2
+    assert " ".join(rest) == "--model-path BASE --esft-adapters a=A b=B --port 1 --max 9"
+
+
+def test_values() -> None:
+    line = (
+        "--elastic --max-devices 8 --dp 3 --device-memory 64MiB --max-total-tokens 100 "
+        "--standby-ranks 0 --rank-choice round_robin --slo-ttft 2 --slo-tpot 0.5 "
+        "--scale-journal J --verify-copies"
+    )
+    found, _ = options.parse([*line.split(), "--autoscale", '{"min_devices": 1, "max_devices": 3}'])
+    assert (found.max_devices, found.dp_size, found.device_bytes) == (8, 3, 64 << 20)
+    assert (found.kv_limit, found.standby_ranks) == (100, 0)
+    assert found.rank_strategy == RankStrategy.ROUND_ROBIN
+    assert (found.slo_ttft_s, found.slo_tpot_s) == (2.0, 0.5)
+    assert (found.journal, found.verify_copies) == ("J", True)
+    assert found.autoscale is not None
+    assert (found.autoscale.min_devices, found.autoscale.max_devices) == (1, 3)
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("line", "complaint"),
     [
-        ["--dp-size", "5"],
-        ["--dp-size", "0"],
-        ["--max-devices", "2000"],
-        ["--max-total-tokens", "-1"],
-        ["--standby-ranks", "-1"],
+        ("--dp-size 0", "--dp-size 0 and --max-devices 4"),
+        ("--dp-size 5", "no more ranks than devices"),
+        ("--max-devices 0", "--max-devices 0"),
+        ("--max-devices 1025", "at most 1024"),
+        ("--max-total-tokens -1", "--max-total-tokens -1"),
+        ("--standby-ranks -1", "--standby-ranks -1"),
+        ("--autoscale {", "autoscale policy is '{'"),
+        ("--autoscale []", "not an object of numbers"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(argv: list[str]) -> None:
-    with pytest.raises(ElasticConfigError, match=f"{argv[0]} {argv[1]}"):
-        options.parse(argv)
+def test_what_cannot_work(line: str, complaint: str) -> None:
+    with pytest.raises(ElasticConfigError) as raised:
+        options.parse(["--elastic", *line.split()])
+    assert complaint in str(raised.value)
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--elastic", "--help"], ["-h"]])
-def test_help_of_the_launcher_shows_all_flags(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch_server.main(argv) == 0
-    shown = capsys.readouterr().out
-    assert own_flags() | {"--dp-size", "--device-memory"} <= set(re.findall(r"--[a-z-]+", shown))
+def test_a_size_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="--device-memory"):
+        options.parse(["--device-memory", "lots"])
 
 
-def test_documented_launches_parse() -> None:
-    commands = documented_commands()
-    assert commands
-    for argv in commands:
-        assert flags.parse(options.parse(argv)[1])[1] == []
-
-
-def test_every_flag_is_in_the_page_and_every_flag_of_its_table_exists() -> None:
-    assert [flag for flag in own_flags() if f"`{flag}`" not in PAGE] == []
-    table = re.findall(r"`(--[a-z-]+)`", PAGE.partition("## Flags")[2].partition("A standby")[0])
-    assert set(table) <= own_flags() | {"--dp-size", "--device-memory"}
+@pytest.mark.parametrize("line", ["--max-devices four", "--rank-choice fastest"])
+def test_argparse_refuses_the_rest(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(line.split())
+    assert line.split(maxsplit=1)[0] in capsys.readouterr().err
