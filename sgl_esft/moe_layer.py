@@ -134,7 +134,7 @@ class WovenLayer:
         self.expert_map.clear(adapter_slot)
         run = self.adapter_runs.pop(adapter_slot, None)
         if run:
-            _wait_for_readers(self.w13.device)
+            wait_for_readers(self.w13.device)
             self.memory.unmap(run)
 
     def check_integrity(self) -> None:
@@ -143,8 +143,8 @@ class WovenLayer:
         self.expert_map.check_integrity(self.memory.mapped_slots())
 
 
-def _wait_for_readers(device: torch.device) -> None:
-    """Memory must outlive the kernels that were started on it."""
+def wait_for_readers(device: torch.device) -> None:
+    """Call before memory goes: it must outlive the kernels that were started on it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

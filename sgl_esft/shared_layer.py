@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sgl_esft.errors import InvariantError
-from sgl_esft.moe_layer import ExpertShard, ExpertWeights, WovenLayer
+from sgl_esft.moe_layer import ExpertShard, ExpertWeights, WovenLayer, wait_for_readers
 
 
 @dataclass
@@ -32,9 +32,12 @@ class SharedLayer(WovenLayer):
 
     def slots_of(self, adapter_slot: int) -> dict[int, int]:
         """Expert id -> slot, of the adapter's experts that are here."""
+        return self._slots_for(adapter_slot, self.adapter_experts.get(adapter_slot, ()))
+
+    def _slots_for(self, adapter_slot: int, expert_ids: Sequence[int]) -> dict[int, int]:
         region = self.layout.adapter_range(adapter_slot)
-        ids = self.adapter_experts.get(adapter_slot, ())
-        return {e: slot for e, slot in zip(ids, region, strict=False) if e in self.resident}
+        slots = zip(expert_ids, region, strict=False)
+        return {expert_id: slot for expert_id, slot in slots if expert_id in self.resident}
 
     def place(
         self,
@@ -42,8 +45,7 @@ class SharedLayer(WovenLayer):
         experts: Mapping[int, ExpertWeights],
         adapter_expert_ids: Sequence[int] = (),
     ) -> None:
-        self.adapter_experts[adapter_slot] = tuple(adapter_expert_ids)
-        slots = self.slots_of(adapter_slot)
+        slots = self._slots_for(adapter_slot, adapter_expert_ids)
         if set(slots) != set(experts):
             raise InvariantError(f"experts {sorted(experts)} for slots {slots}")
         mapped: list[int] = []
@@ -56,14 +58,16 @@ class SharedLayer(WovenLayer):
         except BaseException:
             for slot in mapped:
                 self.memory.unmap(range(slot, slot + 1))
-            del self.adapter_experts[adapter_slot]
             raise
+        self.adapter_experts[adapter_slot] = tuple(adapter_expert_ids)
         self.expert_map.write(adapter_slot, slots)
 
     def displace(self, adapter_slot: int) -> None:
         slots = self.slots_of(adapter_slot)
         self.expert_map.clear(adapter_slot)
         self.adapter_experts.pop(adapter_slot, None)
+        if slots:
+            wait_for_readers(self.w13.device)
         for slot in slots.values():
             self.memory.unmap(range(slot, slot + 1))
 
