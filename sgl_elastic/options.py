@@ -11,10 +11,17 @@ from dataclasses import dataclass
 
 from sgl_elastic.coordinator.autoscale import AutoscalePolicy, parse_policy
 from sgl_elastic.coordinator.rank_choice import RankStrategy
+from sgl_elastic.coordinator.strategies import (
+    AblationSwitches,
+    ScaleStrategy,
+    check_switches,
+    parse_switches,
+)
 from sgl_elastic.errors import ElasticConfigError
 from sgl_esft.byte_size import parse_bytes
 
 DEFAULT_KV_TOKENS = 65536  # of a rank, where the user has not chosen
+RUNNABLE = tuple(each for each in ScaleStrategy if each is not ScaleStrategy.HORIZONTAL)
 _DEFAULT_DEVICE_BYTES = 1 << 30
 
 
@@ -33,6 +40,8 @@ class ElasticOptions:
     slo_tpot_s: float
     journal: str | None
     verify_copies: bool
+    strategy: ScaleStrategy
+    ablation: AblationSwitches
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +107,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare the digests of all copied weights with those of their source",
     )
+    group.add_argument(
+        "--scale-strategy",
+        choices=[str(strategy) for strategy in RUNNABLE],
+        default=str(ScaleStrategy.ELASTIC),
+        help="how to scale; all but elastic are there to be compared with (default: elastic)",
+    )
+    group.add_argument(
+        "--ablate",
+        default="",
+        metavar="LIST",
+        help="parts of the elastic strategy to do without, to see what they are worth: some of "
+        "no_shared_allocator, no_peer_copy, no_standby, no_zero_copy, separated by commas",
+    )
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,18 +139,24 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         if found.device_memory
         else _DEFAULT_DEVICE_BYTES
     )
+    strategy, ablation = ScaleStrategy(found.scale_strategy), parse_switches(found.ablate)
+    check_switches(strategy, ablation)
+    standby_ranks = found.max_devices if found.standby_ranks is None else found.standby_ranks
+    has_standbys = strategy is ScaleStrategy.ELASTIC and ablation.standby
     options = ElasticOptions(
         max_devices=found.max_devices,
         dp_size=found.dp_size,
         device_bytes=device_bytes,
         kv_limit=found.max_total_tokens or DEFAULT_KV_TOKENS,
-        standby_ranks=found.max_devices if found.standby_ranks is None else found.standby_ranks,
+        standby_ranks=standby_ranks if has_standbys else 0,
         rank_strategy=found.rank_choice,
         autoscale=parse_policy(found.autoscale),
         slo_ttft_s=found.slo_ttft,
         slo_tpot_s=found.slo_tpot,
         journal=found.scale_journal,
         verify_copies=found.verify_copies,
+        strategy=strategy,
+        ablation=ablation,
     )
     _check(options)
     return options, rest

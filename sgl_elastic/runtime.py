@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sgl_elastic import assembly
 from sgl_elastic.coordinator.autoscale import ScaleMetrics
 from sgl_elastic.coordinator.autoscaler import Autoscaler
 from sgl_elastic.coordinator.coordinator import Coordinator
-from sgl_elastic.coordinator.operations import Journal, Operation
-from sgl_elastic.coordinator.planning import Planner
+from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.coordinator.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.switchboard import Switchboard, Wire
 from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
-from sgl_elastic.memory.control import Hmm
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.plan.placement import place
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
@@ -58,14 +57,7 @@ class Runtime:
         self._environment = environment
         self._page_bytes, self._backend = page_bytes, backend
         self.directory = Path(tempfile.mkdtemp(prefix="sgl-elastic-"))  # mode 0700
-        budgets = dict.fromkeys(range(options.max_devices), options.device_bytes)
-        self.hmm = Hmm(
-            self.directory,
-            budgets,
-            backend=backend,
-            page_bytes=page_bytes,
-            verify_copies=options.verify_copies,
-        )
+        self.hmm = assembly.make_memory(options, self.directory, backend, page_bytes)
         self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
         self.switchboard = Switchboard(
             wire,
@@ -84,21 +76,15 @@ class Runtime:
 
     def start(self, port_args: Any) -> dict[str, Any]:
         """Start the first instance. Returns what SGLang wants to know of its scheduler."""
-        manager = self.manager = InstanceManager(
-            self._settings(port_args),
-            self.hmm,
-            self.switchboard,
-            standby_ranks=self.options.standby_ranks,
-            max_devices=self.options.max_devices,
+        manager = self.manager = assembly.make_instances(
+            self.options, self._settings(port_args), self.hmm, self.switchboard
         )
         devices = tuple(range(self.options.dp_size))
         name = manager.start_first(devices, self._first_placement)
         _, placement = manager.serving()
         self.switchboard.begin(name, placement)
-        planner = Planner(self.hmm, self.options.max_devices, self.options.kv_limit)
-        journal = Journal(Path(self.options.journal) if self.options.journal else None)
-        self.coordinator = Coordinator(
-            self.hmm, manager, self.switchboard, planner.make_plan, planner.describe, journal
+        self.coordinator = assembly.make_coordinator(
+            self.options, self.hmm, manager, self.switchboard
         )
         self.coordinator.listen(self._note_operation)
         tokens = min(placement.kv_tokens)

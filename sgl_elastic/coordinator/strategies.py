@@ -111,6 +111,16 @@ class AblationSwitches:
         return self.zero_copy
 
 
+def parse_switches(text: str) -> AblationSwitches:
+    """`no_standby,no_peer_copy` as switches; "" for none. Raises ElasticConfigError."""
+    known = {f"no_{each.name}": each.name for each in fields(AblationSwitches)}
+    given = [word.strip() for word in text.split(",") if word.strip()]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ElasticConfigError(f"--ablate {', '.join(unknown)}: there are {', '.join(known)}")
+    return AblationSwitches(**{known[word]: False for word in given})
+
+
 @dataclass(frozen=True)
 class Change:
     """What one switch, turned off, does to one phase of a scale."""

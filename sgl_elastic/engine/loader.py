@@ -3,23 +3,27 @@
     skeleton -> shape declared -> addresses -> mapped (attach or park)
              -> only where memory is still empty: read from disk, derive, publish
 
-An engine that comes later reads nothing: its parameters are the same physical pages.
+An engine that comes later reads nothing: its parameters are the same physical pages. Only where a
+strategy or an ablation asks for it does it read once more, into slots that nobody else uses.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from sgl_elastic.engine import config, rank, sglang_api
+from sgl_elastic.engine import config, disk, rank, sglang_api
 from sgl_elastic.engine.memory import expert_of
 from sgl_elastic.errors import ElasticInternalError
 from sgl_elastic.instance.messages import Attach
 from sgl_esft import page_source
+from sgl_esft.model_spec import read_moe_spec
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class ElasticLoader:
         own.map(instruction)
         if isinstance(instruction, Attach) and instruction.must_load:
             self._fill(own, model, model_config, instruction)
+        own.read_disk = partial(self._read_more, own, model, model_config)
         return model.eval()
 
     def _fill(
@@ -65,13 +70,32 @@ class ElasticLoader:
         logger.info("elastic: %d bytes read from disk", reader.num_bytes)
         own.loaded(reader.num_bytes)
 
+    def _read_more(
+        self, own: rank.EngineRank, model: torch.nn.Module, model_config: Any, attach: Attach
+    ) -> int:
+        """Fill part of the memory of a model that is there already; returns the bytes read."""
+        files = sglang_api.weight_files(self._inner, model_config)
+        reader = _Reader(files, attach, attach.disk_experts)
+        sglang_api.load_weights(model, reader.weights())
+        if attach.loads_trunk:
+            sglang_api.derive(model, own.memory.device)
+            own.memory.adopt_derived(model)
+        else:
+            own.memory.rebind(model)
+        spec = read_moe_spec(Path(model_config.model_path))
+        plane = own.memory.manager.plane
+        return reader.num_bytes + disk.fill_adapters(plane, spec, attach)
+
 
 class _Reader:
     """Reads from a checkpoint what this rank must fill, and counts it."""
 
-    def __init__(self, files: list[str], attach: Attach) -> None:
+    def __init__(
+        self, files: list[str], attach: Attach, expert_ids: Iterable[int] | None = None
+    ) -> None:
+        """`expert_ids` None: all that are attached."""
         self._files = files
-        self._experts = frozenset(attach.expert_ids)
+        self._experts = frozenset(attach.expert_ids if expert_ids is None else expert_ids)
         self._loads_trunk = attach.loads_trunk
         self.num_bytes = 0
 

@@ -51,8 +51,10 @@ class EngineRank:
         self.rank = rank
         self.memory = EngineMemory(config, device, self._woven)
         self.attached: m.Attach | None = None
+        self.read_disk: Callable[[m.Attach], int] | None = None  # the loader's, once there is one
         self._resumed: dict[str, m.RequestState] = {}
         self._sleeper: WakefulSleeper | None = None
+        self._num_received = 0
         self._channel = _connect(config)
         self._channel.send(m.Hello(config.instance, rank, os.getpid()))
 
@@ -154,13 +156,20 @@ class EngineRank:
         """Between two batches: do what was asked meanwhile, if anything."""
         if not select.select([self._channel.fileno()], [], [], 0)[0]:
             return
-        instruction = self._receive()
-        if isinstance(instruction, m.Wake):
-            self._stay_awake()
-            return
-        if not isinstance(instruction, m.ResizeKv):
-            raise ElasticInternalError(f"{type(instruction).__name__} while serving")
-        self._answer(lambda: self._grow_kv(scheduler, instruction.num_tokens))
+        match self._receive():
+            case m.Wake():
+                self._stay_awake()
+            case m.Ping():
+                self._channel.send(m.Pong())
+            case m.Run():  # a second time
+                self._answer(lambda: 0)
+            case m.ResizeKv(num_tokens):
+                self._answer(lambda: self._grow_kv(scheduler, num_tokens))
+            case other:
+                name = type(other).__name__
+                self._channel.send(
+                    m.Failed("EngineFailedError", f"{name} while serving", self._num_received)
+                )
 
     def park(self, scheduler: Any) -> None:
         """Publish KV and requests, then wait for instructions until one says Run."""
@@ -180,12 +189,15 @@ class EngineRank:
                 break
             if isinstance(instruction, m.Wake):
                 continue
+            if isinstance(instruction, m.Ping):
+                self._channel.send(m.Pong())
+                continue
             if isinstance(instruction, m.Exit):
                 logger.info("elastic: rank %d of %s ends", self.rank, self.config.instance)
                 sys.stdout.flush()
                 os._exit(0)
             self._answer(lambda todo=instruction: self._carry_out(scheduler, todo))  # type: ignore[misc]
-        self._channel.send(m.Done())
+        self._channel.send(m.Done(number=self._num_received))
         self._stay_awake()
         sglang_api.resume_paused(scheduler)
 
@@ -202,7 +214,7 @@ class EngineRank:
     def _carry_out(self, scheduler: Any, instruction: m.ToRank) -> int:
         match instruction:
             case m.Attach():
-                self._attach(scheduler, instruction)
+                return self._attach(scheduler, instruction)
             case m.Detach():
                 self._detach(scheduler)
             case m.Activate():
@@ -213,10 +225,16 @@ class EngineRank:
                 raise ElasticInternalError(f"{type(instruction).__name__} while parked")
         return 0
 
-    def _attach(self, scheduler: Any, attach: m.Attach) -> None:
+    def _attach(self, scheduler: Any, attach: m.Attach) -> int:
+        """Returns the bytes that were read from disk."""
         self.map(attach)
         self.adopt_adapters()
+        num_bytes = 0
+        if self.read_disk is not None and (attach.disk_experts or attach.loads_trunk):
+            num_bytes = self.read_disk(attach)
+            self.mark_loaded(trunk=attach.loads_trunk)
         self._set_capacity(scheduler, attach.kv_tokens)
+        return num_bytes
 
     def _detach(self, scheduler: Any) -> None:
         sglang_api.forget_requests(scheduler)
@@ -285,6 +303,7 @@ class EngineRank:
         self._channel.wait()
         message, fds = self._channel.receive(_SEND_TIMEOUT_S)
         fds.close()
+        self._num_received += 1
         return message
 
     def _answer(self, action: Callable[[], int]) -> None:
@@ -293,9 +312,9 @@ class EngineRank:
             num_bytes = action()
         except ElasticError as error:
             logger.exception("elastic: an instruction failed")
-            self._channel.send(m.Failed(type(error).__name__, str(error)))
+            self._channel.send(m.Failed(type(error).__name__, str(error), self._num_received))
             return
-        self._channel.send(m.Done(time.monotonic() - started, num_bytes))
+        self._channel.send(m.Done(time.monotonic() - started, num_bytes, self._num_received))
 
 
 def _connect(config: EngineConfig) -> wire.Channel[m.ToRank]:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import replace
 
 import msgspec
 
@@ -25,6 +23,7 @@ from sgl_elastic.instance import handover, supervise
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.links import RankLink, RankServer, expect_all, send_all
+from sgl_elastic.instance.running import Courier, Patience, Running
 from sgl_elastic.instance.shapes import shape_from_json
 from sgl_elastic.instance.standbys import Standbys, likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
@@ -37,45 +36,6 @@ __all__ = ["Courier", "EngineSettings", "HandedOver", "InstanceManager", "Patien
 logger = logging.getLogger(__name__)
 
 _S = InstanceState
-
-
-class Courier(Protocol):
-    """What reaches an instance by SGLang's own messages."""
-
-    def connect(self, instance: str, input_ipc: str) -> None:
-        """Open the way to an instance, before it starts."""
-
-    def disconnect(self, instance: str) -> None:
-        """Close it."""
-
-    def pause(self, instance: str) -> None:
-        """All ranks stop at the same step, and park."""
-
-    def warm_up(self, instance: str, num_ranks: int, timeout_s: float) -> None:
-        """A short request on each rank; returns when they are answered."""
-
-    def num_running(self) -> int:
-        """Requests that have not been answered in full."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long the manager waits for what, in seconds."""
-
-    start_s: float = 300.0
-    step_s: float = 30.0  # any one instruction
-    freeze_s: float = 5.0
-
-
-@dataclass
-class _Running:
-    """An instance and its processes."""
-
-    record: Instance
-    process: subprocess.Popen[bytes]
-    links: list[RankLink] = field(default_factory=list)
-    frozen: list[m.Frozen] = field(default_factory=list)
-    sent: tuple[m.Attach, ...] = ()
 
 
 class InstanceManager:
@@ -100,7 +60,7 @@ class InstanceManager:
         self._max_devices = max_devices
         self._on_adapters = on_adapters
         self._clock = clock
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._standbys = Standbys(standby_ranks)
         self._active = ""
         self._names = itertools.count(1)
@@ -146,7 +106,8 @@ class InstanceManager:
         """Start the standbys that the present configuration is likely to need, one at a time."""
         with self._lock:
             now = self._running[self._active].record.device_ids
-        for device_ids in likely_next(now, self._max_devices):
+        # Last a spare of the present one, should that be lost.
+        for device_ids in (*likely_next(now, self._max_devices), now):
             if stop.is_set():
                 return
             with self._lock:
@@ -177,7 +138,7 @@ class InstanceManager:
         self._advance(running, _S.PARKED)
         return name
 
-    def _put_away(self, running: _Running) -> None:
+    def _put_away(self, running: Running) -> None:
         """Into the table of standbys; what has no room there ends."""
         record = running.record
         with self._lock:
@@ -189,21 +150,30 @@ class InstanceManager:
 
     def serving(self) -> tuple[str, Placement]:
         with self._lock:
-            record = self._running[self._active].record
-        if record.placement is None:
-            raise EngineFailedError(f"instance {record.instance_id} has no memory")
-        return record.instance_id, record.placement
+            running = self._running[self._active]
+            placement = running.record.placement or running.placement
+        if placement is None:
+            raise EngineFailedError(f"instance {running.record.instance_id} has no memory")
+        return running.record.instance_id, placement
 
     def prepare(self, placement: Placement) -> str:
+        for device_id in placement.device_ids:
+            self._hmm.client(device_id)  # a dead worker is named as such
         with self._lock:
             self._standbys, name = self._standbys.take(placement.device_ids)
-        if name is not None and not self._is_alive(name):
-            self.stop(name)
-            name = None
-        if name is None:
-            name = self._start_parked(placement.device_ids)
+        if name is not None:
+            try:
+                return self._attach(name, placement)
+            except EngineFailedError as error:
+                logger.warning("elastic: standby %s is of no use: %s", name, error)
+        return self._attach(self._start_parked(placement.device_ids), placement)
+
+    def _attach(self, name: str, placement: Placement) -> str:
+        """A parked instance gets memory; one that cannot is ended, and that is raised."""
         running = self._running[name]
         try:
+            if not self._is_alive(name):
+                raise EngineFailedError(f"{name} has ended")
             self._attach_all(running, placement, must_load=False)
             expect_all(running.links, m.Done, self._patience.step_s)
         except StepFailedError:
@@ -217,12 +187,21 @@ class InstanceManager:
         self.retire(instance)
 
     def freeze(self, instance: str) -> None:
+        """One that does not freeze in time is lost: `activate` goes on without its KV."""
         running = self._running[instance]
-        self._pause(running)
-        self._advance(running, _S.FROZEN)
+        try:
+            if not running.lost:
+                self._pause(running)
+        except EngineFailedError as error:
+            self.lose(instance, str(error))
+        if not running.lost:
+            self._advance(running, _S.FROZEN)
 
     def resume(self, instance: str) -> None:
         running = self._running[instance]
+        running.frozen = []
+        if running.lost:
+            return  # its replacement goes on
         self._run(running)
         self._advance(running, _S.ACTIVE)
 
@@ -235,6 +214,9 @@ class InstanceManager:
 
     def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
         new, former = self._running[instance], self._running[old]
+        if former.lost and not former.frozen:
+            self._replay(new)
+            return
         activations, self._handed = handover.hand_over(
             former.record.device_ids,
             former.frozen,
@@ -242,16 +224,30 @@ class InstanceManager:
             kv_moves,
             self._hmm.socket_path,
         )
+        self._take_over(new, activations)
+
+    def _replay(self, new: Running) -> None:
+        """Requests of a lost instance go on from the tokens that came by, their KV computed."""
+        activations, self._handed = handover.replay(
+            self._courier.states(), self._max_devices, new.record.num_ranks
+        )
+        self._take_over(new, activations)
+
+    def _take_over(self, new: Running, activations: list[m.Activate]) -> None:
+        """Tell an instance what it takes over; then it runs."""
         send_all(new.links, activations)
         expect_all(new.links, m.Done, self._patience.step_s)
         self._run(new)
         self._advance(new, _S.ACTIVE)
         with self._lock:
-            self._active = instance
+            self._active = new.record.instance_id
 
     def retire(self, instance: str) -> None:
         running = self._running.get(instance)
         if running is None or running.record.state in (_S.PARKED, _S.STOPPED):
+            return
+        if running.lost:
+            self.stop(instance)
             return
         try:
             send_all(running.links, [m.Detach()] * len(running.links))
@@ -271,6 +267,8 @@ class InstanceManager:
         shrinks = num_tokens < placement.kv_tokens[rank]
         if shrinks:
             self.freeze(name)
+        if running.lost:
+            raise EngineFailedError(f"instance {name} is lost: {running.lost}")
         try:
             running.links[rank].send(m.ResizeKv(num_tokens))
             running.links[rank].expect(m.Done, time.monotonic() + self._patience.step_s)
@@ -309,9 +307,37 @@ class InstanceManager:
         """Process ids of an instance's ranks."""
         return tuple(link.pid for link in self._running[instance].links)
 
-    def dead(self) -> tuple[str, ...]:
-        """Instances whose processes have ended by themselves."""
-        return tuple(name for name in list(self._running) if not self._is_alive(name))
+    def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
+        """Find out which instances have died or hang, and lose them. Returns their names."""
+        found = [(name, running) for name, running in list(self._running.items())]
+        faults = {name: running.fault(now_s, hang_s) for name, running in found if not running.lost}
+        lost = {name: fault for name, fault in faults.items() if fault}
+        for name, fault in lost.items():
+            self.lose(name, fault)
+        return tuple(lost)
+
+    def is_lost(self) -> bool:
+        """Whether the instance that serves is gone."""
+        running = self._running.get(self._active)
+        return running is not None and bool(running.lost)
+
+    def lose(self, instance: str, reason: str) -> None:
+        """An instance is gone, or as good as: end it. Harmless a second time.
+
+        Of the one that serves, memory and requests stay for its replacement.
+        """
+        with self._lock:
+            running = self._running.get(instance)
+            if running is None or running.lost:
+                return
+            running.lost = reason
+            is_parked = instance in dict(self._standbys.parked).values()
+        logger.error("elastic: instance %s is lost: %s", instance, reason)
+        if instance == self._active:
+            self._courier.lose(instance)
+        running.lose(reason)
+        if is_parked:
+            self.stop(instance)
 
     def stop(self, instance: str) -> None:
         """End an instance's processes; harmless a second time."""
@@ -342,11 +368,11 @@ class InstanceManager:
         process = supervise.start(spec, settings.environment(len(device_ids)))
         record = Instance(name, device_ids, pid=process.pid, since_s=self._clock())
         with self._lock:
-            self._running[name] = _Running(record, process)
+            self._running[name] = Running(record, process)
         logger.info("elastic: instance %s starts on devices %s", name, device_ids)
         return name
 
-    def _declared(self, running: _Running) -> MemoryShape:
+    def _declared(self, running: Running) -> MemoryShape:
         """The shape that all ranks declare. Raises EngineFailedError when they disagree."""
         record = running.record
         deadline = time.monotonic() + self._patience.start_s
@@ -361,24 +387,26 @@ class InstanceManager:
             raise EngineFailedError(f"the ranks of {record.instance_id} declare different shapes")
         return shape_from_json(shapes.pop())
 
-    def _attach_all(self, running: _Running, placement: Placement, *, must_load: bool) -> None:
+    def _attach_all(self, running: Running, placement: Placement, *, must_load: bool) -> None:
         """Tell the ranks what to map; each answers when it has."""
-        adapters, socket_of = self._hmm.adapters(), self._hmm.socket_path
-        messages = handover.attach_messages(placement, adapters, socket_of, must_load=must_load)
-        send_all(running.links, messages)
+        send_all(running.links, self._attach_messages(placement, must_load=must_load))
 
-    def _pause(self, running: _Running) -> None:
+    def _attach_messages(self, placement: Placement, *, must_load: bool) -> list[m.Attach]:
+        adapters, socket_of = self._hmm.adapters(), self._hmm.socket_path
+        return handover.attach_messages(placement, adapters, socket_of, must_load=must_load)
+
+    def _pause(self, running: Running) -> None:
         for link in running.links:
             link.forget_answers()
         self._courier.pause(running.record.instance_id)
         running.frozen = expect_all(running.links, m.Frozen, self._patience.freeze_s)
 
-    def _run(self, running: _Running) -> None:
+    def _run(self, running: Running) -> None:
         send_all(running.links, [m.Run()] * len(running.links))
         expect_all(running.links, m.Done, self._patience.step_s)
 
     def _advance(
-        self, running: _Running, to: InstanceState, placement: Placement | None = None
+        self, running: Running, to: InstanceState, placement: Placement | None = None
     ) -> None:
         with self._lock:
             running.record = running.record.with_state(to, self._clock(), placement)

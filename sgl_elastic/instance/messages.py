@@ -1,7 +1,7 @@
 """What the instance manager and an engine's ranks say to each other (wire.py carries it).
 
-    manager  --Attach, Park, Detach, Activate, ResizeKv, Run, Wake, Exit-->  rank
-    rank     --Hello, Declared, Loaded, Started, Frozen, Done, Failed-->  manager
+    manager  --Attach, Park, Detach, Activate, ResizeKv, Run, Wake, Ping, Exit-->  rank
+    rank     --Hello, Declared, Loaded, Started, Frozen, Done, Failed, Pong-->  manager
 
 Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64.
 """
@@ -62,7 +62,10 @@ class Declared(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Map this memory. `must_load`: nothing is in it yet, read it from disk and say Loaded."""
+    """Map this memory. `must_load`: nothing is in it yet, read it from disk and say Loaded.
+
+    A rank that was parked reads `disk_experts`, and the trunk where it `loads_trunk`, before Done.
+    """
 
     socket: str  # of the device's memory worker
     expert_ids: tuple[int, ...]
@@ -70,6 +73,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[Adapter, ...]
     must_load: bool = False
     loads_trunk: bool = False
+    disk_experts: tuple[int, ...] = ()
 
 
 class Park(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +130,14 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     """A request is on its way to some rank: do not sleep through it. Not answered."""
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Still there? Answered between two batches, and while parked."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The rank's loop turns."""
+
+
 class Exit(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
@@ -137,10 +149,11 @@ class AdapterTable(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """An instruction was carried out."""
+    """An instruction was carried out; `number` says which, so a late answer is no other's."""
 
     seconds: float = 0.0
     num_bytes: int = 0  # copied, read
+    number: int = 0  # messages that the rank had received, the instruction with them; 0: any
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -148,7 +161,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     error: str  # class name
     message: str
+    number: int = 0  # as of Done
 
 
-ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Wake | Exit
-FromRank = Hello | Declared | Loaded | Started | Frozen | AdapterTable | Done | Failed
+ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Wake | Ping | Exit
+FromRank = Hello | Declared | Loaded | Started | Frozen | AdapterTable | Done | Failed | Pong

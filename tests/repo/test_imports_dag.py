@@ -39,8 +39,15 @@ FORBIDDEN = {
 HANDED_OVER = {
     "sgl_esft.launch_server": {"sgl_elastic.launch", "sgl_elastic.options"},
     "sgl_elastic.coordinator.front_hooks": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.engine.disk": {
+        "sgl_esft.adapter_format",
+        "sgl_esft.adapters",
+        "sgl_esft.errors",
+        "sgl_esft.host_cache",
+        "sgl_esft.model_spec",
+    },
     "sgl_elastic.engine.hooks": {"sgl_esft.hook_ledger"},
-    "sgl_elastic.engine.loader": {"sgl_esft.page_source"},
+    "sgl_elastic.engine.loader": {"sgl_esft.model_spec", "sgl_esft.page_source"},
     "sgl_elastic.engine.memory": {"sgl_esft.config", "sgl_esft.slot_layout"},
     "sgl_elastic.engine.plugin": {"sgl_esft.hook_ledger"},
     "sgl_elastic.engine.rank": {"sgl_esft.adapters"},
