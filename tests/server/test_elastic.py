@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,7 +148,7 @@ def memfd_bytes(pid: int) -> int:
     files = {}
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if "memfd:" in os.readlink(fd):
+            if "memfd:" in str(fd.readlink()):
                 info = fd.stat()
                 files[info.st_ino] = info.st_blocks * 512
         except OSError:
