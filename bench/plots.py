@@ -18,6 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench import elastic_plots
 from bench.plot_style import (
     COLOURS,
     Spread,
@@ -346,6 +347,12 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "batching": batching,
     "gpu_reroute": gpu_reroute,
     "gpu_serve": gpu_serve,
+    "elastic_figure7": elastic_plots.latency,
+    "elastic_figure8": elastic_plots.figure8,
+    "elastic_figure9": elastic_plots.figure9,
+    "elastic_figure10": elastic_plots.figure10,
+    "elastic_figure11": elastic_plots.figure11,
+    "elastic_figure12": elastic_plots.latency,
 }
 
 

@@ -1,7 +1,7 @@
 """The documents' result tables, from bench/results: `python -m scripts.readme_tables`.
 
     bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
-    the paper's evaluation: paper_tables.py; pictures: bench/plots.py
+    the papers' evaluations: paper_tables.py, elastic_tables.py; pictures: bench/plots.py
 
 A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts import paper_tables
+from scripts import elastic_tables, paper_tables
 from scripts.markdown import percent, ratio, table, where
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,6 +240,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
     ),
+    **elastic_tables.TABLES,
 }
 
 # Results with a picture -> what it shows.
@@ -254,6 +255,7 @@ PLOTTED = {
     "gpu_reroute": "Microseconds of a call, and a decode step over merged with its floor",
     "gpu_serve": "TTFT and TPOT over plain SGLang, by batch size and number of adapters",
     "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
+    **elastic_tables.PLOTTED,
 }
 
 

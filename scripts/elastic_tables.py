@@ -1,0 +1,177 @@
+"""Tables of elastic scaling, the ElasticMoE paper's evaluation repeated.
+
+bench/results/elastic_*.json --> [a function each] --> readme_tables.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scripts.markdown import percent, ratio, table, where
+
+_MB = 1e6
+
+
+def scales(result: Any) -> str:
+    """Figures 7 and 12: a row a step and strategy."""
+    rows = [
+        [
+            row["step"],
+            _words(row["strategy"]),
+            ratio(row["ready_over_cold"]),
+            _seconds(row["ready_s"]),
+            ratio(row["gap_over_cold"]),
+            _seconds(row["gap_s"]),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["devices", "strategy", "until it serves", "seconds", "requests held", "seconds"]
+    return _ended(result, header, rows)
+
+
+def memory(result: Any) -> str:
+    """Figure 8."""
+    rows = [
+        [
+            row["step"],
+            _words(row["strategy"]),
+            ratio(row["peak_over_cold"]),
+            f"{row['peak_bytes']['median'] / _MB:.0f} MB",
+        ]
+        for row in result["rows"]
+    ]
+    return _ended(result, ["devices", "strategy", "peak memory", "bytes"], rows)
+
+
+def breakdown(result: Any) -> str:
+    """Figure 11: shares of the time until ready, in percent."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["phases"]))
+    rows = [
+        [
+            row["step"],
+            _seconds(row["ready_s"]),
+            *(percent(row["phases"].get(name, {}).get("median")) for name in names),
+        ]
+        for row in result["rows"]
+    ]
+    return _ended(result, ["devices", "seconds", *(f"{name}, %" for name in names)], rows)
+
+
+def over_time(result: Any) -> str:
+    """Figure 9: before, in the 30 seconds after the command, and later."""
+    rows = []
+    keys = dict.fromkeys((row["step"], row["strategy"]) for row in result["rows"])
+    for step, strategy in keys:
+        chosen = [r for r in result["rows"] if (r["step"], r["strategy"]) == (step, strategy)]
+        spans = [lambda t: t < 0, lambda t: 0 <= t < _SOON_S, lambda t: t >= _SOON_S]
+        cells = [percent(_share([r for r in chosen if span(r["at_s"])])) for span in spans]
+        rows.append([step, _words(strategy), *cells])
+    header = ["scale", "strategy", "before, %", f"first {_SOON_S:g} s, %", "later, %"]
+    return _ended(result, header, rows)
+
+
+_SOON_S = 30.0
+
+
+def _share(rows: list[Mapping[str, Any]]) -> float | None:
+    """Of all requests of some windows; None without any."""
+    total = sum(row["requests"] for row in rows)
+    return sum(row["share"] * row["requests"] for row in rows) / total if total else None
+
+
+def by_rate(result: Any) -> str:
+    """Figure 10."""
+    rates = list(dict.fromkeys(row["rate"] for row in result["rows"]))
+    strategies = list(dict.fromkeys(row["strategy"] for row in result["rows"]))
+    found = {(row["strategy"], row["rate"]): row["share"] for row in result["rows"]}
+    rows = [[_words(s), *(percent(found.get((s, rate))) for rate in rates)] for s in strategies]
+    return _ended(result, ["strategy", *(f"rate {rate:g}, %" for rate in rates)], rows)
+
+
+def throughput(result: Any) -> str:
+    """Table 1, ours and the paper's, both over elastic's before."""
+    rows = []
+    base = next(row["paper"][0] for row in result["rows"] if row["strategy"] == "elastic")
+    for row in result["rows"]:
+        theirs = row["paper"] or (None, None, None)
+        cells = [
+            f"{ratio(row[window])} / {'-' if paper is None else f'{paper / base:.2f}'}"
+            for window, paper in zip(("before", "during", "after"), theirs, strict=True)
+        ]
+        rows.append([_words(row["strategy"]), *cells])
+    return _ended(result, ["strategy", "before", "during", "after"], rows)
+
+
+def ablation(result: Any) -> str:
+    """A row a set of parts."""
+    rows = [
+        [
+            row["parts"],
+            ratio(row["ready_over_all"]),
+            _seconds(row["ready_s"]),
+            _seconds(row["gap_s"]),
+            ratio(row["peak_over_all"]),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["parts", "until it serves", "seconds", "requests held, seconds", "peak memory"]
+    return _ended(result, header, rows)
+
+
+def _words(strategy: str) -> str:
+    return strategy.replace("_", " ")
+
+
+def _seconds(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.2f}"
+
+
+def _ended(result: Any, header: list[str], rows: list[list[str]]) -> str:
+    text = f"{table(header, rows)}\n\n{where(result)}"
+    return text if result["is_complete"] else f"{text} The run was cut short."
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "elastic_figure7": (
+        "Scaling up: time until the new instance serves and time for which new requests wait,\n"
+        "over a cold restart in the same round, median and quartiles:",
+        scales,
+    ),
+    "elastic_figure12": ("Scaling down, the same:", scales),
+    "elastic_figure8": (
+        "Peak memory behind all devices while scaling up, over a cold restart's:",
+        memory,
+    ),
+    "elastic_figure11": (
+        "Where elastic's own time goes, in percent of the time until the new instance serves:",
+        breakdown,
+    ),
+    "elastic_figure9": (
+        "Requests that met their targets around a load step that a scale answers, in percent:",
+        over_time,
+    ),
+    "elastic_figure10": (
+        "Requests that met their targets by rate, a scale from one device to two among them:",
+        by_rate,
+    ),
+    "elastic_table1": (
+        "Requests a second before, during and after a scale, over elastic's before; ours / the\n"
+        "paper's:",
+        throughput,
+    ),
+    "elastic_ablation_up": (
+        "Scaling up with one more part off in each row, over all parts in the same round:",
+        ablation,
+    ),
+    "elastic_ablation_down": ("Scaling down, the same:", ablation),
+}
+
+PLOTTED = {
+    "elastic_figure7": "Time until a larger instance serves, over cold restart, by strategy",
+    "elastic_figure8": "Peak memory of scaling up over cold restart, by strategy",
+    "elastic_figure9": "Requests in time around a load step, by strategy",
+    "elastic_figure10": "Requests in time by rate, by strategy",
+    "elastic_figure11": "Phases of elastic scales as shares of their time",
+    "elastic_figure12": "Time until a smaller instance serves, over cold restart, by strategy",
+}
