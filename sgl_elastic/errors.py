@@ -7,6 +7,7 @@
     │   ├── DoesNotFitError       the wanted configuration does not fit its devices (HTTP 400)
     │   ├── UnknownOperationError (HTTP 404)
     │   └── KeyReusedError        an idempotency key that came with another request (HTTP 409)
+    ├── MemoryLostError           a device's memory worker has died (HTTP 503)
     ├── BusyError                 another scale is running (HTTP 409); try again later
     ├── StepFailedError           one step of a scale failed; the scale was rolled back
     │   ├── MemoryWorkerError     a memory worker refused or failed
@@ -63,6 +64,12 @@ class BusyError(ElasticError):
     """Another scale is running; try again when it has ended."""
 
     http_status = 409
+
+
+class MemoryLostError(ElasticError):
+    """The memory worker of a serving device has died: nothing can be copied from there any more."""
+
+    http_status = 503
 
 
 class StepFailedError(ElasticError):

@@ -21,6 +21,7 @@ from sgl_elastic.errors import ElasticConfigError
 from sgl_esft.byte_size import parse_bytes
 
 DEFAULT_KV_TOKENS = 65536  # of a rank, where the user has not chosen
+DEFAULT_HANG_TIMEOUT_S = 20.0
 RUNNABLE = tuple(each for each in ScaleStrategy if each is not ScaleStrategy.HORIZONTAL)
 _DEFAULT_DEVICE_BYTES = 1 << 30
 
@@ -40,6 +41,7 @@ class ElasticOptions:
     slo_tpot_s: float
     journal: str | None
     verify_copies: bool
+    hang_timeout_s: float  # after so long a rank that does nothing is lost
     strategy: ScaleStrategy
     ablation: AblationSwitches
 
@@ -120,6 +122,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="parts of the elastic strategy to do without, to see what they are worth: some of "
         "no_shared_allocator, no_peer_copy, no_standby, no_zero_copy, separated by commas",
     )
+    group.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=DEFAULT_HANG_TIMEOUT_S,
+        metavar="S",
+        help="an engine rank that gives no sign of life for so many seconds is ended and replaced; "
+        f"more than the longest batch takes (default: {DEFAULT_HANG_TIMEOUT_S:g})",
+    )
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +165,7 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         slo_tpot_s=found.slo_tpot,
         journal=found.scale_journal,
         verify_copies=found.verify_copies,
+        hang_timeout_s=found.hang_timeout,
         strategy=strategy,
         ablation=ablation,
     )
@@ -173,3 +184,5 @@ def _check(options: ElasticOptions) -> None:
             f"--max-total-tokens {options.kv_limit}, --standby-ranks {options.standby_ranks}: "
             "must be positive"
         )
+    if options.hang_timeout_s <= 0:
+        raise ElasticConfigError(f"--hang-timeout {options.hang_timeout_s:g}: must be above 0")

@@ -7,19 +7,20 @@ options, launch plan --> [Runtime] --> HMM, instances, switchboard, coordinator,
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
+import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from sgl_elastic import assembly
+from sgl_elastic import assembly, workdir
 from sgl_elastic.coordinator.autoscale import ScaleMetrics
 from sgl_elastic.coordinator.autoscaler import Autoscaler
 from sgl_elastic.coordinator.coordinator import Coordinator
+from sgl_elastic.coordinator.fault_metrics import FaultMetrics
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
+from sgl_elastic.coordinator.recovery import Guard, Vigilance
 from sgl_elastic.coordinator.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.switchboard import Switchboard, Wire
 from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
@@ -56,7 +57,10 @@ class Runtime:
         self._first_adapters = first_adapters
         self._environment = environment
         self._page_bytes, self._backend = page_bytes, backend
-        self.directory = Path(tempfile.mkdtemp(prefix="sgl-elastic-"))  # mode 0700
+        for stale in workdir.remove_stale():
+            logger.warning("elastic: removed %s, which a killed server left", stale)
+        self._workdir = workdir.make()
+        self.directory = self._workdir.path
         self.hmm = assembly.make_memory(options, self.directory, backend, page_bytes)
         self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
         self.switchboard = Switchboard(
@@ -70,6 +74,7 @@ class Runtime:
         self.manager: InstanceManager | None = None
         self.coordinator: Coordinator | None = None
         self.autoscaler: Autoscaler | None = None
+        self._guard: Guard | None = None
         self._on_size: Callable[[int], None] = lambda _: None
         self._stopping = threading.Event()
         self._wanted = threading.Event()  # standbys are to be looked after
@@ -95,22 +100,45 @@ class Runtime:
         self._on_size = on_size
         threading.Thread(target=self._keep_standbys, name="elastic-standbys", daemon=True).start()
         self._wanted.set()
+        self._start_guard()
         if self.options.autoscale is not None and self.coordinator is not None:
             self.autoscaler = Autoscaler(
                 self.options.autoscale, self._sample, self.coordinator.submit
             )
             self.autoscaler.start()
 
+    def _start_guard(self) -> None:
+        if self.manager is None or self.coordinator is None:
+            raise RuntimeError("the guard starts before what it watches")
+        faults = FaultMetrics()
+
+        def note(kind: str) -> None:
+            faults.count(kind)
+            if self.manager is not None and not self.manager.is_lost():
+                self._wanted.set()  # another standby in place of the lost one
+
+        self._guard = Guard(
+            self.manager,
+            self.hmm,
+            self.coordinator.recover,
+            vigilance=Vigilance(hang_s=self.options.hang_timeout_s),
+            on_fault=note,
+            on_hopeless=_end_server,
+        )
+        self._guard.start()
+
     def close(self) -> None:
         """End instances and workers; remove the sockets."""
         self._stopping.set()
+        if self._guard is not None:
+            self._guard.stop()
         self._wanted.set()
         if self.autoscaler is not None:
             self.autoscaler.stop()
         if self.manager is not None:
             self.manager.close()
         self.hmm.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._workdir.remove()
 
     def _settings(self, port_args: Any) -> EngineSettings:
         return EngineSettings(
@@ -173,3 +201,8 @@ class Runtime:
             kv_capacity_tokens=sum(placement.kv_tokens),
             is_scaling=self.coordinator.running() is not None,
         )
+
+
+def _end_server() -> None:
+    """As SGLang does when a scheduler has failed: better no server than one that never answers."""
+    os.kill(os.getpid(), signal.SIGQUIT)

@@ -96,6 +96,7 @@ class Coordinator:
         self._thread: threading.Thread | None = None
         self._running = ""  # the id of the operation that runs
         self._remainder: Remainder | None = None
+        self._replaced_by: dict[str, str] = {}  # lost instances
         self._listeners: tuple[Listener, ...] = ()
         self._serving = instances.serving()
         cut_off = self.journal.recover(self._clock.now())
@@ -154,6 +155,7 @@ class Coordinator:
     def _planned(self, request: ScaleRequest) -> tuple[Operation, Plan]:
         began = self._clock.monotonic()
         self._serving = self._instances.serving()
+        self._memory.require(self._serving[1].device_ids)
         plan = self._make_plan(request, self._serving[1])
         operation = Operation(
             operation_id="" if request.dry_run else self._new_id(),
@@ -188,6 +190,60 @@ class Coordinator:
         with self._lock:
             self._running = ""
             progress.finish(_outcome(progress.operation, error), error)
+
+    def recover(self) -> Operation | None:
+        """Replace the instance that serves, which is lost, by one over the same memory.
+
+        An operation like a scale, in the caller's thread. None while a scale runs: it goes on to
+        its new instance, or is rolled back and this is called again. A failed one is rolled back:
+        requests wait still, and it may be tried again.
+        """
+        with self._lock:
+            if self._running:
+                return None
+            self._serving = lost, placement = self._instances.serving()
+            self._running = self._new_id().replace("scale-", "recovery-")
+        request = ScaleRequest(placement.dp_size, placement.device_ids)
+        operation = Operation(self._running, request, created_s=self._clock.now())
+        self.journal.record(operation)
+        progress = Progress(operation, self.journal, self._clock, self._announce)
+        error: Exception | None = None
+        try:
+            self._replace(progress, lost, placement)
+        except Exception as caught:  # as in `_run`: nobody is above
+            logger.exception("Instance %s could not be replaced", lost)
+            error = caught
+        with self._lock:
+            self._running = ""
+            progress.finish(_outcome(progress.operation, error), error)
+        return progress.operation
+
+    def _replace(self, progress: Progress, lost: str, placement: Placement) -> None:
+        """The lost instance's memory and requests become another one's; its KV is not trusted."""
+        progress.enter("prepare")
+        self._hold(progress)
+        self._memory.require(placement.device_ids)
+        for device_id, num_tokens in zip(placement.device_ids, placement.kv_tokens, strict=True):
+            # It may have been lost while its KV was growing or shrinking.
+            self._memory.execute(Step(StepKind.MAP_KV, device_id, num_tokens=num_tokens))
+        self._memory.commit()
+        new = self._instances.prepare(placement)
+        progress.enter("switch")
+        with ExitStack() as stack:
+            stack.callback(self._undo, progress, self._instances.cancel, new)
+            self._instances.freeze(lost)
+            self._instances.activate(new, lost, {})
+            stack.pop_all()
+        progress.switched()
+        self._replaced_by[lost] = new
+        if self._remainder is not None:  # its switch is this one
+            rest = (task for task in self._remainder.tasks if task.phase != "switch")
+            self._remainder.tasks = deque(rest)
+        self._note_serving(new, placement)
+        self._patiently(partial(self._front.switch, new, placement))
+        self._release(progress)
+        progress.enter("retire")
+        self._patiently(partial(self._instances.retire, lost))
 
     def scale(self, progress: Progress, plan: Plan) -> None:
         """Carry a plan out. Raises what stopped it; before the switch everything is undone then."""
@@ -235,6 +291,8 @@ class Coordinator:
         return Remainder(progress, deque(tasks))
 
     def _note_serving(self, instance: str, placement: Placement) -> None:
+        while instance in self._replaced_by:
+            instance = self._replaced_by[instance]
         self._serving = (instance, placement)
 
     def _go_on(self, remainder: Remainder) -> None:
@@ -244,6 +302,7 @@ class Coordinator:
             remainder.progress.enter(task.phase)
             self._patiently(task.act)
             remainder.tasks.popleft()
+        self._memory.commit()
         self._remainder = None
 
     def _finish_former(self) -> None:

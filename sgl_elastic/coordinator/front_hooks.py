@@ -65,7 +65,9 @@ async def note_outputs(
 ) -> None:
     """The switchboard learns what has come back, then SGLang hands it to the client."""
     tokens = getattr(recv_obj, "completion_tokens", None) or [0] * len(recv_obj.rids)
-    _required().switchboard.on_output(recv_obj.rids, recv_obj.finished_reasons, tokens)
+    output_ids = getattr(recv_obj, "output_ids", None) or ()
+    board = _required().switchboard
+    board.on_output(recv_obj.rids, recv_obj.finished_reasons, tokens, output_ids)
     await original(manager, recv_obj)
 
 

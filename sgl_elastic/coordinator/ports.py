@@ -8,7 +8,7 @@ then it has undone its own half. Calls come from one thread, that of the scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step
@@ -26,11 +26,17 @@ class Memory(Protocol):
     def budget_pages(self, device_id: int) -> int:
         """The most pages a device can give; devices that have not been added yet included."""
 
+    def require(self, device_ids: Iterable[int]) -> None:
+        """Raises MemoryLostError when the memory of one of these devices is gone."""
+
     def execute(self, step: Step) -> None:
         """Do a step that is memory's: all kinds but SHRINK_KV and GROW_KV."""
 
     def undo(self, step: Step) -> None:
         """Take an executed step back; harmless for one that was not executed."""
+
+    def commit(self) -> None:
+        """What was executed stands: a later undo of the same steps takes nothing back."""
 
 
 class Instances(Protocol):
@@ -46,7 +52,10 @@ class Instances(Protocol):
         """Take `prepare` back: detach and park."""
 
     def freeze(self, instance: str) -> None:
-        """Stop at a token boundary; KV directory and requests are published."""
+        """Stop at a token boundary; KV directory and requests are published.
+
+        Of an instance that is lost, or hangs and so is lost now: what the front knows of them.
+        """
 
     def resume(self, instance: str) -> None:
         """Take `freeze` back: the instance goes on with its own requests."""

@@ -26,6 +26,7 @@ from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.network import get_zmq_socket
 
+from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance.messages import PAUSE_TO_PARK
 
 _BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
@@ -46,7 +47,11 @@ class SglangWire:
         socket.close(linger=0)
 
     def send(self, socket: Any, message: Any) -> None:
-        sock_send(socket, message)
+        try:
+            # An instance that has ended has no peer here, and a send would wait for one for ever.
+            sock_send(socket, message, zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineFailedError("nobody takes requests there: the instance has ended") from None
 
     def is_request(self, message: Any) -> bool:
         return isinstance(message, (*_BATCHES, *_SINGLES))

@@ -4,9 +4,9 @@
     detokenizer --on_output--> [Switchboard]   (who runs where, what was sent)
     scale() --hold, pause, switch, release--> [Switchboard]
 
-It remembers each request as it was sent, so that a request whose instance goes away is sent again,
-under the same id: the tokenizer manager, the detokenizer and the client see one stream. Any thread
-may call anything.
+It remembers each request as it was sent, and its tokens, so that a request whose instance goes
+away is sent again, under the same id: the tokenizer manager, the detokenizer and the client see one
+stream. While the instance that serves is lost, requests wait. Any thread may call anything.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import copy
 import logging
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sgl_elastic.coordinator.rank_choice import LoadBook, RankPolicy, choose
 from sgl_elastic.coordinator.routing import Routing
 from sgl_elastic.coordinator.slo import Attainment, SloWindow
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError
+from sgl_elastic.instance.messages import RequestState
 from sgl_elastic.types import Placement
 
 logger = logging.getLogger(__name__)
 
 _OUTPUT_TIMEOUT_S = 5.0
+_QUIET_S = 0.1  # so long after the last output of a dead instance none is on its way
+_WARM_UP_POLL_S = 0.2
 
 
 class Wire(Protocol):
@@ -63,6 +67,7 @@ class _InFlight:
     message: Any  # as it was sent, without a rank
     rank: int
     num_seen: int = 0  # tokens that came back
+    output_ids: array[int] = field(default_factory=lambda: array("q"))  # those tokens
 
 
 class Switchboard:
@@ -93,6 +98,8 @@ class Switchboard:
         self._deferred: deque[Any] = deque()  # adapter changes while a scale runs
         self._is_scaling = False
         self._warmed: dict[str, threading.Event] = {}
+        self._lost = ""  # the instance that requests may not be sent to
+        self._last_output_s = 0.0
         self._book = LoadBook(1)
         self.routing = Routing()
 
@@ -118,9 +125,46 @@ class Switchboard:
             message = self._wire.warm_up(rid, rank)
             answered = self._warmed[message.rid] = threading.Event()
             self._send(instance, message)
-            if not answered.wait(max(deadline - self._clock(), 0)):
-                raise EngineFailedError(f"rank {rank} of {instance} did not warm up in time")
+            self._wait_for_warm_up(instance, rank, answered, deadline)
             self._warmed.pop(message.rid, None)
+
+    def _wait_for_warm_up(
+        self, instance: str, rank: int, answered: threading.Event, deadline: float
+    ) -> None:
+        while not answered.wait(min(max(deadline - self._clock(), 0), _WARM_UP_POLL_S)):
+            if instance not in self._sockets:
+                raise EngineFailedError(f"{instance} ended while it warmed up")
+            if self._clock() >= deadline:
+                raise EngineFailedError(f"rank {rank} of {instance} did not warm up in time")
+
+    # ---- an instance that is lost ----
+
+    def lose(self, instance: str) -> None:
+        """Nothing goes to this instance any more; if it serves, requests wait for the next."""
+        with self._lock:
+            self._lost = instance
+            if self.routing.table.instance_id == instance:
+                self.routing.hold(self._clock())
+
+    def states(self) -> list[tuple[int, RequestState]]:
+        """(rank, state) of each request that has tokens, its instance being gone.
+
+        Waits until its last outputs have come by: a token must not be computed a second time.
+        """
+        began = self._clock()
+        while self._clock() < min(
+            max(began, self._last_output_s) + _QUIET_S, began + _OUTPUT_TIMEOUT_S
+        ):
+            time.sleep(_QUIET_S / 4)
+        with self._lock:
+            return [
+                (
+                    request.rank,
+                    RequestState(rid, request.output_ids.tobytes(), request.num_seen, {}, {}),
+                )
+                for rid, request in self._requests.items()
+                if request.num_seen
+            ]
 
     def num_running(self) -> int:
         with self._lock:
@@ -157,17 +201,29 @@ class Switchboard:
         with self._lock:
             if self.routing.table.instance_id == instance:
                 return
-            self._book.rebase(handed.rank_of_old, placement.dp_size, placement.kv_tokens)
+            moves = self._moves(handed, placement.dp_size)
+            self._book.rebase(moves, placement.dp_size, placement.kv_tokens)
             self._on_switch(placement)
             self.routing.swap(instance, placement, self._clock())
+            if self._lost != instance:
+                self._lost = ""
             for rid, request in self._requests.items():
-                request.rank = handed.ranks.get(rid, handed.rank_of_old[request.rank])
-                self._send(instance, self._wire.with_rank(request.message, request.rank))
+                request.rank = handed.ranks.get(rid, moves[request.rank])
+                self._send_or_keep(instance, self._wire.with_rank(request.message, request.rank))
+
+    def _moves(self, handed: HandOver, num_ranks: int) -> dict[int, int]:
+        """Old rank -> new rank. Without KV, any rank may go on with any request."""
+        if not self._lost:
+            return dict(handed.rank_of_old)
+        known = range(len(self._book.snapshot()))
+        return {old: handed.rank_of_old.get(old, old % num_ranks) for old in known}
 
     def release(self) -> None:
         with self._lock:
+            if self._lost == self.routing.table.instance_id:
+                return  # a release follows its replacement's switch
             self.routing.release(self._clock())
-            while self._held:
+            while self._held and self.routing.held is None:
                 self._route(self._held.popleft())
 
     def _wait_for_outputs(self, handed: HandOver) -> None:
@@ -207,10 +263,18 @@ class Switchboard:
                 self._route(message)
 
     def on_output(
-        self, rids: Sequence[str], finished: Sequence[Any], tokens: Sequence[int]
+        self,
+        rids: Sequence[str],
+        finished: Sequence[Any],
+        tokens: Sequence[int],
+        output_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Outputs have come back: tokens so far, and whether the request is finished."""
+        """Outputs have come back: tokens so far, whether the request is finished, new tokens."""
         with self._lock:
+            for rid, new_ids in zip(rids, output_ids, strict=False):
+                if rid in self._requests:
+                    self._last_output_s = self._clock()
+                    self._requests[rid].output_ids.extend(new_ids)
             for rid, reason, num_tokens in zip(rids, finished, tokens, strict=True):
                 self._note_output(rid, reason is not None, num_tokens)
 
@@ -234,11 +298,21 @@ class Switchboard:
         instance = self.routing.table.instance_id
         if not self._requests:
             self._wake(instance)
-        if not self._wire.is_request(message):
+        if self._wire.is_request(message):
+            for request in self._wire.singles(message):
+                self._send_or_keep(instance, self._admit(request))
+        elif not self._send_or_keep(instance, message):
+            self._held.append(message)
+
+    def _send_or_keep(self, instance: str, message: Any) -> bool:
+        """False when the instance has ended: what was admitted goes to its replacement."""
+        try:
             self._send(instance, message)
-            return
-        for request in self._wire.singles(message):
-            self._send(instance, self._admit(request))
+        except EngineFailedError as error:
+            logger.warning("elastic: %s", error)
+            self.lose(instance)
+            return False
+        return True
 
     def _admit(self, request: Any) -> Any:
         """Choose a rank, remember the request; returns what to send."""

@@ -1,6 +1,7 @@
 """The state of a running request, taken from one rank and given to another.
 
     retracted Req --> [state_of] --> RequestState --> front --> [restore] --> new Req in its queue
+    rank lost: prompt, tokens that came by --> front --> RequestState without fields --> [restore]
 
 A handed-over request is what SGLang calls retracted: its prompt, the tokens it has emitted, and
 counters of what was sent. The new rank computes from prompt + emitted tokens, mostly found in the
@@ -67,9 +68,25 @@ def restore(req: Any, state: RequestState) -> None:
         setattr(req, name, value)
     for name, values in state.lists.items():
         setattr(req.logprob, name, values)
+    if not state.fields:
+        _as_sent(req)
     req.is_retracted = True
     req.retracted_stain = True
     _advance_grammar(req, output_ids)
+
+
+def _as_sent(req: Any) -> None:
+    """All of its tokens have reached the front: the state of a request whose rank was lost."""
+    num_sent = len(req.output_ids)
+    decode_ids, _ = req.init_incremental_detokenize()
+    req.send_token_offset = req.send_output_token_logprobs_offset = num_sent
+    req.send_decode_id_offset = len(decode_ids)
+    if not req.return_logprob:
+        return
+    req.input_logprob_sent = True
+    for name in _LOGPROB_LISTS:
+        if name.startswith("output_"):  # what was sent is not sent again: only its length counts
+            setattr(req.logprob, name, [None] * num_sent)
 
 
 def _advance_grammar(req: Any, output_ids: array[int]) -> None:

@@ -83,6 +83,14 @@ def hand_over(
     return activations, _handed_over(frozen, rank_of_old)
 
 
+def frozen_of(states: Sequence[tuple[int, m.RequestState]], num_ranks: int) -> list[m.Frozen]:
+    """What the ranks of a lost instance would have published: (rank, state) each, but no KV."""
+    return [
+        m.Frozen((), tuple(state for at, state in states if at % num_ranks == rank))
+        for rank in range(num_ranks)
+    ]
+
+
 def _handed_over(frozen: Sequence[m.Frozen], rank_of_old: Mapping[int, int]) -> HandedOver:
     states = [(rank_of_old[old], q) for old, each in enumerate(frozen) for q in each.requests]
     return HandedOver(

@@ -43,6 +43,10 @@ class RankLink:
         self._channel = channel
         self._socket = sock  # the channel's
         self._lock = threading.Lock()  # a channel is one thread's at a time
+        self._num_sent = 0
+        self._instruction = 0  # `_num_sent` at the last message that is answered in the inbox
+        self._pinged_s: float | None = None  # when the Ping went that has no Pong yet
+        self._lost = ""
         self._inbox: queue.Queue[m.FromRank | ElasticError] = queue.Queue()
 
     @property
@@ -50,20 +54,42 @@ class RankLink:
         """For messages to people."""
         return f"rank {self.rank} of instance {self.instance}"
 
+    @property
+    def lost(self) -> str:
+        """Why the rank is gone; "" while it is there."""
+        return self._lost
+
     def send(self, message: m.ToRank) -> None:
         """Raises EngineFailedError when the rank is gone."""
         with self._lock:
             self._channel.send(message)
+            self._num_sent += 1
+            if not isinstance(message, m.Ping | m.Wake):
+                self._instruction = self._num_sent
+
+    def ping(self, now_s: float) -> None:
+        """Ask whether it is there, unless it still has to answer that."""
+        if self._pinged_s is None and not self._lost:
+            self._pinged_s = now_s
+            self.send(m.Ping())
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds for which the last Ping has waited for its Pong; 0 when it has come."""
+        pinged_s = self._pinged_s
+        return 0.0 if pinged_s is None else now_s - pinged_s
+
+    def fail(self, reason: str) -> None:
+        """Give the rank up: whoever waits for it, now or later, hears the reason."""
+        if not self._lost:
+            self._lost = reason
+            self._inbox.put(EngineFailedError(reason))
 
     def expect(self, kind: type[Answer], deadline: float) -> Answer:
         """The next message, which must be of this kind, by `time.monotonic()` at `deadline`.
 
         Raises EngineFailedError when the rank fails, dies, is late or says something else.
         """
-        try:
-            message = self._inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
-        except queue.Empty:
-            raise EngineFailedError(f"{self.name} gave no {kind.__name__} in time") from None
+        message = self._next_answer(kind.__name__, deadline)
         if isinstance(message, ElasticError):
             self._inbox.put(message)  # every later call fails alike
             raise EngineFailedError(f"{self.name}: {message}") from message
@@ -74,6 +100,18 @@ class RankLink:
                 f"{self.name} sent {type(message).__name__}, not {kind.__name__}"
             )
         return message
+
+    def _next_answer(self, wanted: str, deadline: float) -> m.FromRank | ElasticError:
+        """The next message that does not answer an earlier instruction."""
+        while True:
+            try:
+                message = self._inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
+                raise EngineFailedError(f"{self.name} gave no {wanted} in time") from None
+            number = getattr(message, "number", 0)
+            if not 0 < number < self._instruction:
+                return message
+            logger.warning("elastic: %s answered late: %s", self.name, message)
 
     def forget_answers(self) -> None:
         """Drop what came too late for whoever waited."""
@@ -99,10 +137,12 @@ class RankLink:
                 with self._lock:
                     message, fds = self._channel.receive()
             except (ElasticError, OSError, ValueError) as error:
-                self._inbox.put(EngineFailedError(str(error)))
+                self.fail(str(error) or type(error).__name__)
                 return
             fds.close()
-            if isinstance(message, m.AdapterTable):
+            if isinstance(message, m.Pong):
+                self._pinged_s = None
+            elif isinstance(message, m.AdapterTable):
                 on_adapters(self, message.adapters)
             else:
                 self._inbox.put(message)

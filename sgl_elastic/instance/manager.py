@@ -1,6 +1,6 @@
 """The instance manager (IMM): engines that start, park, attach, serve and leave.
 
-    coordinator --[Instances]--> [InstanceManager] --> processes (supervise.py), ranks (links.py)
+    coordinator --[Instances]--> [InstanceManager] --> table.py: processes, ranks, how they end
                                         |--> Courier: what travels SGLang's own way (switchboard)
                                         '--> Hmm: sockets, the adapter table
 
@@ -22,12 +22,13 @@ from sgl_elastic.errors import EngineFailedError, StepFailedError
 from sgl_elastic.instance import handover, supervise
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.handover import HandedOver
-from sgl_elastic.instance.links import RankLink, RankServer, expect_all, send_all
+from sgl_elastic.instance.links import RankLink, expect_all, send_all
 from sgl_elastic.instance.running import Courier, Patience, Running
 from sgl_elastic.instance.shapes import shape_from_json
-from sgl_elastic.instance.standbys import Standbys, likely_next
+from sgl_elastic.instance.standbys import likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.supervise import EngineSettings
+from sgl_elastic.instance.table import InstanceTable
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 _S = InstanceState
 
 
-class InstanceManager:
+class InstanceManager(InstanceTable):
     """The engines of one server. `Instances` of coordinator/ports.py, and what starts the first."""
 
     def __init__(
@@ -53,21 +54,13 @@ class InstanceManager:
         on_adapters: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._settings = settings
+        super().__init__(settings, courier, standby_ranks, self._note_adapters, clock)
         self._hmm = hmm
-        self._courier = courier
         self._patience = patience or Patience()
         self._max_devices = max_devices
         self._on_adapters = on_adapters
-        self._clock = clock
-        self._running: dict[str, Running] = {}
-        self._standbys = Standbys(standby_ranks)
-        self._active = ""
         self._names = itertools.count(1)
-        self._lock = threading.RLock()
         self._handed = HandedOver({}, {}, {})
-        self._tables: dict[int, tuple[m.Adapter, ...]] = {}
-        self._server = RankServer(settings.directory / "ranks.sock", self._note_adapters)
 
     # ---- the first instance ----
 
@@ -187,15 +180,16 @@ class InstanceManager:
         self.retire(instance)
 
     def freeze(self, instance: str) -> None:
-        """One that does not freeze in time is lost: `activate` goes on without its KV."""
+        """One that does not in time is lost: its requests go on from the tokens that came by."""
         running = self._running[instance]
         try:
             if not running.lost:
                 self._pause(running)
+                self._advance(running, _S.FROZEN)
+                return
         except EngineFailedError as error:
             self.lose(instance, str(error))
-        if not running.lost:
-            self._advance(running, _S.FROZEN)
+        running.frozen = handover.frozen_of(self._courier.states(), running.record.num_ranks)
 
     def resume(self, instance: str) -> None:
         running = self._running[instance]
@@ -214,22 +208,12 @@ class InstanceManager:
 
     def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
         new, former = self._running[instance], self._running[old]
-        if former.lost and not former.frozen:
-            self._replay(new)
-            return
         activations, self._handed = handover.hand_over(
             former.record.device_ids,
             former.frozen,
             new.record.device_ids,
             kv_moves,
             self._hmm.socket_path,
-        )
-        self._take_over(new, activations)
-
-    def _replay(self, new: Running) -> None:
-        """Requests of a lost instance go on from the tokens that came by, their KV computed."""
-        activations, self._handed = handover.replay(
-            self._courier.states(), self._max_devices, new.record.num_ranks
         )
         self._take_over(new, activations)
 
@@ -283,80 +267,9 @@ class InstanceManager:
 
     # ---- for the front and for people ----
 
-    def wake(self, instance: str) -> None:
-        """A request is on its way to an idle instance: none of its ranks may sleep through it."""
-        running = self._running.get(instance)
-        if running is None:
-            return
-        try:
-            send_all(running.links, [m.Wake()] * len(running.links))
-        except EngineFailedError as error:
-            logger.warning("elastic: %s was not woken: %s", instance, error)
-
     def handed_over(self) -> HandedOver:
         """Where the last frozen instance's requests went."""
         return self._handed
-
-    def instances(self) -> tuple[Instance, ...]:
-        """All of them, the serving one first."""
-        with self._lock:
-            records = [running.record for running in self._running.values()]
-        return tuple(sorted(records, key=lambda r: (r.instance_id != self._active, r.instance_id)))
-
-    def rank_pids(self, instance: str) -> tuple[int, ...]:
-        """Process ids of an instance's ranks."""
-        return tuple(link.pid for link in self._running[instance].links)
-
-    def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
-        """Find out which instances have died or hang, and lose them. Returns their names."""
-        found = [(name, running) for name, running in list(self._running.items())]
-        faults = {name: running.fault(now_s, hang_s) for name, running in found if not running.lost}
-        lost = {name: fault for name, fault in faults.items() if fault}
-        for name, fault in lost.items():
-            self.lose(name, fault)
-        return tuple(lost)
-
-    def is_lost(self) -> bool:
-        """Whether the instance that serves is gone."""
-        running = self._running.get(self._active)
-        return running is not None and bool(running.lost)
-
-    def lose(self, instance: str, reason: str) -> None:
-        """An instance is gone, or as good as: end it. Harmless a second time.
-
-        Of the one that serves, memory and requests stay for its replacement.
-        """
-        with self._lock:
-            running = self._running.get(instance)
-            if running is None or running.lost:
-                return
-            running.lost = reason
-            is_parked = instance in dict(self._standbys.parked).values()
-        logger.error("elastic: instance %s is lost: %s", instance, reason)
-        if instance == self._active:
-            self._courier.lose(instance)
-        running.lose(reason)
-        if is_parked:
-            self.stop(instance)
-
-    def stop(self, instance: str) -> None:
-        """End an instance's processes; harmless a second time."""
-        with self._lock:
-            running = self._running.pop(instance, None)
-            parked = tuple(x for x in self._standbys.parked if x[1] != instance)
-            self._standbys = replace(self._standbys, parked=parked)
-        if running is None:
-            return
-        supervise.kill_group(running.process)
-        self._server.forget(instance)
-        self._courier.disconnect(instance)
-        supervise.remove_sockets(self._settings.directory, instance)
-
-    def close(self) -> None:
-        """End everything."""
-        for name in list(self._running):
-            self.stop(name)
-        self._server.close()
 
     # ---- parts ----
 
@@ -404,16 +317,6 @@ class InstanceManager:
     def _run(self, running: Running) -> None:
         send_all(running.links, [m.Run()] * len(running.links))
         expect_all(running.links, m.Done, self._patience.step_s)
-
-    def _advance(
-        self, running: Running, to: InstanceState, placement: Placement | None = None
-    ) -> None:
-        with self._lock:
-            running.record = running.record.with_state(to, self._clock(), placement)
-
-    def _is_alive(self, name: str) -> bool:
-        running = self._running.get(name)
-        return running is not None and running.process.poll() is None
 
     def _note_adapters(self, link: RankLink, adapters: tuple[m.Adapter, ...]) -> None:
         """Every rank of the serving instance reports the same table; the first one's counts."""

@@ -93,6 +93,15 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP; False when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
 def remove_sockets(directory: Path, instance: str) -> None:
     """What an instance's sockets leave behind in the file system."""
     for path in directory.glob(f"{instance}.in*"):

@@ -14,14 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from sgl_elastic import wire
-from sgl_elastic.errors import ElasticError, MemoryWorkerError
+from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
 from sgl_elastic.memory.runs import Runs, Slots, merge, subtract
@@ -161,6 +161,21 @@ class Hmm:
         """Devices whose worker has ended although nobody removed it."""
         workers = sorted(dict(self._workers).items())
         return tuple(d for d, worker in workers if worker.process.poll() is not None)
+
+    def require(self, device_ids: Iterable[int]) -> None:
+        """Workers that have died are forgotten, so that their devices may be added again.
+
+        Not those of `device_ids`, whose pages are in use. Raises MemoryLostError for these.
+        """
+        dead = set(self.dead_workers())
+        for device_id in dead - set(device_ids):
+            self.remove_device(device_id)
+        lost = sorted(dead & set(device_ids))
+        if lost:
+            raise MemoryLostError(
+                f"the memory workers of devices {lost} have died: the engine goes on with the "
+                "pages it has mapped, but nothing can be copied from there; restart the server"
+            )
 
     def add_device(self, device_id: int) -> bool:
         """Start the device's worker; False if it has one. Raises MemoryWorkerError."""

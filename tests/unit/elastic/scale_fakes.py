@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from sgl_elastic.coordinator.coordinator import Clock, Coordinator, Patience
 from sgl_elastic.coordinator.operations import Journal
-from sgl_elastic.errors import StepFailedError
+from sgl_elastic.errors import MemoryLostError, StepFailedError
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.types import (
     AdapterEntry,
@@ -84,6 +84,7 @@ class World:
         self.instances = {"i0": first}
         self.table: tuple[str, Placement] = ("i0", placement)
         self.is_held = False
+        self.lost_devices: set[int] = set()
         self.gate: Callable[[str], None] = lambda name: None
         self._numbers = itertools.count(1)
 
@@ -131,6 +132,10 @@ class World:
     def budget_pages(self, device_id: int) -> int:
         return 60
 
+    def require(self, device_ids: Iterable[int]) -> None:
+        if self.lost_devices & set(device_ids):
+            raise MemoryLostError(f"devices {self.lost_devices} are lost")
+
     def execute(self, step: Step) -> None:
         self.call("execute", step)
         if step not in self.executed:
@@ -140,6 +145,9 @@ class World:
         self.call("undo", step)
         if step in self.executed:
             self.executed.remove(step)
+
+    def commit(self) -> None:
+        """Nothing is undone by the same step in a later operation here."""
 
     # Instances
     def serving(self) -> tuple[str, Placement]:

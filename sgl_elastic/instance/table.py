@@ -1,0 +1,134 @@
+"""All instances of one server: who is there, who is lost, how each of them ends.
+
+    manager.py (what instances do) --is a--> [InstanceTable] <--check-- watch.py
+                                                  |--> supervise.py, links.py, Courier
+A lost instance's processes are ended at once. Of the one that serves, everything else stays until
+a replacement has its memory and its requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from sgl_elastic.errors import EngineFailedError
+from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import supervise
+from sgl_elastic.instance.links import RankLink, RankServer, send_all
+from sgl_elastic.instance.running import Courier, Running
+from sgl_elastic.instance.standbys import Standbys
+from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_elastic.instance.supervise import EngineSettings
+from sgl_elastic.types import Placement
+
+logger = logging.getLogger(__name__)
+
+_S = InstanceState
+
+
+class InstanceTable:
+    """Safe to use from any thread."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        courier: Courier,
+        standby_ranks: int,
+        on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._courier = courier
+        self._clock = clock
+        self._running: dict[str, Running] = {}
+        self._standbys = Standbys(standby_ranks)
+        self._active = ""
+        self._lock = threading.RLock()
+        self._server = RankServer(settings.directory / "ranks.sock", on_adapters)
+
+    def wake(self, instance: str) -> None:
+        """A request is on its way to an idle instance: none of its ranks may sleep through it."""
+        running = self._running.get(instance)
+        if running is None:
+            return
+        try:
+            send_all(running.links, [m.Wake()] * len(running.links))
+        except EngineFailedError as error:
+            logger.warning("elastic: %s was not woken: %s", instance, error)
+
+    def instances(self) -> tuple[Instance, ...]:
+        """All of them, the serving one first."""
+        with self._lock:
+            records = [running.record for running in self._running.values()]
+        return tuple(sorted(records, key=lambda r: (r.instance_id != self._active, r.instance_id)))
+
+    def rank_pids(self, instance: str) -> tuple[int, ...]:
+        """Process ids of an instance's ranks."""
+        return tuple(link.pid for link in self._running[instance].links)
+
+    def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
+        """Find out which instances have died or hang, and lose them. Returns their names."""
+        alive = [each for each in list(self._running.items()) if not each[1].lost]
+        faults = {name: running.fault(now_s, hang_s) for name, running in alive}
+        lost = tuple(name for name, fault in faults.items() if fault)
+        for name in lost:
+            self.lose(name, faults[name])
+        return lost
+
+    def is_lost(self) -> bool:
+        """Whether the instance that serves is gone."""
+        running = self._running.get(self._active)
+        return running is not None and bool(running.lost)
+
+    def lose(self, instance: str, reason: str) -> None:
+        """An instance is gone, or as good as: end it. Harmless a second time.
+
+        Of the one that serves, memory and requests stay for its replacement.
+        """
+        with self._lock:
+            running = self._running.get(instance)
+            if running is None or running.lost:
+                return
+            running.lost = reason
+            is_parked = instance in dict(self._standbys.parked).values()
+        logger.error("elastic: instance %s is lost: %s", instance, reason)
+        if instance == self._active:
+            self._courier.lose(instance)
+        running.lose(reason)
+        if running.record.state is _S.STARTING:
+            self._courier.disconnect(instance)  # whoever waits for its warm-up hears of it
+        self._advance(running, _S.FAILED)
+        if is_parked:
+            self.stop(instance)
+
+    def stop(self, instance: str) -> None:
+        """End an instance's processes; harmless a second time."""
+        with self._lock:
+            running = self._running.pop(instance, None)
+            parked = tuple(x for x in self._standbys.parked if x[1] != instance)
+            self._standbys = replace(self._standbys, parked=parked)
+        if running is None:
+            return
+        supervise.kill_group(running.process)
+        self._server.forget(instance)
+        self._courier.disconnect(instance)
+        supervise.remove_sockets(self._settings.directory, instance)
+
+    def close(self) -> None:
+        """End everything."""
+        for name in list(self._running):
+            self.stop(name)
+        self._server.close()
+
+    def _advance(
+        self, running: Running, to: InstanceState, placement: Placement | None = None
+    ) -> None:
+        with self._lock:
+            running.record = running.record.with_state(to, self._clock(), placement)
+
+    def _is_alive(self, name: str) -> bool:
+        running = self._running.get(name)
+        return running is not None and running.process.poll() is None
