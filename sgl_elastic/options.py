@@ -122,6 +122,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="parts of the elastic strategy to do without, to see what they are worth: some of "
         "no_shared_allocator, no_peer_copy, no_standby, no_zero_copy, separated by commas",
     )
+    _add_fault_flags(group)
+
+
+def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hang-timeout",
         type=float,

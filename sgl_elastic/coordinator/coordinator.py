@@ -22,9 +22,12 @@ from typing import Any, TypeAlias
 from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, StepRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
+from sgl_elastic.coordinator.remainder import Remainder, Task
 from sgl_elastic.errors import BusyError, ElasticError, EngineFailedError
 from sgl_elastic.plan.planner import kv_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
+
+__all__ = ["Clock", "Coordinator", "Patience", "Remainder", "Task"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +48,6 @@ class Patience:
     attempts: int = 4
     first_pause_s: float = 0.1  # doubled after each attempt
     drain_timeout_s: float = 30.0
-
-
-@dataclass(frozen=True)
-class Task:
-    """Something that must happen after the switch; harmless to repeat."""
-
-    phase: str
-    act: Callable[[], None]
-
-
-@dataclass
-class Remainder:
-    """What an operation still has to do after its switch."""
-
-    progress: Progress
-    tasks: deque[Task]
 
 
 class Coordinator:
