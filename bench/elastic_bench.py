@@ -19,7 +19,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -190,14 +190,16 @@ def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 
 def resident_bytes(pid: int) -> int:
     """Bytes behind the memory files that a process has open; 0 when it is gone."""
-    files: dict[tuple[int, int], int] = {}
     try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return 0
+    files: dict[tuple[int, int], int] = {}
+    for entry in entries:
+        with suppress(OSError):  # closed meanwhile
             if "memfd:" in str(entry.readlink()):
                 info = entry.stat()
                 files[info.st_dev, info.st_ino] = info.st_blocks * 512
-    except OSError:
-        return 0
     return sum(files.values())
 
 
