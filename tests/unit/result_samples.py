@@ -192,6 +192,77 @@ def gpu_serve() -> dict[str, Any]:
     return {**ORIGIN, "evidence": "ran on hardware", "complete": True, "steps": steps}
 
 
+STRATEGIES = ("elastic", "cold_restart", "extravagant", "colocated")
+
+
+def elastic_scales() -> dict[str, Any]:
+    """elastic_figure7, 8 and 12."""
+    rows = [
+        {
+            "strategy": strategy,
+            "step": step,
+            **{f"{name}_over_cold": spread(1.5) for name in ("ready", "gap", "peak")},
+            "ready_s": spread(12.0),
+            "gap_s": spread(0.5),
+            "peak_bytes": spread(2e8),
+        }
+        for step in ("1 -> 2", "2 -> 3")
+        for strategy in STRATEGIES
+    ]
+    return {**ORIGIN, "is_complete": True, "rows": rows}
+
+
+def elastic_breakdown() -> dict[str, Any]:
+    shares = {"memory": spread(0.5), "prepare": spread(0.3), "switch": spread(0.25)}
+    rows = [
+        {"step": step, "ready_s": spread(0.6), "phases": shares, "steps": {}}
+        for step in ("1 -> 2", "2 -> 1")
+    ]
+    return {**ORIGIN, "is_complete": True, "rows": rows}
+
+
+def elastic_over_time() -> dict[str, Any]:
+    rows = [
+        {
+            "strategy": strategy,
+            "step": step,
+            "at_s": at_s,
+            "requests": 10,
+            "share": share,
+            "share_per_device": share / 2,
+        }
+        for step in ("up", "down")
+        for strategy in STRATEGIES
+        for at_s, share in ((-2.5, 1.0), (2.5, 0.5), (27.5, 0.7), (32.5, 0.9))
+    ]
+    return {**ORIGIN, "is_complete": True, "goal": 0.9, "rows": rows}
+
+
+def elastic_by_rate() -> dict[str, Any]:
+    rows = [
+        {"strategy": strategy, "rate": rate, "requests": 20, "share": 1 / rate}
+        for strategy in STRATEGIES
+        for rate in (1.0, 1.6)
+    ]
+    return {**ORIGIN, "is_complete": True, "goal": 0.9, "rows": rows}
+
+
+def elastic_throughput() -> dict[str, Any]:
+    papers = {"elastic": [6.002, 3.943, 7.818], "extravagant": None}
+    windows = {name: spread(0.9) for name in ("before", "during", "after")}
+    rows = [{"strategy": name, **windows, "paper": paper} for name, paper in papers.items()]
+    return {**ORIGIN, "is_complete": True, "rows": rows}
+
+
+def elastic_ablation() -> dict[str, Any]:
+    figures = {name: spread(1.2) for name in ("ready_over_all", "peak_over_all", "peak_bytes")}
+    rows = [
+        {"parts": parts, **figures, "ready_s": spread(0.6), "gap_s": spread(0.3)}
+        for parts in ("all parts", "- no_standby")
+    ]
+    return {**ORIGIN, "is_complete": True, "rows": rows}
+
+
 SAMPLES = {
     "figure5": figure5,
     "figure6": figure6,
@@ -201,4 +272,13 @@ SAMPLES = {
     "batching": batching,
     "gpu_reroute": gpu_reroute,
     "gpu_serve": gpu_serve,
+    "elastic_figure7": elastic_scales,
+    "elastic_figure8": elastic_scales,
+    "elastic_figure9": elastic_over_time,
+    "elastic_figure10": elastic_by_rate,
+    "elastic_figure11": elastic_breakdown,
+    "elastic_figure12": elastic_scales,
+    "elastic_table1": elastic_throughput,
+    "elastic_ablation_up": elastic_ablation,
+    "elastic_ablation_down": elastic_ablation,
 }
