@@ -134,7 +134,7 @@ CHANGES: tuple[Change, ...] = (
     Change("shared_allocator", "memory", "a staging buffer of the same size beside each copy"),
     Change("peer_copy", "memory", "incoming weights are read from the checkpoint on disk"),
     Change("standby", "prepare", "the instance is started from nothing"),
-    Change("zero_copy", "prepare", "the new instance gets its own copy of weights and KV"),
+    Change("zero_copy", "prepare", "the new instance reads its own copy of all weights from disk"),
     Change("zero_copy", "switch", "the old instance stops first; its requests start again"),
 )
 
