@@ -10,6 +10,7 @@ instance they belong to. When this process or a rank ends, all of them end.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -84,6 +85,9 @@ def _run(spec: InstanceSpec) -> int:
     server_args.resolve_once()
     configure_logger(server_args)
     _set_envs_and_config(server_args)
+    # A rank is a copy of this process, which has imported all that it needs: it starts at once, and
+    # shares that memory. SGLang's own start method would import everything again for each rank.
+    multiprocessing.set_start_method("fork", force=True)
     signal.signal(signal.SIGQUIT, _rank_failed)  # sent by a rank that hit an exception
     server_args.check_server_args()
     publish(server_args, role="dp_controller")
