@@ -10,6 +10,8 @@ elastic             Hmm                Planner          InstanceManager  Coordin
 cold_restart        Hmm                CutOverPlanner   DiskInstances    CutOverCoordinator
 extravagant         Hmm                FreshPlanner     DiskInstances    Coordinator
 colocated           Hmm, two a device  FreshPlanner     DiskInstances    Coordinator
+horizontal          Hmm                ReplicaPlanner   ReplicatedInstances, ReplicaCoordinator
+                                                        and a ReplicaSwitchboard
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Journal
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.coordinator.ports import Front
+from sgl_elastic.coordinator.replica_board import ReplicaSwitchboard
 from sgl_elastic.coordinator.strategies import ScaleStrategy
 from sgl_elastic.coordinator.strategy_cut_over import CutOverCoordinator
+from sgl_elastic.coordinator.strategy_replicas import ReplicaCoordinator, ReplicaPlanner
+from sgl_elastic.coordinator.switchboard import Switchboard
 from sgl_elastic.instance.from_disk import DiskInstances
 from sgl_elastic.instance.manager import Courier, EngineSettings, InstanceManager, Patience
+from sgl_elastic.instance.replicated import ReplicatedInstances
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.staged import StagedMemory
 from sgl_elastic.options import ElasticOptions
@@ -61,6 +67,11 @@ def make_memory(options: ElasticOptions, directory: Path, backend: str, page_byt
     )
 
 
+def switchboard_of(options: ElasticOptions) -> type[Switchboard]:
+    """The kind of switchboard; all are made alike."""
+    return ReplicaSwitchboard if options.strategy is _S.HORIZONTAL else Switchboard
+
+
 def make_instances(
     options: ElasticOptions, settings: EngineSettings, hmm: Hmm, courier: Courier
 ) -> InstanceManager:
@@ -71,9 +82,13 @@ def make_instances(
         hmm.add_staging()
     if options.strategy is _S.ELASTIC and options.ablation.peer_copy and not cuts_over(options):
         return InstanceManager(*parts, standby_ranks=standby_ranks, max_devices=max_devices)
-    shares_memory = options.strategy is _S.ELASTIC and options.ablation.zero_copy
     # Reading weights takes as long as it takes.
     patience = Patience(step_s=Patience.start_s)
+    if options.strategy is _S.HORIZONTAL:
+        return ReplicatedInstances(
+            *parts, patience=patience, standby_ranks=0, max_devices=max_devices
+        )
+    shares_memory = options.strategy is _S.ELASTIC and options.ablation.zero_copy
     return DiskInstances(
         *parts,
         shares_memory=shares_memory,
@@ -89,6 +104,10 @@ def make_coordinator(
     """The coordinator of the strategy, with its planner and journal."""
     journal = Journal(Path(options.journal) if options.journal else None)
     planner = _planner(options, hmm)
+    if isinstance(instances, ReplicatedInstances) and isinstance(front, ReplicaSwitchboard):
+        return ReplicaCoordinator(
+            hmm, instances, front, planner.make_plan, planner.describe, journal
+        )
     if isinstance(instances, DiskInstances) and cuts_over(options):
         return CutOverCoordinator(
             hmm, instances, front, planner.make_plan, planner.describe, journal
@@ -103,6 +122,8 @@ def cuts_over(options: ElasticOptions) -> bool:
 
 def _planner(options: ElasticOptions, hmm: Hmm) -> Planner:
     limits = (hmm, options.max_devices, options.kv_limit)
+    if options.strategy is _S.HORIZONTAL:
+        return ReplicaPlanner(*limits)
     if options.strategy is _S.ELASTIC and not cuts_over(options):
         return Planner(*limits) if options.ablation.peer_copy else plans.UncopiedPlanner(*limits)
     kind = plans.CutOverPlanner if cuts_over(options) else plans.FreshPlanner

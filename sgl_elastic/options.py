@@ -22,7 +22,6 @@ from sgl_esft.byte_size import parse_bytes
 
 DEFAULT_KV_TOKENS = 65536  # of a rank, where the user has not chosen
 DEFAULT_HANG_TIMEOUT_S = 20.0
-RUNNABLE = tuple(each for each in ScaleStrategy if each is not ScaleStrategy.HORIZONTAL)
 _DEFAULT_DEVICE_BYTES = 1 << 30
 
 
@@ -111,7 +110,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--scale-strategy",
-        choices=[str(strategy) for strategy in RUNNABLE],
+        choices=[str(strategy) for strategy in ScaleStrategy],
         default=str(ScaleStrategy.ELASTIC),
         help="how to scale; all but elastic are there to be compared with (default: elastic)",
     )

@@ -22,7 +22,7 @@ from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.coordinator.recovery import Guard, Vigilance
 from sgl_elastic.coordinator.slo import SloTargets, SloWindow
-from sgl_elastic.coordinator.switchboard import Switchboard, Wire
+from sgl_elastic.coordinator.switchboard import Wire
 from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.plan.placement import place
@@ -63,7 +63,7 @@ class Runtime:
         self.directory = self._workdir.path
         self.hmm = assembly.make_memory(options, self.directory, backend, page_bytes)
         self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
-        self.switchboard = Switchboard(
+        self.switchboard = assembly.switchboard_of(options)(
             wire,
             handed_over=self._handed_over,
             on_switch=self._note_switch,

@@ -8,6 +8,7 @@ over; without it everything is read, and requests go on after their KV has been 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,10 @@ class DiskInstances(InstanceManager):
                 f"{self._active} was let go and no instance has taken its place: restart the server"
             )
         return super().serving()
+
+    def keep_standbys(self, stop: threading.Event) -> None:
+        if self._standbys.capacity_ranks and self._active in self._running:
+            super().keep_standbys(stop)
 
     def let_go(self, instance: str) -> None:
         """A frozen instance gives its memory up; who it served is remembered for `activate`.
