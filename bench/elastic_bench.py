@@ -43,6 +43,7 @@ STRATEGIES: Mapping[str, tuple[str, ...]] = {
     "extravagant": ("--scale-strategy", "extravagant"),
     "colocated": ("--scale-strategy", "colocated"),
 }
+HORIZONTAL = ("--scale-strategy", "horizontal")  # by whole replicas only: not in every bench
 # The rows of the paper's table: one more part off in each.
 _PARTS = ("no_shared_allocator", "no_peer_copy", "no_standby", "no_zero_copy")
 ABLATIONS: Mapping[str, tuple[str, ...]] = {

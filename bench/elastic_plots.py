@@ -28,6 +28,7 @@ LABELS = {
     "cold_restart": "cold restart",
     "extravagant": "extravagant",
     "colocated": "colocated",
+    "horizontal": "horizontal",
 }
 
 

@@ -4,8 +4,9 @@
     --> elastic_figure7 (up), elastic_figure12 (down), elastic_figure8 (memory), elastic_figure11
         (where elastic's own time goes) .json
 
-Each round starts a server for each strategy and walks 1 -> 2 -> 3 -> 2 -> 4 -> 2 -> 1. Ratios are
-to cold restart in the same round. The paper's latency is until the new instance is ready: `ready`.
+Each round starts a server for each strategy and walks 1 -> 2 -> 3 -> 2 -> 4 -> 2 -> 1; horizontal
+scaling can only double and halve. Ratios are to cold restart in the same round. The paper's latency
+is until the new instance is ready: `ready`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from bench.elastic_bench import (
     COLD,
     ELASTIC,
+    HORIZONTAL,
     STRATEGIES,
     Scaled,
     any_spread,
@@ -31,6 +33,8 @@ from bench.elastic_bench import (
 from bench.record import write_result
 
 WALK = (1, 2, 3, 2, 4, 2, 1)
+FLAGS = {**STRATEGIES, "horizontal": HORIZONTAL}
+WALKS = {"horizontal": ((1, 2, 1), (2, 4, 2))}  # of the others: WALK
 NUM_STREAMS = 2
 ROUNDS = 3
 # ElasticMoE 7.4, 10.2: latency over the best baseline's; peak memory over cold restart's.
@@ -126,7 +130,7 @@ def write(rounds: Rounds, num_rounds: int, options: argparse.Namespace) -> None:
 
 def one_walk(strategy: str, sizes: Sequence[int]) -> list[Scaled]:
     """A server of the strategy, scaled along the sizes."""
-    flags = STRATEGIES[strategy]
+    flags = FLAGS[strategy]
     print(strategy, flush=True)
     with elastic_server(flags, sizes[0]) as url:
         return asyncio.run(
@@ -137,14 +141,14 @@ def one_walk(strategy: str, sizes: Sequence[int]) -> list[Scaled]:
 def main() -> None:
     """Measure and write the four results, after each round."""
     options = options_of(__doc__.partition("\n")[0], ROUNDS)
-    sizes = (1, 2, 1) if options.quick else WALK
-    names = options.strategies or ([ELASTIC, COLD] if options.quick else list(STRATEGIES))
+    names = options.strategies or ([ELASTIC, COLD] if options.quick else list(FLAGS))
     if options.quick:
         options.rounds = 1
     rounds = Rounds()
     for number in range(options.rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            rounds.add(name, one_walk(name, sizes))
+            for sizes in [(1, 2, 1)] if options.quick else WALKS.get(name, [WALK]):
+                rounds.add(name, one_walk(name, sizes))
         write(rounds, number + 1, options)
 
 
