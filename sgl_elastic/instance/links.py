@@ -89,7 +89,7 @@ class RankLink:
 
         Raises EngineFailedError when the rank fails, dies, is late or says something else.
         """
-        message = self._next_answer(kind.__name__, deadline)
+        message = self._next_answer(kind, deadline)
         if isinstance(message, ElasticError):
             self._inbox.put(message)  # every later call fails alike
             raise EngineFailedError(f"{self.name}: {message}") from message
@@ -101,15 +101,17 @@ class RankLink:
             )
         return message
 
-    def _next_answer(self, wanted: str, deadline: float) -> m.FromRank | ElasticError:
+    def _next_answer(self, kind: type[Answer], deadline: float) -> m.FromRank | ElasticError:
         """The next message that does not answer an earlier instruction."""
+        # A pause does not come by this connection: whatever is numbered was before it.
+        first = self._num_sent + 1 if kind is m.Frozen else self._instruction
         while True:
             try:
                 message = self._inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
             except queue.Empty:
-                raise EngineFailedError(f"{self.name} gave no {wanted} in time") from None
+                raise EngineFailedError(f"{self.name} gave no {kind.__name__} in time") from None
             number = getattr(message, "number", 0)
-            if not 0 < number < self._instruction:
+            if not 0 < number < first:
                 return message
             logger.warning("elastic: %s answered late: %s", self.name, message)
 

@@ -37,6 +37,7 @@ __all__ = ["Courier", "EngineSettings", "HandedOver", "InstanceManager", "Patien
 logger = logging.getLogger(__name__)
 
 _S = InstanceState
+_POLL_S = 0.02
 
 
 class InstanceManager(InstanceTable):
@@ -152,14 +153,28 @@ class InstanceManager(InstanceTable):
     def prepare(self, placement: Placement) -> str:
         for device_id in placement.device_ids:
             self._hmm.client(device_id)  # a dead worker is named as such
-        with self._lock:
-            self._standbys, name = self._standbys.take(placement.device_ids)
+        name = self._take_standby(placement.device_ids)
         if name is not None:
             try:
                 return self._attach(name, placement)
             except EngineFailedError as error:
                 logger.warning("elastic: standby %s is of no use: %s", name, error)
         return self._attach(self._start_parked(placement.device_ids), placement)
+
+    def _take_standby(self, device_ids: tuple[int, ...]) -> str | None:
+        """A parked instance; one that is just being started is waited for. None: there is none."""
+        while True:
+            with self._lock:
+                self._standbys, name = self._standbys.take(device_ids)
+                is_coming = any(
+                    each.record.device_ids == device_ids
+                    and each.record.state in (_S.STARTING, _S.PARKED)
+                    and not each.lost
+                    for each in self._running.values()
+                )
+            if name is not None or not is_coming:
+                return name
+            time.sleep(_POLL_S)
 
     def _attach(self, name: str, placement: Placement) -> str:
         """A parked instance gets memory; one that cannot is ended, and that is raised."""
