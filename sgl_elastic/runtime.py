@@ -31,6 +31,7 @@ from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
 logger = logging.getLogger(__name__)
 
 _PARKED_KV_TOKENS = 4096
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between attempts to start a standby
 
 
 class Runtime:
@@ -178,6 +179,7 @@ class Runtime:
             self._wanted.set()
 
     def _keep_standbys(self) -> None:
+        pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             self._wanted.wait()
             self._wanted.clear()
@@ -185,8 +187,12 @@ class Runtime:
                 return
             try:
                 self.manager.keep_standbys(self._stopping)
+                pause_s = _FIRST_PAUSE_S
             except Exception:  # the thread's main loop: a standby less is no outage
                 logger.exception("elastic: a standby could not be started")
+                self._stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                self._wanted.set()
 
     def _sample(self, now_s: float) -> ScaleMetrics:
         if self.coordinator is None:

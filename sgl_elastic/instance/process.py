@@ -81,7 +81,10 @@ def _run(spec: InstanceSpec) -> int:
     from sglang.srt.server_args import PortArgs, prepare_server_args
     from sglang.srt.utils.common import configure_logger
 
-    server_args = prepare_server_args(list(spec.sglang_argv))
+    # Nobody serves HTTP here, but SGLang derives other ports from this one: instances that live
+    # at the same time must not share it.
+    own_port = ("--port", str(_free_port()))
+    server_args = prepare_server_args([*spec.sglang_argv, *own_port])
     server_args.resolve_once()
     configure_logger(server_args)
     _set_envs_and_config(server_args)
