@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -337,3 +338,59 @@ def test_the_server_says_so_when_nothing_serves() -> None:
     instances.__dict__.update(_active="i1", _running={})
     with pytest.raises(from_disk.EngineFailedError, match="restart the server"):
         instances.serving()
+
+
+class Bare(from_disk.DiskInstances):
+    """Only the books: what would go to processes is written down."""
+
+    def __init__(self, *, shares_memory: bool) -> None:
+        self._shares_memory = shares_memory
+        self._let_go = None
+        self._running = {}
+        self._hmm: Any = SimpleNamespace(socket_path=lambda device: f"/{device}")
+        self.retired: list[str] = []
+        self.told: list[m.Activate] = []
+
+    def add(self, name: str, *device_ids: int, frozen: tuple[m.Frozen, ...] = ()) -> None:
+        record = SimpleNamespace(device_ids=device_ids, instance_id=name)
+        self._running[name] = SimpleNamespace(record=record, frozen=list(frozen))  # type: ignore[assignment]
+
+    def retire(self, instance: str) -> None:
+        self.retired.append(instance)
+        del self._running[instance]
+
+    def _take_over(self, new: Any, activations: list[m.Activate]) -> None:
+        self.told = activations
+
+
+STATE = m.RequestState("r", b"", 3, {}, {})
+SEQUENCE = m.KvSequence(b"", b"", None, None, 0.0)
+
+
+def test_who_let_go_is_remembered_until_the_next_has_its_requests() -> None:
+    instances = Bare(shares_memory=False)
+    instances.add("i1", 0, frozen=(m.Frozen((SEQUENCE,), (STATE,)),))
+    instances.let_go("i1")
+    instances.let_go("i1")
+    assert instances.retired == ["i1"]
+    instances.add("i2", 0, 1)
+    instances.activate("i2", "i1", {})
+    assert [(a.sequences, a.requests) for a in instances.told] == [((), (STATE,)), ((), ())]
+    assert instances.handed_over().ranks == {"r": 0}
+    assert instances._let_go is None
+
+
+def test_an_instance_that_has_not_let_go_hands_over_requests_only() -> None:
+    instances = Bare(shares_memory=False)
+    instances.add("i1", 0, frozen=(m.Frozen((SEQUENCE,), (STATE,)),))
+    instances.add("i2", 3)
+    instances.activate("i2", "i1", {0: 3})
+    assert instances.told == [m.Activate((), (m.KvMove("/0", ()),), (STATE,))]
+
+
+def test_shared_memory_keeps_its_kv() -> None:
+    instances = Bare(shares_memory=True)
+    instances.add("i1", 0, frozen=(m.Frozen((SEQUENCE,), (STATE,)),))
+    instances.add("i2", 0)
+    instances.activate("i2", "i1", {})
+    assert instances.told == [m.Activate((SEQUENCE,), (), (STATE,))]
