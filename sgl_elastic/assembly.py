@@ -83,7 +83,7 @@ def make_instances(
     if options.strategy is _S.ELASTIC and options.ablation.peer_copy and not cuts_over(options):
         return InstanceManager(*parts, standby_ranks=standby_ranks, max_devices=max_devices)
     # Reading weights takes as long as it takes.
-    patience = Patience(step_s=Patience.start_s)
+    patience = Patience(step_s=Patience.start_s, silent_s=Patience.start_s)
     if options.strategy is _S.HORIZONTAL:
         return ReplicatedInstances(
             *parts, patience=patience, standby_ranks=0, max_devices=max_devices

@@ -47,6 +47,7 @@ class RankLink:
         self._instruction = 0  # `_num_sent` at the last message that is answered in the inbox
         self._pinged_s: float | None = None  # when the Ping went that has no Pong yet
         self._lost = ""
+        self.is_awaited = False  # somebody waits for an answer, with a deadline
         self._inbox: queue.Queue[m.FromRank | ElasticError] = queue.Queue()
 
     @property
@@ -89,7 +90,11 @@ class RankLink:
 
         Raises EngineFailedError when the rank fails, dies, is late or says something else.
         """
-        message = self._next_answer(kind, deadline)
+        self.is_awaited = True
+        try:
+            message = self._next_answer(kind, deadline)
+        finally:
+            self.is_awaited = False
         if isinstance(message, ElasticError):
             self._inbox.put(message)  # every later call fails alike
             raise EngineFailedError(f"{self.name}: {message}") from message
@@ -159,7 +164,13 @@ def send_all(links: Sequence[RankLink], messages: Sequence[m.ToRank]) -> None:
 def expect_all(links: Sequence[RankLink], kind: type[Answer], timeout_s: float) -> list[Answer]:
     """What each rank answers, all of them within the time. Raises EngineFailedError."""
     deadline = time.monotonic() + timeout_s
-    return [link.expect(kind, deadline) for link in links]
+    for link in links:
+        link.is_awaited = True
+    try:
+        return [link.expect(kind, deadline) for link in links]
+    finally:
+        for link in links:
+            link.is_awaited = False
 
 
 class RankServer:

@@ -55,9 +55,11 @@ class InstanceManager(InstanceTable):
         on_adapters: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(settings, courier, standby_ranks, self._note_adapters, clock)
-        self._hmm = hmm
         self._patience = patience or Patience()
+        super().__init__(
+            settings, courier, standby_ranks, self._note_adapters, clock, self._patience.silent_s
+        )
+        self._hmm = hmm
         self._max_devices = max_devices
         self._on_adapters = on_adapters
         self._names = itertools.count(1)
@@ -217,6 +219,8 @@ class InstanceManager(InstanceTable):
     def drain(self, instance: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while self._courier.num_running() > 0:
+            if self._running[instance].lost:
+                raise EngineFailedError(f"{instance} is lost: {self._running[instance].lost}")
             if time.monotonic() > deadline:
                 raise EngineFailedError(f"{instance} still runs requests after {timeout_s:g} s")
             time.sleep(0.02)

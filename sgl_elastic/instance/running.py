@@ -52,6 +52,7 @@ class Patience:
     start_s: float = 300.0
     step_s: float = 30.0  # any one instruction
     freeze_s: float = 5.0
+    silent_s: float = 0.0  # carrying out an instruction, no rank hangs before this
 
 
 @dataclass
@@ -78,10 +79,11 @@ class Running:
         for link in self.links:
             link.fail(f"instance {self.record.instance_id} is lost: {reason}")
 
-    def fault(self, now_s: float, hang_s: float) -> str:
+    def fault(self, now_s: float, hang_s: float, silent_s: float) -> str:
         """Why it counts as lost at `now_s`, "" if it does not; asks its ranks for a sign of life.
 
-        Its supervisor has ended, a rank's connection has, or either has done nothing for `hang_s`.
+        Its supervisor has ended, a rank's connection has, or either has done nothing for `hang_s`,
+        or a rank that has an instruction for `silent_s` if that is longer.
         """
         status = self.process.poll()
         if status is not None:
@@ -89,7 +91,11 @@ class Running:
         if self.record.state is InstanceState.STARTING:
             return ""  # whoever starts it waits with deadlines
         gone = [f"{link.name}: {link.lost}" for link in self.links if link.lost]
-        silent = [link.name for link in self.links if link.silent_s(now_s) > hang_s]
+        silent = [
+            link.name
+            for link in self.links
+            if link.silent_s(now_s) > (max(hang_s, silent_s) if link.is_awaited else hang_s)
+        ]
         if gone or silent:
             return gone[0] if gone else f"{silent[0]} has not answered for {hang_s:g} s"
         return self._stopped_too_long(now_s, hang_s) or self._ask(now_s, hang_s)

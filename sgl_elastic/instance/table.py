@@ -39,6 +39,7 @@ class InstanceTable:
         standby_ranks: int,
         on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None],
         clock: Callable[[], float] = time.time,
+        silent_s: float = 0.0,
     ) -> None:
         self._settings = settings
         self._courier = courier
@@ -46,6 +47,7 @@ class InstanceTable:
         self._running: dict[str, Running] = {}
         self._standbys = Standbys(standby_ranks)
         self._active = ""
+        self._silent_s = silent_s
         self._lock = threading.RLock()
         self._server = RankServer(settings.directory / "ranks.sock", on_adapters)
 
@@ -72,7 +74,7 @@ class InstanceTable:
     def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
         """Find out which instances have died or hang, and lose them. Returns their names."""
         alive = [each for each in list(self._running.items()) if not each[1].lost]
-        faults = {name: running.fault(now_s, hang_s) for name, running in alive}
+        faults = {name: running.fault(now_s, hang_s, self._silent_s) for name, running in alive}
         lost = tuple(name for name, fault in faults.items() if fault)
         for name in lost:
             self.lose(name, faults[name])

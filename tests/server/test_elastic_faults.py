@@ -74,6 +74,12 @@ class Elastic:
             time.sleep(0.05)
         raise AssertionError(f"not in {timeout_s:g} s: {self.instances()}\n{self.server.log()}")
 
+    def wait_for_end(self, pids: set[int], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while left := [pid for pid in pids if is_running(pid)]:
+            assert time.monotonic() < deadline, f"{left} outlive the front"
+            time.sleep(0.05)
+
     def wait_for_another(self, former: str, timeout_s: float) -> float:
         """Seconds until another instance serves than `former`."""
         began = time.monotonic()
@@ -261,3 +267,26 @@ def is_idle(elastic: Elastic) -> bool:
     body = requests.get(f"{elastic.server.url}/v1/scale", timeout=30).json()
     name, all_ = elastic.instances()
     return body["running"] is None and all_[name]["state"] == "active"
+
+
+def test_nothing_outlives_the_front(elastic: Elastic) -> None:
+    """The last of all: afterwards there is no server."""
+    pids = descendants(elastic.server.process.pid)
+    assert len(pids) > 6
+    elastic.server.process.kill()
+    elastic.server.process.wait()
+    elastic.wait_for_end(pids, 10)
+
+
+def descendants(pid: int) -> set[int]:
+    found = {pid}
+    for child in children(pid):
+        found |= descendants(child)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False

@@ -10,6 +10,7 @@ import pytest
 
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance import messages as m
+from sgl_elastic.instance.links import expect_all
 from tests.unit.elastic.test_links import Bench, soon, wait_until
 
 
@@ -83,3 +84,17 @@ def test_the_end_of_a_connection_is_a_loss(bench: Bench) -> None:
     wait_until(lambda: link.lost != "")
     link.ping(1.0)
     assert link.silent_s(100.0) == 0.0, "nobody is asked"
+
+
+def test_all_ranks_count_as_awaited_while_the_first_one_is(bench: Bench) -> None:
+    links, ranks = bench.start(2)
+    threading.Timer(0.05, ranks[0].channel.send, (m.Done(),)).start()
+    threading.Timer(0.1, ranks[1].channel.send, (m.Done(),)).start()
+    seen: list[bool] = []
+    threading.Timer(0.02, lambda: seen.append(links[1].is_awaited)).start()
+    expect_all(links, m.Done, 5.0)
+    assert seen == [True]
+    assert not any(link.is_awaited for link in links)
+    with pytest.raises(EngineFailedError):
+        expect_all(links, m.Done, 0.01)
+    assert not any(link.is_awaited for link in links)

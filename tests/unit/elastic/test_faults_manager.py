@@ -227,6 +227,32 @@ def test_a_rank_that_hangs(scene: Scene) -> None:
     assert HANG_S < scene.check_until_lost(name) < 6 * HANG_S
 
 
+def test_a_rank_with_an_instruction_may_be_given_more_time(scene: Scene) -> None:
+    """Reading weights from disk, it answers no ping, and is waited for all the same."""
+    scene.manager._silent_s = 30.0
+    name = scene.first()
+    scene.ranks[name][0].mutes = {m.Ping, m.ResizeKv}
+    told = threading.Thread(target=scene.manager.resize_kv, args=(0, 120))
+    told.start()
+    deadline = time.monotonic() + 3 * HANG_S
+    while time.monotonic() < deadline:
+        assert scene.manager.check(time.monotonic(), HANG_S) == ()
+        time.sleep(0.02)
+    rank = scene.ranks[name][0]
+    rank.channel.send(m.Done())
+    told.join(5)
+    scene.check_until_lost(name)
+
+
+def test_a_drain_ends_with_its_instance(scene: Scene) -> None:
+    name = scene.first()
+    scene.num_running = lambda: 1  # type: ignore[method-assign]
+    os.kill(scene.pid_of(name), signal.SIGKILL)
+    scene.check_until_lost(name)
+    with pytest.raises(EngineFailedError, match="is lost"):
+        scene.manager.drain(name, 30)
+
+
 def test_a_supervisor_that_is_stopped_for_long(scene: Scene) -> None:
     name = scene.first()
     pid = scene.pid_of(name)
