@@ -27,7 +27,7 @@ from tests.servers import Server, ServerSpec
 
 pytestmark = pytest.mark.server
 
-HANG_S = 3.0
+HANG_S = 5.0
 SOON_S = 5.0  # a standby takes over in about half a second; the machine may be busy
 STANDBY_S = 240.0
 ARGS = ("--elastic", "--max-devices", "2", "--standby-ranks", "4", "--device-memory", "64MiB")
@@ -126,7 +126,7 @@ class Elastic:
             loop.close()
         assert [stream.error for stream in streams if stream.error] == []
         assert differences(streams, self.expected) == []
-        assert len(streams) > 4
+        assert len(streams) >= 4
 
 
 def comm(pid: int) -> str:
