@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.elastic_bench import (
     ABLATIONS,
+    SOME_KV,
     Scaled,
     any_spread,
     elastic_server,
@@ -54,7 +55,7 @@ def one_walk(parts: str, sizes: Sequence[int]) -> list[Scaled]:
     """A server with these parts, scaled up and down."""
     flags = ABLATIONS[parts]
     print(parts, flush=True)
-    with elastic_server(flags, sizes[0]) as url:
+    with elastic_server(flags, sizes[0], SOME_KV) as url:
         return asyncio.run(
             walk(url, sizes, NUM_STREAMS, has_standbys=has_standbys(flags), settle_s=1.0)
         )

@@ -18,7 +18,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,6 +34,8 @@ from sgl_esft.zoo import serving
 
 MAX_DEVICES = 6  # so that extravagant scaling has devices for 2 -> 4
 DEVICE_MEMORY = "64MiB"
+# KV that leaves room on a device: otherwise it takes all of it, and every strategy's peak is that.
+SOME_KV = ("--max-total-tokens", "16384")
 COLD = "cold_restart"
 ELASTIC = "elastic"
 # With standbys for every size that the walk goes to next: one up, one down, double, half.
@@ -163,7 +165,7 @@ class MemorySampler:
             now = time.monotonic()
             if now - listed_s > 0.2:  # workers come and go
                 pids, listed_s = worker_pids(os.getpid()), now
-            self.peak_bytes = max(self.peak_bytes, sum(map(resident_bytes, pids)))
+            self.peak_bytes = max(self.peak_bytes, resident_bytes(pids))
             self._stop.wait(self._period_s)
 
 
@@ -189,19 +191,24 @@ def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
     return pid == ancestor
 
 
-def resident_bytes(pid: int) -> int:
-    """Bytes behind the memory files that a process has open; 0 when it is gone."""
-    try:
-        entries = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return 0
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Bytes behind the memory files that processes have open; each file once, peers share them."""
     files: dict[tuple[int, int], int] = {}
-    for entry in entries:
-        with suppress(OSError):  # closed meanwhile
-            if "memfd:" in str(entry.readlink()):
-                info = entry.stat()
-                files[info.st_dev, info.st_ino] = info.st_blocks * 512
+    for pid in pids:
+        files.update(_memory_files(pid))
     return sum(files.values())
+
+
+def _memory_files(pid: int) -> dict[tuple[int, int], int]:
+    """(device, inode) -> bytes; none when the process is gone."""
+    files: dict[tuple[int, int], int] = {}
+    with suppress(OSError):
+        for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+            with suppress(OSError):  # closed meanwhile
+                if "memfd:" in str(entry.readlink()):
+                    info = entry.stat()
+                    files[info.st_dev, info.st_ino] = info.st_blocks * 512
+    return files
 
 
 async def measured_scale(url: str, num_old: int, num_new: int) -> Scaled:

@@ -21,6 +21,7 @@ from bench.elastic_bench import (
     COLD,
     ELASTIC,
     HORIZONTAL,
+    SOME_KV,
     STRATEGIES,
     Scaled,
     any_spread,
@@ -49,7 +50,9 @@ class Rounds:
 
     def add(self, strategy: str, scales: Sequence[Scaled]) -> None:
         """The scales of one walk. Of a step that comes twice in it the first counts."""
-        firsts = {each.step: each for each in reversed(scales)}
+        firsts: dict[str, Scaled] = {}
+        for each in scales:
+            firsts.setdefault(each.step, each)
         for step, each in firsts.items():
             self.found.setdefault((strategy, step), []).append(each)
 
@@ -132,7 +135,7 @@ def one_walk(strategy: str, sizes: Sequence[int]) -> list[Scaled]:
     """A server of the strategy, scaled along the sizes."""
     flags = FLAGS[strategy]
     print(strategy, flush=True)
-    with elastic_server(flags, sizes[0]) as url:
+    with elastic_server(flags, sizes[0], SOME_KV) as url:
         return asyncio.run(
             walk(url, sizes, NUM_STREAMS, has_standbys=has_standbys(flags), settle_s=1.0)
         )

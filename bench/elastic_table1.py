@@ -3,8 +3,9 @@
     a server of each strategy, as many streams as it can serve --[scale]--> when answers ended
     --[three windows, the same for all strategies]--> elastic_table1.json
 
-"During" is from five seconds before the scale until five after the longest scale of all strategies
-has ended, as in the paper. Ratios are to what elastic serves before its scale, in the same round.
+"Before" begins five seconds after the load does; "during" is from five seconds before the scale
+until five after the longest scale of all strategies has ended, as in the paper. Ratios are to what
+elastic serves before its scale, in the same round.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ async def one_run(
     stop.set()
     streams = await load
     check_streams(streams)
-    return Run(streams, scale_s, began - scale_s, ended - scale_s, scaled.ready_s)
+    return Run(streams, scale_s, began + MARGIN_S - scale_s, ended - scale_s, scaled.ready_s)
 
 
 def main() -> None:
@@ -114,7 +115,7 @@ def main() -> None:
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
     sizes = QUICK_SIZES if options.quick else SIZES
     options.rounds = 1 if options.quick else options.rounds
-    before_s, after_s = (10.0, 20.0) if options.quick else (20.0, 120.0)
+    before_s, after_s = (15.0, 20.0) if options.quick else (25.0, 120.0)
     rounds: list[dict[str, Run]] = []
     for number in range(options.rounds):
         runs: dict[str, Run] = {}

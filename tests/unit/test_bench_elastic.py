@@ -76,17 +76,19 @@ def test_flags_say_whether_there_are_standbys() -> None:
 
 
 def test_memory_files_are_counted_once_and_a_gone_process_as_nothing() -> None:
-    before = elastic_bench.resident_bytes(os.getpid())
+    own = [os.getpid()]
+    before = elastic_bench.resident_bytes(own)
     fd = os.memfd_create("elastic-bench")
     copy = os.dup(fd)
     try:
         os.truncate(fd, 1 << 20)
         os.pwrite(fd, b"x" * 8192, 0)
-        assert elastic_bench.resident_bytes(os.getpid()) - before == 8192
+        assert elastic_bench.resident_bytes(own) - before == 8192
+        assert elastic_bench.resident_bytes([*own, *own]) - before == 8192  # a peer's is the same
     finally:
         os.close(fd)
         os.close(copy)
-    assert elastic_bench.resident_bytes(-1) == 0
+    assert elastic_bench.resident_bytes([-1]) == 0
     assert elastic_bench.worker_pids(os.getpid()) == []
 
 
@@ -118,7 +120,7 @@ def test_rows_of_scales_go_up_and_down_over_cold_restart() -> None:
     assert up[0]["peak_over_cold"]["median"] == 1.5
     down = rounds.rows(lambda each: not elastic_scales.is_up(each))
     assert [row["ready_over_cold"]["median"] for row in down] == [0.1, 1.0]
-    breakdown = rounds.breakdown()
+    breakdown = rounds.breakdown()  # in the order of the walk
     assert [row["step"] for row in breakdown] == ["1 -> 2", "2 -> 1"]
     assert breakdown[0]["phases"]["switch"]["median"] == 0.75
 
