@@ -1,0 +1,104 @@
+"""A rank that is told things twice, at the wrong time, or only asked whether it is there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from sgl_elastic import wire
+from sgl_elastic.engine import handover, sglang_api
+from sgl_elastic.engine.rank import _DECODER, EngineRank
+from sgl_elastic.errors import EngineFailedError
+from sgl_elastic.instance import messages as m
+
+FROM_RANK: msgspec.msgpack.Decoder[m.FromRank] = msgspec.msgpack.Decoder(m.FromRank)
+
+
+def channel(sock: socket.socket, decoder: Any) -> wire.Channel[Any]:
+    return wire.Channel(sock, decoder, peer="it", failure=EngineFailedError, timeout_s=2.0)
+
+
+class Bench:
+    """An EngineRank without an engine, and the manager's end of its channel."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.manager = channel(ours, FROM_RANK)
+        self.rank = object.__new__(EngineRank)
+        self.rank._channel = channel(theirs, _DECODER)
+        self.rank._num_received = 0
+        self.rank._sleeper = None
+        self.carried_out: list[m.ToRank] = []
+        self.rank._carry_out = self.carry_out  # type: ignore[method-assign]
+        self.rank._grow_kv = lambda scheduler, num_tokens: 5  # type: ignore[method-assign]
+
+    def carry_out(self, scheduler: object, instruction: m.ToRank) -> int:
+        self.carried_out.append(instruction)
+        return 0
+
+    def says(self, *messages: m.ToRank) -> None:
+        for message in messages:
+            self.manager.send(message)
+
+    def hears(self) -> m.FromRank:
+        message, fds = self.manager.receive()
+        fds.close()
+        return message
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(handover, "sequences_of", lambda scheduler: ())
+    monkeypatch.setattr(sglang_api, "waiting_requests", lambda scheduler: [])
+    monkeypatch.setattr(sglang_api, "resume_paused", lambda scheduler: None)
+    bench = Bench()
+    yield bench
+    bench.manager.close()
+    bench.rank._channel.close()
+
+
+def test_a_serving_rank_is_there(bench: Bench) -> None:
+    bench.rank.poll(None)  # nobody has asked
+    bench.says(m.Wake(), m.Ping())
+    bench.rank.poll(None)
+    bench.rank.poll(None)
+    assert bench.hears() == m.Pong()
+
+
+def test_a_second_run_is_done_already(bench: Bench) -> None:
+    bench.says(m.Wake(), m.Run())
+    bench.rank.poll(None)
+    bench.rank.poll(None)
+    done = bench.hears()
+    assert isinstance(done, m.Done)
+    assert done.number == 2
+
+
+def test_a_serving_rank_refuses_what_only_a_parked_one_does(bench: Bench) -> None:
+    """It does not end for it: its requests go on."""
+    bench.says(m.Detach(), m.ResizeKv(7))
+    bench.rank.poll(None)
+    failed = bench.hears()
+    assert failed == m.Failed("EngineFailedError", "Detach while serving", 1)
+    bench.rank.poll(None)
+    done = bench.hears()
+    assert isinstance(done, m.Done)
+    assert (done.num_bytes, done.number) == (5, 2)
+
+
+def test_a_parked_rank_answers_each_instruction_by_its_number(bench: Bench) -> None:
+    bench.says(m.Ping(), m.Detach(), m.Detach(), m.Wake(), m.Run())
+    bench.rank.park(None)
+    assert bench.hears() == m.Frozen((), ())
+    assert bench.hears() == m.Pong()
+    numbers = []
+    for _ in range(3):
+        done = bench.hears()
+        assert isinstance(done, m.Done)
+        numbers.append(done.number)
+    assert numbers == [2, 3, 5]
+    assert bench.carried_out == [m.Detach(), m.Detach()]
