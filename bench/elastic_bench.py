@@ -28,6 +28,7 @@ from urllib.request import urlopen
 
 from bench import elastic_load
 from bench.elastic_load import Ask, Stream
+from bench.load import end_on_sigterm
 from bench.record import RESULTS, spread
 from sgl_esft import zoo
 from sgl_esft.zoo import serving
@@ -57,6 +58,8 @@ ABLATIONS: Mapping[str, tuple[str, ...]] = {
 }
 _PARKED_TIMEOUT_S = 300.0
 _SCALE_TIMEOUT_S = 300.0
+_POLL_S = 0.5
+_QUIET_POLLS = 4  # the next standby starts a moment after the last
 
 
 @dataclass(frozen=True)
@@ -129,16 +132,32 @@ def elastic_server(flags: Sequence[str], dp_size: int, more: Sequence[str] = ())
         yield url
 
 
+def flags_of(strategy: str, num_new: int) -> tuple[str, ...]:
+    """The strategy's flags for one scale; elastic keeps the standby that it needs and no more.
+
+    More would be started while the scale's effects are measured, on the same few cores.
+    """
+    return ("--standby-ranks", str(num_new)) if strategy == ELASTIC else STRATEGIES[strategy]
+
+
 def wait_until_parked(url: str, num_ranks: int, timeout_s: float = _PARKED_TIMEOUT_S) -> bool:
-    """Wait for a standby of this size; False when there is none in time."""
+    """Wait for a standby of this size, and until none is being started; False at the time-out."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    num_quiet = 0
+    while time.monotonic() < deadline and num_quiet < _QUIET_POLLS:
         with urlopen(f"{url}/v1/instances", timeout=30) as answer:
             found = json.load(answer)["instances"]
-        if any(i["state"] == "parked" and len(i["device_ids"]) == num_ranks for i in found):
-            return True
-        time.sleep(0.5)
-    return False
+        num_quiet = num_quiet + 1 if is_settled(found, num_ranks) else 0
+        time.sleep(_POLL_S)
+    return num_quiet == _QUIET_POLLS
+
+
+def is_settled(instances: Iterable[Mapping[str, Any]], num_ranks: int) -> bool:
+    """Whether a standby of this size is parked, and no instance is starting."""
+    listed = list(instances)
+    parked = [each for each in listed if each["state"] == "parked"]
+    is_there = any(len(each["device_ids"]) == num_ranks for each in parked)
+    return is_there and all(each["state"] != "starting" for each in listed)
 
 
 class MemorySampler:
@@ -269,4 +288,6 @@ def options_of(description: str, rounds: int) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--strategies", nargs="+", help="only these (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    end_on_sigterm()  # servers go with the bench
+    return options

@@ -23,6 +23,7 @@ from bench.elastic_bench import (
     STRATEGIES,
     demo_asks,
     elastic_server,
+    flags_of,
     has_standbys,
     measured_scale,
     options_of,
@@ -116,9 +117,9 @@ def figure9_rows(
     return rows
 
 
-async def prepared(url: str, flags: Sequence[str], num_new: int) -> None:
-    """Standbys are there, where the strategy has any."""
-    if has_standbys(flags):
+async def prepared(url: str, strategy: str, num_new: int) -> None:
+    """The standby is there, where the strategy has any."""
+    if has_standbys(STRATEGIES[strategy]):
         await asyncio.to_thread(wait_until_parked, url, num_new)
 
 
@@ -126,7 +127,7 @@ async def measure_step(
     url: str, strategy: str, step: Step, plan: Plan, known: Calibration
 ) -> list[dict[str, Any]]:
     """One strategy's part of figure 9, for one load step."""
-    await prepared(url, STRATEGIES[strategy], step.num_new)
+    await prepared(url, strategy, step.num_new)
     served = known.requests_per_s
     spans = [
         (plan.before_s, step.rate_before * served),
@@ -143,7 +144,7 @@ async def measure_rates(
     """One strategy's part of figure 10: a scale 1 -> 2 at each rate, and back again."""
     rows = []
     for rate in plan.rates:
-        await prepared(url, STRATEGIES[strategy], 2)
+        await prepared(url, strategy, 2)
         times = arrivals([(plan.rate_s, rate * known.requests_per_s)], seed=2)
         played = await play_and_scale(url, times, plan.scale_at_s, 1, 2)
         share = share_met(played.streams, known.targets)
@@ -182,9 +183,10 @@ def main() -> None:
     for name in names:
         print(name, flush=True)
         for step in plan.steps:
-            with elastic_server(STRATEGIES[name], step.num_old, FEW_TOKENS) as url:
+            flags = flags_of(name, step.num_new)
+            with elastic_server(flags, step.num_old, FEW_TOKENS) as url:
                 over_time += asyncio.run(measure_step(url, name, step, plan, known))
-        with elastic_server(STRATEGIES[name], 1, FEW_TOKENS) as url:
+        with elastic_server(flags_of(name, 2), 1, FEW_TOKENS) as url:
             by_rate += asyncio.run(measure_rates(url, name, plan, known))
         done = {**common, "is_complete": name == names[-1]}
         write("elastic_figure9", "Requests in time around a load step", over_time, done)

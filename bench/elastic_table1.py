@@ -23,6 +23,7 @@ from bench.elastic_bench import (
     check_streams,
     demo_asks,
     elastic_server,
+    flags_of,
     has_standbys,
     measured_scale,
     options_of,
@@ -121,7 +122,7 @@ def main() -> None:
         runs: dict[str, Run] = {}
         for name in names if number % 2 == 0 else reversed(names):
             print(name, flush=True)
-            flags = STRATEGIES[name]
+            flags = flags_of(name, sizes[1])
             with elastic_server(flags, sizes[0]) as url:
                 runs[name] = asyncio.run(one_run(url, flags, sizes, before_s, after_s))
         rounds.append(runs)

@@ -75,6 +75,16 @@ def test_flags_say_whether_there_are_standbys() -> None:
     assert rows == [True, True, True, False, False]
 
 
+def test_a_bench_waits_until_nothing_starts() -> None:
+    standby = {"state": "parked", "device_ids": [0, 1]}
+    starting = {"state": "starting", "device_ids": [0]}
+    assert elastic_bench.is_settled([standby], 2)
+    assert not elastic_bench.is_settled([standby], 1)
+    assert not elastic_bench.is_settled([standby, starting], 2)
+    assert elastic_bench.flags_of("elastic", 3) == ("--standby-ranks", "3")
+    assert elastic_bench.flags_of("colocated", 3) == elastic_bench.STRATEGIES["colocated"]
+
+
 def test_memory_files_are_counted_once_and_a_gone_process_as_nothing() -> None:
     own = [os.getpid()]
     before = elastic_bench.resident_bytes(own)
