@@ -41,6 +41,7 @@ class ElasticPlan:
     engine_argv: tuple[str, ...]  # of every instance
     first_argv: tuple[str, ...]  # of the first one besides
     first_adapters: tuple[AdapterEntry, ...]
+    adapter_reserve_bytes: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,6 +69,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
         engine_argv=(*_without_adapters(launch.sglang_argv), *_ENGINE_ARGV),
         first_argv=_adapters_argv(launch),
         first_adapters=_adapters(launch, spec),
+        adapter_reserve_bytes=_reserve_bytes(launch, spec),
     )
 
 
@@ -118,6 +120,17 @@ def _adapters(launch: LaunchPlan, spec: MoeSpec) -> tuple[AdapterEntry, ...]:
     )
 
 
+def _reserve_bytes(launch: LaunchPlan, spec: MoeSpec) -> int:
+    """--adapter-memory; otherwise all slots where no adapter is named, as without --elastic."""
+    config = launch.config
+    if config is None or (launch.adapters and config.adapter_memory_bytes is None):
+        return 0
+    if config.adapter_memory_bytes is not None:
+        return config.adapter_memory_bytes
+    slots = config.max_adapters * config.max_experts_per_adapter * len(spec.moe_layer_ids)
+    return slots * spec.expert_bytes
+
+
 def _serve(planned: ElasticPlan) -> int:
     started = time.monotonic()
     launch = planned.launch
@@ -139,6 +152,7 @@ def _serve(planned: ElasticPlan) -> int:
         sglang_argv=planned.engine_argv,
         first_argv=planned.first_argv,
         first_adapters=planned.first_adapters,
+        adapter_reserve_bytes=planned.adapter_reserve_bytes,
         environment=_environment,
         page_bytes=planned.page_bytes,
         backend=planned.backend,

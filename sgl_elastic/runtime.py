@@ -45,6 +45,7 @@ class Runtime:
         sglang_argv: tuple[str, ...],
         first_argv: tuple[str, ...],
         first_adapters: tuple[AdapterEntry, ...],
+        adapter_reserve_bytes: int,
         environment: Callable[[int], Mapping[str, str]],
         page_bytes: int,
         backend: str,
@@ -52,6 +53,7 @@ class Runtime:
         """`sglang_argv` is every instance's; `first_argv` only that of the one that loads.
 
         `first_adapters` are what that one will load: their pages are counted before it does.
+        `adapter_reserve_bytes` of each device are left to adapters, these included.
         """
         self.options = options
         self._sglang_argv, self._first_argv = sglang_argv, first_argv
@@ -63,6 +65,8 @@ class Runtime:
         self._workdir = workdir.make()
         self.directory = self._workdir.path
         self.hmm = assembly.make_memory(options, self.directory, backend, page_bytes)
+        self.hmm.reserve_for_adapters(adapter_reserve_bytes)
+        self._reserves = adapter_reserve_bytes > 0
         self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
         self.switchboard = assembly.switchboard_of(options)(
             wire,
@@ -158,7 +162,9 @@ class Runtime:
     def _first_placement(self, shape: MemoryShape) -> Placement:
         devices = tuple(range(self.options.dp_size))
         budgets = {device: self.hmm.budget_pages(device) for device in devices}
-        return place(shape, devices, None, budgets, self._first_adapters, self.options.kv_limit)
+        # A reserve has room for the first adapters; without one their pages are counted.
+        adapters = () if self._reserves else self._first_adapters
+        return place(shape, devices, None, budgets, adapters, self.options.kv_limit)
 
     def _handed_over(self) -> HandedOver:
         if self.manager is None:

@@ -24,8 +24,8 @@ from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
-from sgl_elastic.memory.runs import Runs, Slots, merge, subtract
-from sgl_elastic.memory.slots import expert_slots, kv_slots, trunk_slots
+from sgl_elastic.memory.runs import Runs, Slots, merge, pages_under, subtract
+from sgl_elastic.memory.slots import adapter_slots, expert_slots, kv_slots, trunk_slots
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Hmm:
         self._verify_copies = verify_copies
         self._shape: MemoryShape | None = None
         self._adapters: tuple[AdapterEntry, ...] = ()
+        self._reserve_pages = 0  # of each device, for adapters
         self._workers: dict[int, _Worker] = {}
         self._workers_lock = threading.Lock()  # starting and ending workers
         self._changes: dict[Step, Changes] = {}  # what executed steps changed
@@ -123,13 +124,37 @@ class Hmm:
         """Devices that have a worker, ascending; dead ones too, until they are removed."""
         return tuple(sorted(self._workers))
 
+    def reserve_for_adapters(self, num_bytes: int) -> None:
+        """Plans leave so much of each device to adapters, of which those that are there take part.
+
+        Otherwise KV would take all that is left, and no adapter could be loaded later.
+        """
+        self._reserve_pages = -(-num_bytes // self._page_bytes)
+
     def budget_pages(self, device_id: int) -> int:
-        """The most pages of a device, added or not. Raises MemoryWorkerError for an unknown one."""
+        """The most pages that a plan may give a device, added or not.
+
+        Raises MemoryWorkerError for an unknown one.
+        """
         if device_id not in self._budget_bytes:
             raise MemoryWorkerError(
                 f"device {device_id} has no memory budget; there are {sorted(self._budget_bytes)}"
             )
-        return self._budget_bytes[device_id] // self._page_bytes
+        free = max(0, self._reserve_pages - self._adapter_pages())
+        return self._budget_bytes[device_id] // self._page_bytes - free
+
+    def _adapter_pages(self) -> int:
+        """The most that the present adapters take on any device."""
+        if self._shape is None:
+            return 0
+        everything = range(self._shape.num_experts)
+        return sum(
+            sum(count for _, count in pages_under(runs, region.slot_bytes, self._page_bytes))
+            for adapter in self._adapters
+            for name, runs in adapter_slots(self._shape, adapter, everything).items()
+            for region in self._shape.regions
+            if region.name == name
+        )
 
     def socket_path(self, device_id: int) -> Path:
         """Where the device's worker listens."""

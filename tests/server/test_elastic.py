@@ -66,7 +66,7 @@ def elastic(tmp_path_factory: pytest.TempPathFactory, expected: Expected) -> Ite
     adapters = {name: shutil.copytree(zoo.adapter_paths()[name], folder / name) for name in FIRST}
     args = ("--elastic", "--max-devices", str(MAX_DEVICES), "--max-adapters", "6")
     args += ("--standby-ranks", str(STANDBY_RANKS), "--max-experts-per-adapter", "8")
-    args += ("--device-memory", f"{DEVICE_MEMORY}B")
+    args += ("--device-memory", f"{DEVICE_MEMORY}B", "--adapter-memory", "12MiB")
     server = Server(ServerSpec(base, tuple(adapters.items()), args), folder / "log")
     try:
         server.wait_until_ready()
