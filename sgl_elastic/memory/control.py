@@ -318,13 +318,19 @@ class Hmm:
         return expert_slots(self.shape(), self._adapters, step.expert_ids)
 
     def _start(self, device_id: int) -> _Worker:
-        budget_bytes = self.budget_pages(device_id) * self._page_bytes
+        self.budget_pages(device_id)  # names a device that there is not
+        num_pages = self._budget_bytes[device_id] // self._page_bytes
         path = self.socket_path(device_id)
         path.unlink(missing_ok=True)  # of a worker that was killed
         command = [sys.executable, "-m", "sgl_elastic.memory.worker"]
         command += ["--socket", str(path), "--device-id", str(device_id)]
         command += ["--backend", self._backend, "--page-bytes", str(self._page_bytes)]
-        command += ["--budget-bytes", str(budget_bytes), "--die-with-parent", str(os.getpid())]
+        command += [
+            "--budget-bytes",
+            str(num_pages * self._page_bytes),
+            "--die-with-parent",
+            str(os.getpid()),
+        ]
         command += ["--library", self._library]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:

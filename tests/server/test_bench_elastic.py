@@ -12,7 +12,8 @@ import pytest
 
 from tests.servers import ROOT
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
+# Minutes of scaling by the slow baselines: with the soak tests, out of `make test`.
+pytestmark = [pytest.mark.server, pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
 def run_quick(module: str, out: Path, *more: str) -> None:
