@@ -125,6 +125,7 @@ def _planner(options: ElasticOptions, hmm: Hmm) -> Planner:
     if options.strategy is _S.HORIZONTAL:
         return ReplicaPlanner(*limits)
     if options.strategy is _S.ELASTIC and not cuts_over(options):
-        return Planner(*limits) if options.ablation.peer_copy else plans.UncopiedPlanner(*limits)
-    kind = plans.CutOverPlanner if cuts_over(options) else plans.FreshPlanner
-    return kind(*limits, options.strategy, _CHOICES[options.strategy])
+        kind = Planner if options.ablation.peer_copy else plans.UncopiedPlanner
+        return kind(*limits, headroom_pages=hmm.headroom_pages)
+    other = plans.CutOverPlanner if cuts_over(options) else plans.FreshPlanner
+    return other(*limits, options.strategy, _CHOICES[options.strategy])

@@ -161,7 +161,8 @@ class Runtime:
 
     def _first_placement(self, shape: MemoryShape) -> Placement:
         devices = tuple(range(self.options.dp_size))
-        budgets = {device: self.hmm.budget_pages(device) for device in devices}
+        headroom = self.hmm.headroom_pages()
+        budgets = {device: self.hmm.budget_pages(device) - headroom for device in devices}
         # A reserve has room for the first adapters; without one their pages are counted.
         adapters = () if self._reserves else self._first_adapters
         return place(shape, devices, None, budgets, adapters, self.options.kv_limit)

@@ -6,6 +6,7 @@ request, placement --> [Planner] <-- memory.shape, adapters, budget_pages
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sgl_elastic.coordinator.ports import Memory
@@ -21,7 +22,8 @@ class Planner:
     """`make_plan` and `describe` of the coordinator, over the real memory.
 
     Devices are numbered 0 to `max_devices` - 1. `kv_limit` is the most KV tokens of a rank, None
-    for all that fit; `min_kv_tokens` is what a rank must keep.
+    for all that fit; `min_kv_tokens` is what a rank must keep. `headroom_pages` is asked what KV
+    leaves of a device to adapters that come later.
     """
 
     def __init__(
@@ -30,8 +32,11 @@ class Planner:
         max_devices: int,
         kv_limit: int | None = None,
         min_kv_tokens: int = MIN_KV_TOKENS,
+        *,
+        headroom_pages: Callable[[], int] = lambda: 0,
     ) -> None:
         self._memory = memory
+        self._headroom_pages = headroom_pages
         self._max_devices = max_devices
         self._kv_limit = kv_limit
         self._min_kv_tokens = min_kv_tokens
@@ -43,7 +48,9 @@ class Planner:
         devices = sorted({*device_ids, *old.device_ids})
         budgets = {each: self._memory.budget_pages(each) for each in devices}
         least = self._min_kv_tokens
-        new = place(shape, device_ids, old, budgets, adapters, self._kv_limit, min_kv_tokens=least)
+        headroom = self._headroom_pages()
+        for_kv = {device_id: pages - headroom for device_id, pages in budgets.items()}
+        new = place(shape, device_ids, old, for_kv, adapters, self._kv_limit, min_kv_tokens=least)
         made = plan(old, new, shape, adapters, budgets, min_kv_tokens=least)
         check(made, shape, adapters, budgets)
         return made

@@ -125,23 +125,23 @@ class Hmm:
         return tuple(sorted(self._workers))
 
     def reserve_for_adapters(self, num_bytes: int) -> None:
-        """Plans leave so much of each device to adapters, of which those that are there take part.
+        """KV is to leave so much of each device to adapters, those that are there included.
 
-        Otherwise KV would take all that is left, and no adapter could be loaded later.
+        Otherwise it would take all that is left, and no adapter could be loaded later.
         """
         self._reserve_pages = -(-num_bytes // self._page_bytes)
 
-    def budget_pages(self, device_id: int) -> int:
-        """The most pages that a plan may give a device, added or not.
+    def headroom_pages(self) -> int:
+        """What KV leaves of a device now: the reserve, less what the present adapters take."""
+        return max(0, self._reserve_pages - self._adapter_pages())
 
-        Raises MemoryWorkerError for an unknown one.
-        """
+    def budget_pages(self, device_id: int) -> int:
+        """The most pages of a device, added or not. Raises MemoryWorkerError for an unknown one."""
         if device_id not in self._budget_bytes:
             raise MemoryWorkerError(
                 f"device {device_id} has no memory budget; there are {sorted(self._budget_bytes)}"
             )
-        free = max(0, self._reserve_pages - self._adapter_pages())
-        return self._budget_bytes[device_id] // self._page_bytes - free
+        return self._budget_bytes[device_id] // self._page_bytes
 
     def _adapter_pages(self) -> int:
         """The most that the present adapters take on any device."""
@@ -318,8 +318,7 @@ class Hmm:
         return expert_slots(self.shape(), self._adapters, step.expert_ids)
 
     def _start(self, device_id: int) -> _Worker:
-        self.budget_pages(device_id)  # names a device that there is not
-        num_pages = self._budget_bytes[device_id] // self._page_bytes
+        budget_bytes = self.budget_pages(device_id) * self._page_bytes
         path = self.socket_path(device_id)
         path.unlink(missing_ok=True)  # of a worker that was killed
         command = [sys.executable, "-m", "sgl_elastic.memory.worker"]
