@@ -326,7 +326,7 @@ class Hmm:
         command += ["--backend", self._backend, "--page-bytes", str(self._page_bytes)]
         command += [
             "--budget-bytes",
-            str(num_pages * self._page_bytes),
+            str(budget_bytes),
             "--die-with-parent",
             str(os.getpid()),
         ]

@@ -129,6 +129,9 @@ class World:
     def adapters(self) -> tuple[AdapterEntry, ...]:
         return ()
 
+    def headroom_pages(self) -> int:
+        return 0
+
     def budget_pages(self, device_id: int) -> int:
         return 60
 
