@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_elastic import assembly, workdir
+from sgl_elastic.coordinator import metrics
 from sgl_elastic.coordinator.autoscale import ScaleMetrics
-from sgl_elastic.coordinator.autoscaler import Autoscaler
+from sgl_elastic.coordinator.autoscaler import AutoscaleMetrics, Autoscaler
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.fault_metrics import FaultMetrics
 from sgl_elastic.coordinator.operations import Operation
@@ -73,6 +74,7 @@ class Runtime:
             handed_over=self._handed_over,
             on_switch=self._note_switch,
             wake=self._wake,
+            on_held=self._note_held,
             policy=RankPolicy(strategy=RankStrategy(options.rank_strategy)),
             window=self.window,
         )
@@ -80,6 +82,7 @@ class Runtime:
         self.coordinator: Coordinator | None = None
         self.autoscaler: Autoscaler | None = None
         self._guard: Guard | None = None
+        self._metrics: metrics.ScaleMetrics | None = None
         self._on_size: Callable[[int], None] = lambda _: None
         self._stopping = threading.Event()
         self._wanted = threading.Event()  # standbys are to be looked after
@@ -106,11 +109,26 @@ class Runtime:
         threading.Thread(target=self._keep_standbys, name="elastic-standbys", daemon=True).start()
         self._wanted.set()
         self._start_guard()
+        self._start_metrics()
         if self.options.autoscale is not None and self.coordinator is not None:
             self.autoscaler = Autoscaler(
-                self.options.autoscale, self._sample, self.coordinator.submit
+                self.options.autoscale,
+                self._sample,
+                self.coordinator.submit,
+                metrics=AutoscaleMetrics(),
             )
             self.autoscaler.start()
+
+    def _start_metrics(self) -> None:
+        if self.coordinator is None:
+            raise RuntimeError("metrics of a coordinator that is not there")
+        self._metrics = metrics.ScaleMetrics()
+        self._metrics.set_placement(self.coordinator.serving[1])
+        self.coordinator.listen(self._metrics.observe)
+
+    def _note_held(self, seconds: float) -> None:
+        if self._metrics is not None:
+            self._metrics.observe_held(seconds)
 
     def _start_guard(self) -> None:
         if self.manager is None or self.coordinator is None:

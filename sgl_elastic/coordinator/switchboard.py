@@ -80,6 +80,7 @@ class Switchboard:
         handed_over: Callable[[], HandOver],
         on_switch: Callable[[Placement], None] = lambda _: None,
         wake: Callable[[str], None] = lambda _: None,
+        on_held: Callable[[float], None] = lambda _: None,
         policy: RankPolicy | None = None,
         window: SloWindow | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -88,13 +89,14 @@ class Switchboard:
         self._handed_over = handed_over
         self._on_switch = on_switch
         self._wake = wake
+        self._on_held = on_held
         self._policy = policy or RankPolicy()
         self._window = window
         self._clock = clock
         self._lock = threading.RLock()
         self._sockets: dict[str, Any] = {}
         self._requests: dict[str, _InFlight] = {}
-        self._held: deque[Any] = deque()
+        self._held: deque[tuple[Any, float]] = deque()  # with when each came
         self._deferred: deque[Any] = deque()  # adapter changes while a scale runs
         self._is_scaling = False
         self._warmed: dict[str, threading.Event] = {}
@@ -224,7 +226,9 @@ class Switchboard:
                 return  # a release follows its replacement's switch
             self.routing.release(self._clock())
             while self._held and self.routing.held is None:
-                self._route(self._held.popleft())
+                message, since_s = self._held.popleft()
+                self._route(message)
+                self._on_held(self._clock() - since_s)
 
     def _wait_for_outputs(self, handed: HandOver) -> None:
         """Until every token that old ranks sent has come by: the detokenizer must see it first."""
@@ -258,7 +262,7 @@ class Switchboard:
             if self._is_scaling and self._wire.is_adapter_change(message):
                 self._deferred.append(message)
             elif self.routing.held is not None:
-                self._held.append(copy.copy(message))
+                self._held.append((copy.copy(message), self._clock()))
             else:
                 self._route(message)
 
@@ -302,7 +306,7 @@ class Switchboard:
             for request in self._wire.singles(message):
                 self._send_or_keep(instance, self._admit(request))
         elif not self._send_or_keep(instance, message):
-            self._held.append(message)
+            self._held.append((message, self._clock()))
 
     def _send_or_keep(self, instance: str, message: Any) -> bool:
         """False when the instance has ended: what was admitted goes to its replacement."""
