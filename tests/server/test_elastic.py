@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +291,53 @@ def test_vllm_clients_scale_too(elastic: Server, asks: list[Ask], expected: Expe
     assert answer.status_code == 200, answer.text
     assert elastic.post("/is_scaling_elastic_ep", {}).json()["is_scaling_elastic_ep"] is False
     assert_all_equal(asyncio.run(steady(elastic.url, asks[:12], 4)), expected)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a server's front and workers hold: descriptors, threads, processes, device pages."""
+
+    num_fds: int
+    num_threads: int
+    num_processes: int
+    device_bytes: int
+    rss_bytes: int
+
+    @classmethod
+    def by(cls, server: Server) -> Held:
+        front = Path(f"/proc/{server.process.pid}")
+        status = dict(
+            line.split(":", 1)
+            for line in (front / "status").read_text().splitlines()
+            if ":" in line
+        )
+        return cls(
+            num_fds=len(list((front / "fd").iterdir())),
+            num_threads=int(status["Threads"]),
+            num_processes=len(descendants(server.process.pid)),
+            device_bytes=sum(worker_bytes(server).values()),
+            rss_bytes=int(status["VmRSS"].split()[0]) << 10,
+        )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_fifty_random_scalings_leave_nothing_behind(
+    elastic: Server, asks: list[Ask], expected: Expected
+) -> None:
+    """Standbys of every size are parked from the start, so processes come and go only by scaling."""
+    rng = random.Random(0)
+    assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
+    wait_for_standbys(elastic, {2, 3, 4})
+    before = Held.by(elastic)
+    sizes = [rng.randint(1, MAX_DEVICES) for _ in range(49)] + [1]
+    streams, operations, _ = asyncio.run(scale_under_load(elastic, asks, sizes, NUM_STREAMS))
+    assert {operation["state"] for operation in operations} == {"succeeded"}, operations
+    assert_all_equal(streams, expected)
+    wait_for_standbys(elastic, {2, 3, 4})
+    after = Held.by(elastic)
+    assert after.num_fds <= before.num_fds + 4  # connections that clients have just left
+    assert after.num_threads <= before.num_threads + 2
+    assert after.num_processes == before.num_processes
+    assert after.device_bytes == before.device_bytes
+    assert after.rss_bytes <= before.rss_bytes * 1.1
