@@ -29,6 +29,9 @@ serve-elastic: setup ## the same, on devices that come and go while it serves (P
 test: setup ## run the whole suite (ARGS= for pytest)
 	@$(python) -m pytest -m "not soak" --durations=15 $(ARGS)
 
+test-soak: setup ## the long random runs and the baselines of scaling (over an hour; ARGS= for pytest)
+	@$(python) -m pytest -m soak --durations=15 $(ARGS)
+
 test-fast: setup ## run the tests that start no server
 	@$(python) -m pytest -m "not server and not slow and not soak" --durations=15 $(ARGS)
 

@@ -325,7 +325,7 @@ class Held:
 def test_fifty_random_scalings_leave_nothing_behind(
     elastic: Server, asks: list[Ask], expected: Expected
 ) -> None:
-    """Standbys of every size are parked from the start, so processes come and go only by scaling."""
+    """Standbys of every size are parked from the start: processes come and go only by scaling."""
     rng = random.Random(0)
     assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
     wait_for_standbys(elastic, {2, 3, 4})
