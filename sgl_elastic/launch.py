@@ -27,6 +27,10 @@ from sgl_esft.model_spec import MoeSpec, read_moe_spec
 _ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
 # The shared experts are whole on every rank: their shape must not depend on the number of ranks.
 _ENGINE_ENVIRONMENT = {"SGLANG_SHARED_EXPERT_TP1": "1"}
+# Models of which everything but the routed experts can be the same on any number of ranks.
+_SAME_AT_ANY_SIZE = frozenset(
+    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"}
+)
 _SET_PER_INSTANCE = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND")
 
 
@@ -49,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         planned = plan_elastic(argv)
     except (EsftError, ElasticError) as error:
-        print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     return _serve(planned)
 
 
@@ -61,6 +64,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     _check(launch_flags, sglang_argv)
     launch = plan.plan_launch(launch_flags, sglang_argv)
     spec = read_moe_spec(Path(launch.model_path))
+    _check_model(spec, options)
     return ElasticPlan(
         options=options,
         launch=launch,
@@ -71,6 +75,14 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
         first_adapters=_adapters(launch, spec),
         adapter_reserve_bytes=_reserve_bytes(launch, spec),
     )
+
+
+def _check_model(spec: MoeSpec, options: ElasticOptions) -> None:
+    if options.max_devices > 1 and spec.architecture not in _SAME_AT_ANY_SIZE:
+        raise ElasticConfigError(
+            f"{spec.architecture}: SGLang splits more than its experts over ranks, or has no DP "
+            f"attention for it; on several devices there are {', '.join(sorted(_SAME_AT_ANY_SIZE))}"
+        )
 
 
 def _check(launch_flags: flags.LaunchFlags, sglang_argv: Sequence[str]) -> None:
@@ -146,17 +158,20 @@ def _serve(planned: ElasticPlan) -> int:
     from sgl_elastic.coordinator.sglang_wire import SglangWire
     from sgl_esft import hook_ledger
 
-    runtime = Runtime(
-        planned.options,
-        SglangWire(),
-        sglang_argv=planned.engine_argv,
-        first_argv=planned.first_argv,
-        first_adapters=planned.first_adapters,
-        adapter_reserve_bytes=planned.adapter_reserve_bytes,
-        environment=_environment,
-        page_bytes=planned.page_bytes,
-        backend=planned.backend,
-    )
+    try:
+        runtime = Runtime(
+            planned.options,
+            SglangWire(),
+            sglang_argv=planned.engine_argv,
+            first_argv=planned.first_argv,
+            first_adapters=planned.first_adapters,
+            adapter_reserve_bytes=planned.adapter_reserve_bytes,
+            environment=_environment,
+            page_bytes=planned.page_bytes,
+            backend=planned.backend,
+        )
+    except ElasticError as error:
+        return _refuse(error)
     try:
         front_hooks.use(runtime)
         hook_ledger.install(front_hooks.FRONT_HOOKS)
@@ -167,10 +182,14 @@ def _serve(planned: ElasticPlan) -> int:
         )
         return serve.run(launch, server_args, started, lambda: _ready(runtime))
     except (EsftError, ElasticError) as error:
-        print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     finally:
         runtime.close()
+
+
+def _refuse(error: Exception) -> int:
+    print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
+    return 2
 
 
 def _environment(num_ranks: int) -> Mapping[str, str]:

@@ -160,7 +160,7 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         max_devices=found.max_devices,
         dp_size=found.dp_size,
         device_bytes=device_bytes,
-        kv_limit=found.max_total_tokens or DEFAULT_KV_TOKENS,
+        kv_limit=DEFAULT_KV_TOKENS if found.max_total_tokens is None else found.max_total_tokens,
         standby_ranks=standby_ranks if has_standbys else 0,
         rank_strategy=found.rank_choice,
         autoscale=parse_policy(found.autoscale),
