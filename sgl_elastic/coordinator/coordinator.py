@@ -110,8 +110,7 @@ class Coordinator:
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the scale that runs, if any. False when it still runs at the time-out."""
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(timeout_s)
         return not self._running
 
@@ -236,17 +235,8 @@ class Coordinator:
         """Carry a plan out. Raises what stopped it; before the switch everything is undone then."""
         (old, _), placement = self._serving, placement_at_switch(plan)
         with self._nothing_stays_held(progress), ExitStack() as stack:
-
-            def undo(action: Callable[..., None], *args: Any) -> None:
-                stack.callback(self._undo, progress, action, *args)
-
-            progress.enter("memory")
-            for index, step in enumerate(plan.before):
-                self._do(progress, index, step)
-                undo(self._take_back, progress, index, step, plan.old)
-            progress.enter("prepare")
-            new = self._instances.prepare(placement)
-            undo(self._instances.cancel, new)
+            undo = partial(self._undo_later, stack, progress)
+            new = self._prepared(progress, plan, placement, undo)
             progress.enter("switch")
             self._hold(progress)
             undo(self._release, progress)
@@ -258,6 +248,19 @@ class Coordinator:
             stack.pop_all()
             progress.switched()
             self._go_on(self._remainder)
+
+    def _prepared(
+        self, progress: Progress, plan: Plan, placement: Placement, undo: Callable[..., object]
+    ) -> str:
+        """Memory, then an instance attached to it; `undo` is told how to take each part back."""
+        progress.enter("memory")
+        for index, step in enumerate(plan.before):
+            self._do(progress, index, step)
+            undo(self._take_back, progress, index, step, plan.old)
+        progress.enter("prepare")
+        new = self._instances.prepare(placement)
+        undo(self._instances.cancel, new)
+        return new
 
     def _after_the_switch(
         self, progress: Progress, old: str, new: str, placement: Placement, plan: Plan
@@ -312,6 +315,9 @@ class Coordinator:
         else:
             self._memory.undo(step)
         progress.undone(index)
+
+    def _undo_later(self, stack: ExitStack, progress: Progress, *call: Any) -> None:
+        stack.callback(self._undo, progress, *call)
 
     def _undo(self, progress: Progress, action: Callable[..., None], *args: Any) -> None:
         """One undo, and the undos below it run whether it fails or not."""

@@ -10,7 +10,7 @@ second's. They share nothing. A replica that dies is not replaced; this is a bas
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -125,17 +125,8 @@ class ReplicaCoordinator(Coordinator):
         if replica is None:
             raise BadScaleError(f"{plan.new.device_ids} are not two replicas")
         with ExitStack() as stack:
-
-            def undo(action: Callable[..., None], *args: Any) -> None:
-                stack.callback(self._undo, progress, action, *args)
-
-            progress.enter("memory")
-            for index, step in enumerate(plan.before):
-                self._do(progress, index, step)
-                undo(self._take_back, progress, index, step, plan.old)
-            progress.enter("prepare")
-            new = self._instances.prepare(replica)
-            undo(self._instances.cancel, new)
+            undo = partial(self._undo_later, stack, progress)
+            new = self._prepared(progress, plan, replica, undo)
             progress.enter("switch")
             group = self._replicas.join(new)
             stack.pop_all()
