@@ -6,6 +6,9 @@
 A frozen rank has retracted its requests into the prefix cache, so the cache's tree names every
 slot that is in use. Rebuilt in another rank over the same pages, it is as if that rank had
 computed it.
+
+Slots are on the host while they travel; in the prefix cache and the allocator they are tensors on
+the KV pool's device, as SGLang's own are.
 """
 
 from __future__ import annotations
@@ -48,11 +51,12 @@ def take_over(scheduler: Any, sequences: Iterable[KvSequence]) -> int:
     """
     sglang_api.reset_prefix_cache(scheduler)
     capacity = sglang_api.kv_capacity(scheduler)
-    used = [torch.empty(0, dtype=torch.int64)]
+    used = [_no_slots(scheduler)]
     for sequence in sequences:
-        slots = slots_of(sequence)
-        if slots.numel() and int(slots.max()) > capacity:
+        on_host = slots_of(sequence)
+        if on_host.numel() and int(on_host.max()) > capacity:
             continue
+        slots = on_host.to(_device(scheduler))
         _insert(scheduler, sequence, slots)
         used.append(slots)
     all_used = torch.cat(used).unique()
@@ -91,33 +95,39 @@ def compact(scheduler: Any, num_tokens: int, copy: Callable[[list[tuple[int, int
     For a frozen rank, whose prefix cache holds everything. Returns the number of tokens moved.
     """
     sglang_api.evict_all_but(scheduler, num_tokens)
-    nodes = _nodes(scheduler)
-    used = torch.cat([node.value for node in nodes]) if nodes else torch.empty(0, dtype=torch.int64)
-    is_free = torch.ones(num_tokens + 1, dtype=torch.bool)
+    used = used_slots(scheduler).cpu()
+    is_free = torch.ones(num_tokens + 1, dtype=torch.bool, device="cpu")
     is_free[0] = False
     is_free[used[used <= num_tokens]] = False
     room = iter(is_free.nonzero().flatten().tolist())
     pairs = [(slot, next(room)) for slot in used[used > num_tokens].tolist()]
     copy(pairs)
     target = dict(pairs)
-    for node in nodes:
-        node.value = torch.tensor(
-            [target.get(slot, slot) for slot in node.value.tolist()], dtype=torch.int64
-        )
+    for node in _nodes(scheduler):
+        slots = [target.get(slot, slot) for slot in node.value.tolist()]
+        node.value = torch.tensor(slots, dtype=torch.int64, device=_device(scheduler))
     return len(pairs)
 
 
 def used_slots(scheduler: Any) -> torch.Tensor:
-    """Slots that the prefix cache holds."""
+    """Slots that the prefix cache holds, on the pool's device."""
     nodes = _nodes(scheduler)
-    return torch.cat([node.value for node in nodes]) if nodes else torch.empty(0, dtype=torch.int64)
+    return torch.cat([_no_slots(scheduler), *(node.value for node in nodes)])
 
 
 def slots_of(sequence: KvSequence) -> torch.Tensor:
     """[num_tokens] int64 on the host."""
     slots = array("q")
     slots.frombytes(sequence.slots)
-    return torch.tensor(slots, dtype=torch.int64)
+    return torch.tensor(slots, dtype=torch.int64, device="cpu")
+
+
+def _device(scheduler: Any) -> torch.device:
+    return torch.device(scheduler.token_to_kv_pool_allocator.device)
+
+
+def _no_slots(scheduler: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64, device=_device(scheduler))
 
 
 def _insert(scheduler: Any, sequence: KvSequence, slots: torch.Tensor) -> int:
