@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_elastic.coordinator.strategies import ScaleStrategy
+from sgl_elastic.engine import accelerators
 from sgl_elastic.errors import ElasticConfigError, ElasticError
 from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.runtime import Runtime
@@ -31,6 +33,7 @@ _ENGINE_ENVIRONMENT = {"SGLANG_SHARED_EXPERT_TP1": "1"}
 _SAME_AT_ANY_SIZE = frozenset(
     {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"}
 )
+_ACCELERATOR_PAGE_BYTES = 2 << 20  # the least that CUDA and Ascend map
 _SET_PER_INSTANCE = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND")
 
 
@@ -65,16 +68,38 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     launch = plan.plan_launch(launch_flags, sglang_argv)
     spec = read_moe_spec(Path(launch.model_path))
     _check_model(spec, options)
+    backend = choose_backend()
+    _check_devices(options, backend)
     return ElasticPlan(
         options=options,
         launch=launch,
-        page_bytes=_page_bytes(launch_flags, spec),
-        backend="host" if platform.is_active() else "cuda",
+        page_bytes=_page_bytes(launch_flags, spec, backend),
+        backend=backend,
         engine_argv=(*_without_adapters(launch.sglang_argv), *_ENGINE_ARGV),
         first_argv=_adapters_argv(launch),
         first_adapters=_adapters(launch, spec),
         adapter_reserve_bytes=_reserve_bytes(launch, spec),
     )
+
+
+def choose_backend() -> str:
+    """sgl_vmm's backend for this machine's devices: host, acl or cuda."""
+    return "host" if platform.is_active() else accelerators.backend()
+
+
+def _check_devices(options: ElasticOptions, backend: str) -> None:
+    """What only the CPU platform has, and how many devices there are."""
+    if backend == "host":
+        return
+    if options.strategy is ScaleStrategy.COLOCATED or not options.ablation.shared_allocator:
+        raise ElasticConfigError(
+            "--scale-strategy colocated, --ablate no_shared_allocator: for the CPU platform only, "
+            "where a device can have a second memory worker"
+        )
+    num_devices = 1 if backend == "acl" else accelerators.num_cuda_devices()
+    if options.max_devices > num_devices:
+        reason = "Ascend has one so far" if backend == "acl" else f"torch sees {num_devices}"
+        raise ElasticConfigError(f"--max-devices {options.max_devices}: {reason}; lower it")
 
 
 def _check_model(spec: MoeSpec, options: ElasticOptions) -> None:
@@ -98,8 +123,10 @@ def _check(launch_flags: flags.LaunchFlags, sglang_argv: Sequence[str]) -> None:
         raise ElasticConfigError(f"{', '.join(sorted(given))}: --elastic decides that itself")
 
 
-def _page_bytes(launch_flags: flags.LaunchFlags, spec: MoeSpec) -> int:
+def _page_bytes(launch_flags: flags.LaunchFlags, spec: MoeSpec, backend: str) -> int:
     """The device's page: on a CPU the one that weaving would choose."""
+    if backend != "host":
+        return _ACCELERATOR_PAGE_BYTES
     if launch_flags.expert_page_bytes is not None:
         return launch_flags.expert_page_bytes
     element = {"float32": 4}.get(spec.dtype, 2)

@@ -22,6 +22,7 @@ from typing import Any
 
 import sgl_esft  # noqa: F401 - its __init__ must run before sglang, in spawned children too
 from sgl_elastic.engine import config
+from sgl_elastic.instance import devices
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ def main() -> int:
     _die_with(os.getppid())
     spec = InstanceSpec.from_json(sys.stdin.readline())
     os.environ[config.VARIABLE] = spec.engine
+    engine = config.EngineConfig.from_json(spec.engine)
+    os.environ.update(devices.rank_environment(engine.backend, engine.device_ids, os.environ))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the front says when to end
-    return _run(spec)
+    return _run(spec, devices.start_method(engine.backend))
 
 
 def _die_with(parent_pid: int) -> None:
@@ -70,7 +73,7 @@ def _die_with(parent_pid: int) -> None:
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
-def _run(spec: InstanceSpec) -> int:
+def _run(spec: InstanceSpec, start_method: str) -> int:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -88,9 +91,7 @@ def _run(spec: InstanceSpec) -> int:
     server_args.resolve_once()
     configure_logger(server_args)
     _set_envs_and_config(server_args)
-    # A rank is a copy of this process, which has imported all that it needs: it starts at once, and
-    # shares that memory. SGLang's own start method would import everything again for each rank.
-    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGQUIT, _rank_failed)  # sent by a rank that hit an exception
     server_args.check_server_args()
     publish(server_args, role="dp_controller")
