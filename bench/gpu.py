@@ -87,6 +87,8 @@ SIMULATED = "contract simulator: no GPU took part"
 # Of each test executable, those tests that run on a device; empty = all, which hold more than that.
 DEVICE_TEST_NAMES: dict[str, tuple[str, ...]] = {
     "virtual_tensor": (),
+    "address_range": (),
+    "copies": (),
     "vendor_backends": ("mistakes_are_refused_alike_everywhere",),
     "stress": ("random_loads_and_unloads_on_the_device",),
 }

@@ -27,7 +27,7 @@ KERNELS = ROOT / "kernels"
 KERNELS_NAME = "sgl_esft_kernels"  # as it is installed
 VENDORS = ("cuda", "acl")
 # The tests that know devices, compiled with a device's page (csrc/tests/device.h).
-DEVICE_TESTS = ("virtual_tensor", "vendor_backends", "stress")
+DEVICE_TESTS = ("virtual_tensor", "address_range", "copies", "vendor_backends", "stress")
 DEVICE_PAGE_BYTES = 2 << 20
 
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{CSRC}")
