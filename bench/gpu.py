@@ -1,6 +1,6 @@
 """Everything that a GPU has to show, in parts that each end inside ten minutes.
 
-    python -m bench.gpu --out bench/results [--parts memory reroute serve]
+    python -m bench.gpu --out bench/results [--parts memory reroute serve elastic]
 
     build csrc/ with the machine's own compiler -> [its tests on the device] -> the part's steps of
     bench/gpu_steps.py, each a process with a time limit -> the part's file in <out>, written after
@@ -79,8 +79,12 @@ PARTS = {
         },
     ),
     "serve": Part("gpu_serve", "SGLang with this plugin serving on a GPU", {"serve": 540}),
+    "elastic": Part(
+        "gpu_elastic", "an engine swap on a GPU with weights and KV resident", {"elastic": 540}
+    ),
 }
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt): ")
+_SERVED = ("serve", "elastic")
 _NEEDS_A_GPU = "SGLang's kernel needs a GPU"
 SIMULATED = "contract simulator: no GPU took part"
 
@@ -172,10 +176,10 @@ def run_step(
 
 def why_skipped(name: str, *, simulated: bool) -> str | None:
     """Why this step says nothing here, or None."""
-    if "sglang" not in name and name != "serve":
+    if "sglang" not in name and name not in _SERVED:
         return None
     if simulated:
-        return "a test of its own serves the tiny model" if name == "serve" else _NEEDS_A_GPU
+        return "a test of its own serves the tiny model" if name in _SERVED else _NEEDS_A_GPU
     return None if importlib.util.find_spec("sglang") else "SGLang is not installed"
 
 

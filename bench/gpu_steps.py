@@ -269,6 +269,13 @@ def serve(_subject: Subject, size: Size) -> Figures:
     return gpu_serve.measure(gpu_serve.TINY if size is TINY else gpu_serve.FULL)
 
 
+def elastic(_subject: Subject, size: Size) -> Figures:
+    """A real server, as `serve`."""
+    from bench import gpu_elastic
+
+    return gpu_elastic.measure(gpu_elastic.TINY if size is TINY else gpu_elastic.FULL)
+
+
 STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
     "vmm": vmm,
     "fragmentation": fragmentation,
@@ -281,6 +288,7 @@ STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
     "reroute: time": lambda subject, size: gpu_reroute.time_calls(subject, size.reroute),
     "model step": lambda subject, size: gpu_model.measure(subject, size.model()),
     "serve": serve,
+    "elastic": elastic,
 }
 
 
