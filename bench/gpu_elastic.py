@@ -11,8 +11,10 @@ read them. The server sees the swap as the loss of its engine: on one device no 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,47 +84,53 @@ TINY = Size(
 
 @dataclass(frozen=True)
 class Model:
-    """Base and adapters as links, of which those to weights can be taken away."""
+    """Base and adapters in folders of their own, whose weight files can be taken away."""
 
+    root: Path
     base: Path
     adapters: Mapping[str, Path]
 
     def weights(self) -> list[Path]:
         """Those that are there."""
-        return [each for folder in (self.base, *self.adapters.values()) for each in _in(folder)]
+        folders = (self.base, *self.adapters.values())
+        return [file for folder in folders for file in sorted(folder.glob(WEIGHTS))]
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """No weight file is there meanwhile."""
-        targets = {link: link.readlink() for link in self.weights()}
-        for link in targets:
-            link.unlink()
+        """No weight file is in its folder meanwhile."""
+        away = self.root / "away"
+        away.mkdir()
+        moved = {file: away / f"{number}-{file.name}" for number, file in enumerate(self.weights())}
+        for file, at in moved.items():
+            file.rename(at)
         try:
             yield
         finally:
-            for link, target in targets.items():
-                link.symlink_to(target)
+            for file, at in moved.items():
+                at.rename(file)
+            away.rmdir()
 
 
-def _in(folder: Path) -> list[Path]:
-    return sorted(folder.glob(WEIGHTS))
+def own_model(base: Path, adapters: Mapping[str, Path], root: Path) -> Model:
+    """The same files in folders below `root`; what an earlier run left there is replaced."""
+    shutil.rmtree(root, ignore_errors=True)
+    folders = {name: root / f"adapter-{name}" for name in adapters}
+    _link_files(base, root / "base")
+    for name, folder in folders.items():
+        _link_files(adapters[name], folder)
+    return Model(root, root / "base", folders)
 
 
-def link_model(base: Path, adapters: Mapping[str, Path], root: Path) -> Model:
-    """Folders of links below `root`; what an earlier run left there is replaced."""
-    names = [f"adapter-{name}" for name in adapters]
-    folders = [_linked(base, root / "base")]
-    folders += [_linked(at, root / n) for n, at in zip(names, adapters.values(), strict=True)]
-    return Model(folders[0], dict(zip(adapters, folders[1:], strict=True)))
-
-
-def _linked(source: Path, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.iterdir():
-        stale.unlink()
+def _link_files(source: Path, folder: Path) -> None:
+    """Hard links, because an adapter's files must not be others'; copies on another file system."""
+    folder.mkdir(parents=True)
     for file in source.iterdir():
-        (folder / file.name).symlink_to(file.resolve())
-    return folder
+        try:
+            os.link(file, folder / file.name)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copyfile(file, folder / file.name)
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ def measure(size: Size, root: Path = gpu_serve.ROOT / "build" / "gpu-serve") -> 
     end = time.monotonic() + seconds - gpu_serve.MARGIN_SECONDS
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _model(size, root)
-    checkpoint_bytes = sum(link.stat().st_size for link in model.weights())
+    checkpoint_bytes = sum(file.stat().st_size for file in model.weights())
     wait_seconds = max(1.0, min(size.start_seconds, end - time.monotonic()))
     began = time.monotonic()
     with serving.server(arguments(model, size, device), wait_seconds) as url:
@@ -184,10 +192,10 @@ def measure(size: Size, root: Path = gpu_serve.ROOT / "build" / "gpu-serve") -> 
 
 def _model(size: Size, root: Path) -> Model:
     if size.served is None:
-        return link_model(zoo.base_path(), zoo.adapter_paths(), root / "elastic-demo")
+        return own_model(zoo.base_path(), zoo.adapter_paths(), root / "elastic-demo")
     files = gpu_serve.write_files(size.served, root)
     adapters = dict(list(files.adapters.items())[: len(gpu_serve.PUBLISHED)])
-    return link_model(files.base, adapters, root / "elastic")
+    return own_model(files.base, adapters, root / "elastic")
 
 
 def arguments(model: Model, size: Size, device: str) -> list[str]:
@@ -333,7 +341,7 @@ def _recovery(url: str, known: set[str]) -> dict[str, Any]:
 
 def within_reach(model: Model, pids: Iterable[int]) -> int:
     """Bytes of weight files that are in the model's folders, or mapped or open by processes."""
-    found = {link.resolve() for link in model.weights()}
+    found = set(model.weights())
     for pid in pids:
         found |= {path for path in _files_of(pid) if path.match(WEIGHTS)}
     return sum(path.stat().st_size for path in found)

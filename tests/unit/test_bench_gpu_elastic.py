@@ -76,9 +76,7 @@ def model(tmp_path: Path) -> Model:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(bytes(size))
         (tmp_path / name / "config.json").write_text("{}")
-    return gpu_elastic.link_model(
-        tmp_path / "base", {"math": tmp_path / "math"}, tmp_path / "links"
-    )
+    return gpu_elastic.own_model(tmp_path / "base", {"math": tmp_path / "math"}, tmp_path / "own")
 
 
 def test_weights_are_not_there_while_hidden(model: Model, tmp_path: Path) -> None:
@@ -89,13 +87,13 @@ def test_weights_are_not_there_while_hidden(model: Model, tmp_path: Path) -> Non
         assert (model.base / "config.json").exists()
     assert [path.stat().st_size for path in model.weights()] == [100, 7]
     assert (tmp_path / "base" / "model.safetensors").stat().st_size == 100
-    again = gpu_elastic.link_model(tmp_path / "base", {}, tmp_path / "links")
+    again = gpu_elastic.own_model(tmp_path / "base", {}, tmp_path / "own")
     assert len(again.weights()) == 1
 
 
 @pytest.mark.parametrize("way", ["import mmap; kept = mmap.mmap(f.fileno(), 0); f.close()", "pass"])
 def test_what_a_process_has_mapped_or_open_is_within_reach(model: Model, way: str) -> None:
-    file = model.weights()[0].resolve()
+    file = model.weights()[0]
     code = f"f = open({str(file)!r}, 'r+b'); {way}; print(1, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
