@@ -2,14 +2,15 @@
 
     control.py, mapping.py, worker.py (as a peer) --> [DeviceClient] --> Unix socket --> worker.py
 
-Every method raises the error that the worker names, or MemoryWorkerError when it is gone or slow,
-or answers what it would not. Verbs may be repeated, so a broken connection is made anew by the next
-call; a worker that was started again has other pages, and is refused.
+Every method raises the error that the worker names, or MemoryWorkerError when it is gone, slow or
+hangs, or answers what it would not. Verbs may be repeated, so a broken connection is made anew by
+the next call; a worker that was started again has other pages, and is refused.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,17 +22,24 @@ from sgl_elastic import errors, wire
 from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.messages import Message, Pages, Reply, Usage
+from sgl_elastic.memory.pulse import Pulse, is_readable
 from sgl_elastic.memory.runs import Run, Runs, Slots, move_runs
 from sgl_elastic.types import MemoryShape
 
 Answer = TypeVar("Answer", bound=Message)
 ImportedSpans = list[tuple[int, list[sgl_vmm.Handle]]]  # (first page position, its handles)
 
+# A worker that gives no sign of life for so long hangs. Shorter than any useful --hang-timeout: a
+# rank that waits for a worker is silent itself, and must not be taken for the one that hangs.
+HANG_S = 3.0
+_LOOK_S = 0.25  # how often is looked for a sign of life while an answer is awaited
+
 
 class DeviceClient:
     """One device's worker behind its socket. Safe for many threads; calls wait for each other.
 
-    `timeout_s` bounds every call that is not given another limit. Raises MemoryWorkerError if
+    `timeout_s` bounds every call that is not given another limit; a worker that hangs fails every
+    call after HANG_S, and at once from then on, until it goes on. Raises MemoryWorkerError if
     nobody answers.
     """
 
@@ -41,12 +49,19 @@ class DeviceClient:
         self._backend: sgl_vmm.Backend | None = None  # all handles are of this one
         self._lock = threading.RLock()
         self._handles: dict[int, sgl_vmm.Handle] = {}  # by the worker's page id
+        self._pulse = Pulse(self._path)
         self._channel, self.info = self._connect()
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """After a call that failed: whether the worker may have done it all the same."""
+        return self._channel.is_closed
 
     def close(self) -> None:
         """Close the connection; imported pages stay."""
         with self._lock:
             self._channel.close()
+            self._pulse.close()
 
     def __enter__(self) -> Self:
         return self
@@ -195,13 +210,18 @@ class DeviceClient:
             timeout_s=self._timeout_s,
         )
         try:
-            return channel, _expect(channel.call(messages.AskHello()), messages.Hello)
+            return channel, self._ask(channel, messages.AskHello(), messages.Hello, None)
         except ElasticError:
             channel.close()
+            self._pulse.close()
             raise
 
     def _open_channel(self) -> wire.Channel[Reply]:
         """The connection, made again if it broke. Raises MemoryWorkerError for another worker."""
+        if self._pulse.is_asked:  # it hung, and would do what it is asked who knows when
+            self._check_pulse(self._channel)
+        if not self._channel.is_closed and is_readable(self._channel.fileno()):
+            self._channel.close()  # its end, or an answer that nobody has asked for
         if not self._channel.is_closed:
             return self._channel
         channel, info = self._connect()
@@ -216,7 +236,42 @@ class DeviceClient:
 
     def _call(self, request: Message, kind: type[Answer], timeout_s: float | None = None) -> Answer:
         with self._lock:
-            return _expect(self._open_channel().call(request, timeout_s), kind)
+            return self._ask(self._open_channel(), request, kind, timeout_s)
+
+    def _ask(
+        self,
+        channel: wire.Channel[Reply],
+        request: Message,
+        kind: type[Answer],
+        timeout_s: float | None,
+    ) -> Answer:
+        channel.send(request, timeout_s=timeout_s)
+        answer, fds = self._receive(channel, timeout_s)
+        fds.close()
+        return _expect(answer, kind)
+
+    def _receive(
+        self, channel: wire.Channel[Reply], timeout_s: float | None
+    ) -> tuple[Reply, wire.ReceivedFds]:
+        """The next answer. A worker that hangs is given up long before a copy's time is over."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while not is_readable(channel.fileno(), min(_LOOK_S, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                channel.close()
+                raise MemoryWorkerError(
+                    f"the memory worker at {self._path} took longer than {limit_s:g} s to answer"
+                )
+            self._check_pulse(channel)
+        return channel.receive(self._timeout_s)
+
+    def _check_pulse(self, channel: wire.Channel[Reply]) -> None:
+        """Raises MemoryWorkerError, with the channel closed, for a worker that hangs."""
+        if self._pulse.silent_s(time.monotonic()) >= HANG_S:
+            channel.close()
+            raise MemoryWorkerError(
+                f"the memory worker at {self._path} hangs: no sign of life for {HANG_S:g} s"
+            )
 
     def _receive_pages(
         self, backend: sgl_vmm.Backend, request: Message, timeout_s: float | None
@@ -230,7 +285,7 @@ class DeviceClient:
         runs: list[messages.PageRun] = []
         is_last = False
         while not is_last:
-            answer, fds = channel.receive(timeout_s)
+            answer, fds = self._receive(channel, timeout_s)
             with fds:
                 pages = _expect(answer, Pages)
                 try:

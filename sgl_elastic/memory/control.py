@@ -4,26 +4,24 @@
 
 Undo takes back exactly what `execute` changed: pages that were there before a step stay. What a
 device was told to do is remembered until it is undone, unmapped, or `commit` says that it stands.
+What could not be taken back because the worker hangs, or may have been done although no answer
+came, is owed: nothing else is done on that device before.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
+from sgl_elastic.memory import processes
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
+from sgl_elastic.memory.processes import Worker, WorkerOptions
 from sgl_elastic.memory.runs import Runs, Slots, merge, pages_under, subtract
 from sgl_elastic.memory.slots import adapter_slots, expert_slots, kv_slots, trunk_slots
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
@@ -32,17 +30,8 @@ logger = logging.getLogger(__name__)
 
 Changes = dict[str, Runs]  # slots, by region, that a step changed
 
-_POLL_S = 0.02
+_MAPPING = frozenset({StepKind.MAP_TRUNK, StepKind.MAP_EXPERTS, StepKind.MAP_KV})
 _AFTER_THE_SWITCH = frozenset({StepKind.UNMAP_EXPERTS, StepKind.REMOVE_DEVICE})
-
-
-@dataclass(frozen=True)
-class _Worker:
-    """A running worker. `watch` is a connection of its own: long copies do not keep it waiting."""
-
-    process: subprocess.Popen[bytes]
-    client: DeviceClient
-    watch: DeviceClient
 
 
 class Hmm:
@@ -71,19 +60,17 @@ class Hmm:
         wire.make_private(directory)
         self._directory = directory
         self._budget_bytes = dict(budget_bytes)
-        self._backend = backend
-        self._library = library
         self._page_bytes = page_bytes
-        self._timeout_s = timeout_s
         self._copy_timeout_s = copy_timeout_s
-        self._start_timeout_s = start_timeout_s
+        self._options = WorkerOptions(backend, library, page_bytes, timeout_s, start_timeout_s)
         self._verify_copies = verify_copies
         self._shape: MemoryShape | None = None
         self._adapters: tuple[AdapterEntry, ...] = ()
         self._reserve_pages = 0  # of each device, for adapters
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Worker] = {}
         self._workers_lock = threading.Lock()  # starting and ending workers
         self._changes: dict[Step, Changes] = {}  # what executed steps changed
+        self._owed: dict[int, Changes] = {}  # slots that are to be unmapped, by device
         self._actions: Mapping[StepKind, Callable[[Step], Changes]] = {
             StepKind.ADD_DEVICE: self._add,
             StepKind.MAP_TRUNK: lambda s: self._map(s, trunk_slots(self.shape())),
@@ -195,6 +182,8 @@ class Hmm:
         dead = set(self.dead_workers())
         for device_id in dead - set(device_ids):
             self.remove_device(device_id)
+        for device_id in set(self._owed) - dead:
+            self._settle_if_possible(device_id)
         lost = sorted(dead & set(device_ids))
         if lost:
             raise MemoryLostError(
@@ -208,7 +197,13 @@ class Hmm:
             if device_id in self._workers:
                 self.client(device_id)
                 return False
-            self._workers[device_id] = self._start(device_id)
+            self._workers[device_id] = processes.start(
+                self._options,
+                self.socket_path(device_id),
+                device_id,
+                self.budget_pages(device_id) * self._page_bytes,
+                self._shape,
+            )
             return True
 
     def remove_device(self, device_id: int) -> None:
@@ -216,11 +211,10 @@ class Hmm:
         with self._workers_lock:
             worker = self._workers.pop(device_id, None)
             if worker is not None:
-                _end(worker.process, self._timeout_s)
-                worker.client.close()
-                worker.watch.close()
+                processes.end(worker)
             self.socket_path(device_id).unlink(missing_ok=True)
         self._changes = {s: c for s, c in self._changes.items() if s.device_id != device_id}
+        self._owed.pop(device_id, None)
 
     def close(self) -> None:
         """End all workers."""
@@ -243,7 +237,12 @@ class Hmm:
         action = self._actions.get(step.kind)
         if action is None:
             raise MemoryWorkerError(f"{step.kind} is a step of the engine, not of memory")
-        changes = action(step)
+        self._settle(step.device_id)
+        try:
+            changes = action(step)
+        except ElasticError:
+            self._owe_what_may_be_done(step)
+            raise
         if step.kind in _AFTER_THE_SWITCH:
             return
         earlier = self._changes.get(step, {})
@@ -267,7 +266,7 @@ class Hmm:
             if _STARTED in changes:
                 self.remove_device(step.device_id)
         elif step.device_id not in self.dead_workers():
-            self._undo_slots(step, changes)
+            self._undo_slots_or_end(step, changes)
         self._changes.pop(step, None)
 
     def commit(self) -> None:
@@ -299,73 +298,70 @@ class Hmm:
         self._forget(step.device_id, slots)
         return {}
 
+    def _undo_slots_or_end(self, step: Step, changes: Changes) -> None:
+        """Of a worker that this scale has started all is taken back by the undo of its start."""
+        try:
+            self._undo_slots(step, changes)
+        except MemoryWorkerError as error:
+            if _STARTED not in self._changes.get(Step(StepKind.ADD_DEVICE, step.device_id), {}):
+                raise
+            logger.warning("device %d ends with what it has: %s", step.device_id, error)
+
     def _undo_slots(self, step: Step, changes: Changes) -> None:
         client = self.client(step.device_id)
-        if step.kind in (StepKind.COPY_TRUNK, StepKind.COPY_EXPERTS):
+        if step.kind not in _MAPPING:
             client.mark_loaded(changes, is_loaded=False)
-        else:
-            client.unmap_slots(changes, self._copy_timeout_s)
-            self._forget(step.device_id, changes)
+            return
+        self._owe(step.device_id, changes)
+        client.unmap_slots(changes, self._copy_timeout_s)
+        self._forget(step.device_id, changes)
+
+    def _owe_what_may_be_done(self, step: Step) -> None:
+        """A failed step has changed nothing, unless its answer is what failed.
+
+        Only experts can come to a device that stays; one that joins ends, with all its pages. KV
+        is mapped again under the serving instance, whose pages these may be.
+        """
+        worker = self._workers.get(step.device_id)
+        if step.kind is StepKind.MAP_EXPERTS and worker is not None and worker.client.is_in_doubt:
+            self._owe(step.device_id, self._experts(step))
+            self._settle_if_possible(step.device_id)
+
+    def _owe(self, device_id: int, slots: Slots) -> None:
+        """These slots must be unmapped before anything else happens on the device."""
+        owed = self._owed.get(device_id, {})
+        self._owed[device_id] = {
+            name: merge((*owed.get(name, ()), *slots.get(name, ()))) for name in {**owed, **slots}
+        }
+
+    def _settle(self, device_id: int) -> None:
+        """Unmap what is owed. Raises MemoryWorkerError while that is impossible."""
+        owed = self._owed.get(device_id)
+        if owed:
+            self.client(device_id).unmap_slots(owed, self._copy_timeout_s)
+            self._forget(device_id, owed)
+
+    def _settle_if_possible(self, device_id: int) -> None:
+        try:
+            self._settle(device_id)
+        except ElasticError as error:
+            logger.warning("device %d keeps pages that are not its own yet: %s", device_id, error)
 
     def _forget(self, device_id: int, slots: Slots) -> None:
         """Slots that are unmapped now are no longer what any earlier step changed."""
         for step, changes in self._changes.items():
             if step.device_id == device_id:
-                left = {name: subtract(c, slots.get(name, ())) for name, c in changes.items()}
-                self._changes[step] = {n: c for n, c in left.items() if c or n == _STARTED}
+                self._changes[step] = _less(changes, slots)
+        if device_id in self._owed:
+            self._owed[device_id] = _less(self._owed[device_id], slots)
 
     def _experts(self, step: Step) -> dict[str, Runs]:
         return expert_slots(self.shape(), self._adapters, step.expert_ids)
-
-    def _start(self, device_id: int) -> _Worker:
-        budget_bytes = self.budget_pages(device_id) * self._page_bytes
-        path = self.socket_path(device_id)
-        path.unlink(missing_ok=True)  # of a worker that was killed
-        command = [sys.executable, "-m", "sgl_elastic.memory.worker"]
-        command += ["--socket", str(path), "--device-id", str(device_id)]
-        command += ["--backend", self._backend, "--page-bytes", str(self._page_bytes)]
-        command += [
-            "--budget-bytes",
-            str(budget_bytes),
-            "--die-with-parent",
-            str(os.getpid()),
-        ]
-        command += ["--library", self._library]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        try:
-            client = self._wait_for(process, device_id)
-            worker = _Worker(process, client, DeviceClient(path, self._timeout_s))
-            if self._shape is not None:
-                client.define(self._shape)
-        except ElasticError:
-            _end(process, 0.0)
-            raise
-        return worker
-
-    def _wait_for(self, process: subprocess.Popen[bytes], device_id: int) -> DeviceClient:
-        """A client of the worker that has just been started, once it listens."""
-        path = self.socket_path(device_id)
-        deadline = time.monotonic() + self._start_timeout_s
-        while process.poll() is None and time.monotonic() < deadline:
-            if path.exists():
-                with suppress(MemoryWorkerError):  # it is there, but does not listen yet
-                    return DeviceClient(path, self._timeout_s)
-            time.sleep(_POLL_S)
-        outcome = f"ended with {process.returncode}" if process.poll() is not None else "is not up"
-        raise MemoryWorkerError(
-            f"the memory worker of device {device_id} {outcome} (limit {self._start_timeout_s:g} "
-            "s): its reason is in the log above"
-        )
 
 
 _STARTED = "(worker)"  # in the changes of ADD_DEVICE: this step started it
 
 
-def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """SIGTERM, then SIGKILL after `timeout_s`; returns when the process is gone."""
-    process.terminate()
-    try:
-        process.wait(max(timeout_s, 0.1))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _less(changes: Changes, slots: Slots) -> Changes:
+    left = {name: subtract(runs, slots.get(name, ())) for name, runs in changes.items()}
+    return {name: runs for name, runs in left.items() if runs or name == _STARTED}
