@@ -301,7 +301,11 @@ class EngineRank:
 
     def _receive(self) -> m.ToRank:
         self._channel.wait()
-        message, fds = self._channel.receive(_SEND_TIMEOUT_S)
+        try:
+            message, fds = self._channel.receive(_SEND_TIMEOUT_S)
+        except EngineFailedError as error:  # the front has ended, or has given this rank up
+            logger.info("elastic: rank %d of %s ends: %s", self.rank, self.config.instance, error)
+            os._exit(0)
         fds.close()
         self._num_received += 1
         return message

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,6 +34,8 @@ class Bench:
         self.rank._channel = channel(theirs, _DECODER)
         self.rank._num_received = 0
         self.rank._sleeper = None
+        self.rank.rank = 0
+        self.rank.config = SimpleNamespace(instance="i1")  # type: ignore[assignment]
         self.carried_out: list[m.ToRank] = []
         self.rank._carry_out = self.carry_out  # type: ignore[method-assign]
         self.rank._grow_kv = lambda scheduler, num_tokens: 5  # type: ignore[method-assign]
@@ -102,3 +106,23 @@ def test_a_parked_rank_answers_each_instruction_by_its_number(bench: Bench) -> N
         numbers.append(done.number)
     assert numbers == [2, 3, 5]
     assert bench.carried_out == [m.Detach(), m.Detach()]
+
+
+@pytest.mark.parametrize("loop", ["poll", "park"])
+def test_a_rank_whose_front_has_ended_ends_without_a_word(
+    bench: Bench, loop: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While it serves, and in the parking place. Its status is no failure's."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            bench.manager.close()  # this process's copy
+            while True:
+                getattr(bench.rank, loop)(None)
+        finally:
+            os._exit(7)
+    if loop == "park":
+        assert bench.hears() == m.Frozen((), ())
+    bench.manager.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert "Traceback" not in capfd.readouterr().err
