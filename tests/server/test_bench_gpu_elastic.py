@@ -18,7 +18,7 @@ def test_an_engine_is_swapped_over_the_same_memory(tmp_path: Path) -> None:
     assert found["checkpoint_bytes"] > 6e6
     assert found["weight_bytes_within_reach"] == 0
     assert {"notice", "prepare", "switch", "retire", "tokens again"} <= set(found["phase_s"])
-    # About a fiftieth on this platform, where starting is mostly importing.
+    # About an eightieth on this platform, where starting is mostly importing.
     assert found["swap_over_cold_start"]["median"] < 0.5
     assert found["streams_met"] > 0
     for of, count in found["different"].items():
