@@ -219,7 +219,7 @@ class DeviceClient:
     def _open_channel(self) -> wire.Channel[Reply]:
         """The connection, made again if it broke. Raises MemoryWorkerError for another worker."""
         if self._pulse.is_asked:  # it hung, and would do what it is asked who knows when
-            self._check_pulse(self._channel)
+            self._check_pulse(self._channel, _LOOK_S)
         if not self._channel.is_closed and is_readable(self._channel.fileno()):
             self._channel.close()  # its end, or an answer that nobody has asked for
         if not self._channel.is_closed:
@@ -265,9 +265,12 @@ class DeviceClient:
             self._check_pulse(channel)
         return channel.receive(self._timeout_s)
 
-    def _check_pulse(self, channel: wire.Channel[Reply]) -> None:
-        """Raises MemoryWorkerError, with the channel closed, for a worker that hangs."""
-        if self._pulse.silent_s(time.monotonic()) >= HANG_S:
+    def _check_pulse(self, channel: wire.Channel[Reply], wait_s: float = 0.0) -> None:
+        """Raises MemoryWorkerError, with the channel closed, for a worker that hangs.
+
+        One that goes on again has `wait_s` to show it.
+        """
+        if self._pulse.silent_s(time.monotonic(), wait_s) >= HANG_S:
             channel.close()
             raise MemoryWorkerError(
                 f"the memory worker at {self._path} hangs: no sign of life for {HANG_S:g} s"

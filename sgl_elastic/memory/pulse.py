@@ -29,8 +29,8 @@ class Pulse:
         """Whether a sign of life is awaited."""
         return self._asked_s is not None
 
-    def silent_s(self, now_s: float) -> float:
-        """Seconds for which the last question has waited; 0 when it is answered.
+    def silent_s(self, now_s: float, wait_s: float = 0.0) -> float:
+        """Seconds for which the last question has waited; 0 when it is answered within `wait_s`.
 
         Also 0 when nobody listens any more: whoever waits for an answer sees its connection end.
         """
@@ -38,7 +38,7 @@ class Pulse:
             self._asked_s = now_s
         if self._socket is None and not self._ask():
             return now_s - self._asked_s
-        if self._socket is not None and not is_readable(self._socket.fileno()):
+        if self._socket is not None and not is_readable(self._socket.fileno(), wait_s):
             return now_s - self._asked_s
         self.close()
         return 0.0
