@@ -267,7 +267,7 @@ def _drive(url: str, size: Size, model: Model, has_time: Callable[[], bool]) -> 
     others = make_asks(list(model.adapters), NUM_ALONE, size.tokens, seed=1)
     before = _alone(url, others)
     still = [asyncio.run(steady(url, asks, size.num_streams)) for _ in range(2)]
-    swaps = []
+    swaps: list[Swap] = []
     while len(swaps) < size.rounds and has_time():
         if not wait_until_parked(url, 1, size.standby_seconds):
             raise ValueError(f"no standby within {size.standby_seconds:g} s")
