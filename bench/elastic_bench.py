@@ -76,6 +76,7 @@ class Scaled:
     total_s: float
     gap_s: float
     peak_bytes: int
+    copied_bytes: int
     phases: Mapping[str, float] = field(default_factory=dict)
     steps: Mapping[str, float] = field(default_factory=dict)
 
@@ -98,6 +99,7 @@ def scaled_of(operation: Mapping[str, Any], num_old: int, num_new: int, peak: in
         total_s=operation["finished_s"] - operation["created_s"],
         gap_s=operation["gap_s"],
         peak_bytes=peak,
+        copied_bytes=sum(each["num_bytes"] for each in operation["steps"]),
         phases=_sums(phases[: last + 1], "name"),
         steps=_sums(operation["steps"], "kind"),
     )

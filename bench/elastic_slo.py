@@ -65,9 +65,9 @@ class Plan:
     """How long and how often."""
 
     before_s: float = 15.0
-    after_s: float = 60.0
-    rates: tuple[float, ...] = (0.4, 0.7, 1.0, 1.3, 1.6)
-    rate_s: float = 45.0
+    after_s: float = 45.0
+    rates: tuple[float, ...] = (0.5, 1.0, 1.5)
+    rate_s: float = 30.0
     scale_at_s: float = 5.0
     steps: tuple[Step, ...] = STEPS
 

@@ -116,7 +116,7 @@ def main() -> None:
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
     sizes = QUICK_SIZES if options.quick else SIZES
     options.rounds = 1 if options.quick else options.rounds
-    before_s, after_s = (15.0, 20.0) if options.quick else (25.0, 120.0)
+    before_s, after_s = (15.0, 20.0) if options.quick else (20.0, 90.0)
     rounds: list[dict[str, Run]] = []
     for number in range(options.rounds):
         runs: dict[str, Run] = {}

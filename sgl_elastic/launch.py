@@ -27,6 +27,9 @@ from sgl_esft.launch.plan import LaunchPlan
 from sgl_esft.model_spec import MoeSpec, read_moe_spec
 
 _ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
+# A CPU computes a batch before the call returns. Nothing overlaps, but each token would come a step
+# late, and so the first ones after a switch too.
+_CPU_ENGINE_ARGV = ("--disable-overlap-schedule",)
 # The shared experts are whole on every rank: their shape must not depend on the number of ranks.
 _ENGINE_ENVIRONMENT = {"SGLANG_SHARED_EXPERT_TP1": "1"}
 # Models of which everything but the routed experts can be the same on any number of ranks.
@@ -75,7 +78,11 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
         launch=launch,
         page_bytes=_page_bytes(launch_flags, spec, backend),
         backend=backend,
-        engine_argv=(*_without_adapters(launch.sglang_argv), *_ENGINE_ARGV),
+        engine_argv=(
+            *_without_adapters(launch.sglang_argv),
+            *_ENGINE_ARGV,
+            *(_CPU_ENGINE_ARGV if platform.is_active() else ()),
+        ),
         first_argv=_adapters_argv(launch),
         first_adapters=_adapters(launch, spec),
         adapter_reserve_bytes=_reserve_bytes(launch, spec),

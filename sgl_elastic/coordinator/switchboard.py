@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
 import time
 from array import array
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _OUTPUT_TIMEOUT_S = 5.0
 _QUIET_S = 0.1  # so long after the last output of a dead instance none is on its way
 _WARM_UP_POLL_S = 0.2
+_INTERVAL_S = 0.005  # between threads of one interpreter: Python's own
+_HELD_INTERVAL_S = 0.0005  # the same while requests are held
 
 
 class Wire(Protocol):
@@ -194,6 +197,9 @@ class Switchboard:
             self._on_switch(placement)
 
     def hold(self) -> None:
+        # The scale's thread and the links' take turns with the event loop, a hundred times in a
+        # switch, and each turn may cost one interval.
+        sys.setswitchinterval(_HELD_INTERVAL_S)
         with self._lock:
             self.routing.hold(self._clock())
 
@@ -225,6 +231,7 @@ class Switchboard:
             if self._lost == self.routing.table.instance_id:
                 return  # a release follows its replacement's switch
             self.routing.release(self._clock())
+            sys.setswitchinterval(_INTERVAL_S)
             while self._held and self.routing.held is None:
                 message, since_s = self._held.popleft()
                 self._route(message)

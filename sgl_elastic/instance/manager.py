@@ -19,7 +19,7 @@ from dataclasses import replace
 import msgspec
 
 from sgl_elastic.errors import EngineFailedError, StepFailedError
-from sgl_elastic.instance import handover, supervise
+from sgl_elastic.instance import handover, priority, supervise
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.links import RankLink, expect_all, send_all
@@ -113,14 +113,16 @@ class InstanceManager(InstanceTable):
                 self._park_new(device_ids)
 
     def _park_new(self, device_ids: tuple[int, ...]) -> str:
-        name = self._start_parked(device_ids)
+        name = self._start_parked(device_ids, in_no_hurry=True)
         self._put_away(self._running[name])
         return name
 
-    def _start_parked(self, device_ids: tuple[int, ...]) -> str:
+    def _start_parked(self, device_ids: tuple[int, ...], *, in_no_hurry: bool = False) -> str:
         """A new instance on scratch memory, warmed up and parked."""
         name = self._spawn(device_ids, ())
         running = self._running[name]
+        if in_no_hurry:
+            priority.when_idle(running.process.pid)
         try:
             shape = self._declared(running)
             self._hmm.define(shape)  # refuses another shape
@@ -131,6 +133,7 @@ class InstanceManager(InstanceTable):
         except StepFailedError:
             self.stop(name)
             raise
+        priority.foreground(running.process.pid)
         self._advance(running, _S.PARKED)
         return name
 
@@ -165,17 +168,22 @@ class InstanceManager(InstanceTable):
 
     def _take_standby(self, device_ids: tuple[int, ...]) -> str | None:
         """A parked instance; one that is just being started is waited for. None: there is none."""
+        hurried: set[int] = set()
         while True:
             with self._lock:
                 self._standbys, name = self._standbys.take(device_ids)
-                is_coming = any(
-                    each.record.device_ids == device_ids
+                coming = {
+                    each.process.pid
+                    for each in self._running.values()
+                    if each.record.device_ids == device_ids
                     and each.record.state in (_S.STARTING, _S.PARKED)
                     and not each.lost
-                    for each in self._running.values()
-                )
-            if name is not None or not is_coming:
+                }
+            if name is not None or not coming:
                 return name
+            for pid in coming - hurried:
+                priority.foreground(pid)
+            hurried |= coming
             time.sleep(_POLL_S)
 
     def _attach(self, name: str, placement: Placement) -> str:
@@ -253,8 +261,9 @@ class InstanceManager(InstanceTable):
             self.stop(instance)
             return
         try:
-            send_all(running.links, [m.Detach()] * len(running.links))
-            expect_all(running.links, m.Done, self._patience.step_s)
+            with priority.in_background(running.process.pid):
+                send_all(running.links, [m.Detach()] * len(running.links))
+                expect_all(running.links, m.Done, self._patience.step_s)
         except StepFailedError as error:
             logger.warning("elastic: %s could not be parked, so it ends: %s", instance, error)
             self.stop(instance)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sgl_elastic.engine.config import EngineConfig
 from sgl_elastic.errors import EngineFailedError
+from sgl_elastic.instance import priority
 from sgl_elastic.instance.process import InstanceSpec
 
 
@@ -88,6 +89,7 @@ def start(spec: InstanceSpec, environment: Mapping[str, str]) -> subprocess.Pope
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """The supervisor and its ranks, which are its process group; harmless when they are gone."""
+    priority.background(process.pid)  # to take down all its memory is work too
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from bench import elastic_ablation, elastic_bench, elastic_scales, elastic_slo, elastic_table1
+from bench import (
+    elastic_ablation,
+    elastic_bench,
+    elastic_gap,
+    elastic_scales,
+    elastic_slo,
+    elastic_table1,
+)
 from bench import elastic_traffic as traffic
 from bench.elastic_bench import Scaled
 from bench.elastic_load import Ask, Stream
@@ -22,9 +29,9 @@ def operation(*phases: tuple[str, float], state: str = "succeeded") -> dict[str,
         "state": state,
         "phases": [{"name": name, "seconds": seconds} for name, seconds in phases],
         "steps": [
-            {"kind": "map_kv", "seconds": 0.5},
-            {"kind": "map_kv", "seconds": 0.25},
-            {"kind": "remove_device", "seconds": 2.0},
+            {"kind": "map_kv", "seconds": 0.5, "num_bytes": 0},
+            {"kind": "copy_trunk", "seconds": 0.25, "num_bytes": 30},
+            {"kind": "copy_trunk", "seconds": 0.5, "num_bytes": 12},
         ],
         "gap_s": 0.1,
         "created_s": 100.0,
@@ -34,7 +41,7 @@ def operation(*phases: tuple[str, float], state: str = "succeeded") -> dict[str,
 
 def scaled(old: int, new: int, ready_s: float, gap_s: float = 1.0, peak: int = 100) -> Scaled:
     phases = {"prepare": ready_s / 4, "switch": 3 * ready_s / 4}
-    return Scaled(old, new, ready_s, ready_s + 1, gap_s, peak, phases, {"map_kv": 0.1})
+    return Scaled(old, new, ready_s, ready_s + 1, gap_s, peak, 0, phases, {"map_kv": 0.1})
 
 
 def stream(sent_s: float, *token_s: float, error: str = "") -> Stream:
@@ -46,7 +53,8 @@ def test_ready_ends_with_the_last_switch() -> None:
     found = elastic_bench.scaled_of(elastic, 1, 2, peak=7)
     assert (found.ready_s, found.total_s, found.gap_s, found.peak_bytes) == (6, 9.0, 0.1, 7)
     assert found.step == "1 -> 2"
-    assert found.steps == {"map_kv": 0.75, "remove_device": 2.0}
+    assert found.steps == {"map_kv": 0.5, "copy_trunk": 0.75}
+    assert found.copied_bytes == 42
     cold = operation(("plan", 1), ("switch", 2), ("retire", 4), ("prepare", 8), ("switch", 16))
     found = elastic_bench.scaled_of(cold, 1, 2, peak=0)
     assert found.ready_s == 31
@@ -211,3 +219,14 @@ def test_throughput_has_the_same_windows_for_all() -> None:
     assert rows[1]["during"]["median"] == pytest.approx(7.5)
     with pytest.raises(ValueError, match="longer"):
         elastic_table1.throughputs(fast, 60.0)
+
+
+def test_gaps_of_all_streams_around_a_scale() -> None:
+    steady = stream(0.0, *(1 + number * 0.02 for number in range(400)))  # until 8.98
+    halted = stream(0.0, 8.5, 8.52, 9.0, 9.02)
+    gaps = elastic_gap.gaps_around([steady, halted], began_s=8.8, ended_s=9.1)
+    assert gaps.steady_p99_s == pytest.approx(0.02)
+    assert gaps.longest_s == pytest.approx(0.48)
+    assert gaps.allowed_s == pytest.approx(0.14)
+    with pytest.raises(ValueError, match="load"):
+        elastic_gap.gaps_around([halted], began_s=0.0, ended_s=1.0)

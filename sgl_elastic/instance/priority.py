@@ -1,0 +1,78 @@
+"""Processor priority of an instance: what starts, parks or ends must not slow down what serves.
+
+standby starts                --[when_idle]--> SCHED_IDLE: only what others leave
+old instance parks or ends    --[background]--> nice 15: a small share in any case
+it is parked, or wanted now   --[foreground]--> as the front
+
+A rank that serves sleeps and wakes many times in a step. A thread of SCHED_IDLE gives way to it at
+once, one with a nice value only after some milliseconds. On a machine with processors to spare none
+of it shows. Only who may take a priority back lowers it (CAP_SYS_NICE, or RLIMIT_NICE): else a
+standby would stay slow when it serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+BACKGROUND_NICE = 15
+_CAP_SYS_NICE = 23  # linux/capability.h
+
+
+@cache
+def may_take_back() -> bool:
+    """Whether this process may raise a priority that it has lowered."""
+    if resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - os.getpriority(os.PRIO_PROCESS, 0):
+        return True
+    status = Path("/proc/self/status").read_text()
+    capabilities = next(line for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(capabilities.split()[1], 16) >> _CAP_SYS_NICE & 1)
+
+
+def when_idle(group: int) -> None:
+    """A process group gets what nobody else wants; nothing where that could not be taken back."""
+    _set(group, os.SCHED_IDLE, BACKGROUND_NICE)
+
+
+def background(group: int) -> None:
+    """A process group gives way to others; nothing where that could not be taken back."""
+    _set(group, os.SCHED_OTHER, BACKGROUND_NICE)
+
+
+def foreground(group: int) -> None:
+    """A process group has the front's priority again."""
+    _set(group, os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0))
+
+
+@contextlib.contextmanager
+def in_background(group: int) -> Iterator[None]:
+    """For as long as the block takes."""
+    background(group)
+    try:
+        yield
+    finally:
+        foreground(group)
+
+
+def _set(group: int, policy: int, nice: int) -> None:
+    """Linux keeps both for each thread; one that has just ended is passed over."""
+    if not may_take_back():
+        return
+    for thread_id in _threads(group):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setscheduler(thread_id, policy, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+
+
+def _threads(group: int) -> list[int]:
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (process / "stat").read_text()
+            if int(stat.rpartition(")")[2].split()[2]) == group:
+                found += [int(task.name) for task in (process / "task").iterdir()]
+    return found
