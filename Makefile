@@ -3,8 +3,8 @@ PORT ?= 30000
 ARGS ?=
 BENCHES ?= bench.expert_memory bench.bench_vmm bench.adapter_load bench.moe_layer bench.overhead \
   bench.zoo_table bench.reroute bench.batching bench.figure5 bench.figure6 bench.figure7 \
-  bench.figure8 bench.figure9 bench.table1 bench.table3 bench.elastic_scales \
-  bench.elastic_slo bench.elastic_table1 bench.elastic_ablation
+  bench.figure8 bench.figure9 bench.table1 bench.table3 bench.elastic_gap \
+  bench.elastic_scales bench.elastic_slo bench.elastic_table1 bench.elastic_ablation
 GPU_PYTHON ?= python3
 OUT ?= sgl_esft/zoo/checkpoints
 

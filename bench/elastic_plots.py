@@ -1,6 +1,6 @@
 """Pictures of elastic scaling's results; registered in plots.py.
 
-bench/results/elastic_figure*.json --> [figure7, figure8, .., figure12] --> plots.DRAWERS
+bench/results/elastic_*.json --> [latency, gap, figure8, .., figure11] --> plots.DRAWERS
 """
 
 from __future__ import annotations
@@ -40,6 +40,21 @@ def latency(result: Result) -> Figure:
         axes.set_xlabel("devices")
     ready.set_ylabel("until it serves [ratio]")
     gap.set_ylabel("requests held [ratio]")
+    legend_below(figure)
+    return figure
+
+
+def gap(result: Result) -> Figure:
+    """The longest gap between two tokens of any stream, over what is allowed."""
+    figure, ((axes,),) = panels(1, width=4.8, height=2.7)
+    rows = result["rows"]
+    found = [row["longest_over_allowed"] for row in rows]
+    base_line(axes, "allowed")
+    quartile_line(axes, range(len(rows)), found, 0, "elastic")
+    axes.set_xticks(range(len(rows)), [row["step"].replace("->", "→") for row in rows])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("devices")
+    axes.set_ylabel("longest gap [ratio]")
     legend_below(figure)
     return figure
 

@@ -347,6 +347,7 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "batching": batching,
     "gpu_reroute": gpu_reroute,
     "gpu_serve": gpu_serve,
+    "elastic_gap": elastic_plots.gap,
     "elastic_figure7": elastic_plots.latency,
     "elastic_figure8": elastic_plots.figure8,
     "elastic_figure9": elastic_plots.figure9,

@@ -119,6 +119,31 @@ def ablation(result: Any) -> str:
     return _ended(result, header, rows)
 
 
+def gaps(result: Any) -> str:
+    """What running streams notice: a row a step."""
+    rows = [
+        [
+            row["step"],
+            str(row["scales"]),
+            _milliseconds(row["longest_s"]),
+            _milliseconds(row["steady_p99_s"]),
+            ratio(row["longest_over_allowed"]),
+            _milliseconds(row["held_s"]),
+            ratio(row["peak_over_larger"]),
+            f"{row['copied_bytes']['median'] / _MB:.1f} MB",
+        ]
+        for row in result["rows"]
+    ]
+    header = ["devices", "scales", "longest gap, ms", "steady p99, ms", "over allowed"]
+    header += ["requests held, ms", "peak memory", "copied"]
+    text = _ended(result, header, rows)
+    return f"{text} {result['requests']:,} requests went on meanwhile, {result['failed']} failed."
+
+
+def _milliseconds(spread: Mapping[str, float]) -> str:
+    return f"{spread['median'] * 1e3:.0f}"
+
+
 def _words(strategy: str) -> str:
     return strategy.replace("_", " ")
 
@@ -133,6 +158,12 @@ def _ended(result: Any, header: list[str], rows: list[list[str]]) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "elastic_gap": (
+        "What running streams notice of a scale with a parked standby: the longest gap between two\n"
+        "tokens of any stream, over what is allowed (twice the 99th percentile of the seconds\n"
+        "before, plus 100 ms), and peak memory over the larger configuration's own:",
+        gaps,
+    ),
     "elastic_figure7": (
         "Scaling up: time until the new instance serves and time for which new requests wait,\n"
         "over a cold restart in the same round, median and quartiles:",
@@ -168,6 +199,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 PLOTTED = {
+    "elastic_gap": "Longest gap between two tokens around a scale, over what is allowed",
     "elastic_figure7": "Time until a larger instance serves, over cold restart, by strategy",
     "elastic_figure8": "Peak memory of scaling up over cold restart, by strategy",
     "elastic_figure9": "Requests in time around a load step, by strategy",
