@@ -159,8 +159,8 @@ def _ended(result: Any, header: list[str], rows: list[list[str]]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "elastic_gap": (
-        "What running streams notice of a scale with a parked standby: the longest gap between two\n"
-        "tokens of any stream, over what is allowed (twice the 99th percentile of the seconds\n"
+        "What running streams notice of a scale with a parked standby: the longest gap between\n"
+        "two tokens of any stream, over what is allowed (twice the 99th percentile of the seconds\n"
         "before, plus 100 ms), and peak memory over the larger configuration's own:",
         gaps,
     ),
