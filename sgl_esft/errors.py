@@ -13,11 +13,23 @@
     │   ├── AdapterFormatError        the folder is not an ESFT adapter
     │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
     │   ├── AdapterMismatchError      an ESFT adapter made for another base model
+    │   ├── UndeclaredRouteError      a route of the server has no declared class (at start)
+    │   ├── AccessError               a request that was refused before it cost work
+    │   │   ├── BadBodyError          its body, or its Host header (HTTP 400)
+    │   │   ├── NoKeyError            no key, or an unknown one (401)
+    │   │   ├── NotAllowedError       the key, or the web page's origin, may not do this (403)
+    │   │   ├── UnknownRouteError     no such route, or one that is off (404)
+    │   │   ├── UnknownMethodError    the route has no such method (405)
+    │   │   ├── SlowBodyError         the body took too long to arrive (408)
+    │   │   ├── BodyTooLargeError     (413)
+    │   │   └── HeadersTooLargeError  (431)
     │   ├── ServerUnreachableError    (command line) nothing answers at the address
     │   └── ServerAnswerError         (command line) what answers is not a server of this package
     ├── RetryLaterError               correct, but not possible now
     │   ├── NoFreeSlotError           every adapter slot is pinned or in use
-    │   └── OutOfExpertMemoryError    the page pool is dry
+    │   ├── OutOfExpertMemoryError    the page pool is dry
+    │   ├── KeyLimitError             the key's requests or tokens are used up for now (429)
+    │   └── RequestTimeoutError       the answer took longer than --request-timeout (504)
     └── InternalError                 a defect here or in an SGLang we do not know
         ├── HookError                 a hook is missing, or its target changed
         ├── ExpertMemoryError         a vendor's memory call failed
@@ -90,6 +102,60 @@ class AdapterMismatchError(UserError):
     """A well-formed ESFT adapter that does not fit the base model or the reserved slots."""
 
 
+class UndeclaredRouteError(UserError):
+    """A route of the server has no declared class, so nobody has decided who may call it."""
+
+
+class AccessError(UserError):
+    """A request that was refused before it cost work."""
+
+
+class BadBodyError(AccessError):
+    """The body is not JSON that the routes can take, or the Host header is none."""
+
+
+class NoKeyError(AccessError):
+    """A request without a key, or with one that is not known."""
+
+    http_status = 401
+
+
+class NotAllowedError(AccessError):
+    """The key, or the origin of the web page that asks, may not do this."""
+
+    http_status = 403
+
+
+class UnknownRouteError(AccessError):
+    """There is no such route, or it is off."""
+
+    http_status = 404
+
+
+class UnknownMethodError(AccessError):
+    """The route exists, with other methods."""
+
+    http_status = 405
+
+
+class SlowBodyError(AccessError):
+    """The client took too long to send its body."""
+
+    http_status = 408
+
+
+class BodyTooLargeError(AccessError):
+    """The body has more bytes than --max-body-bytes."""
+
+    http_status = 413
+
+
+class HeadersTooLargeError(AccessError):
+    """Too many headers, or too many bytes of them."""
+
+    http_status = 431
+
+
 class ServerUnreachableError(UserError):
     """Nothing answers at the address that a command line tool was given."""
 
@@ -110,6 +176,22 @@ class NoFreeSlotError(RetryLaterError):
 
 class OutOfExpertMemoryError(RetryLaterError):
     """The pool has no page left for an adapter's experts."""
+
+
+class KeyLimitError(RetryLaterError):
+    """A key's concurrent requests, or its tokens of this minute, are used up."""
+
+    http_status = 429
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeoutError(RetryLaterError):
+    """The answer took longer than --request-timeout."""
+
+    http_status = 504
 
 
 class InternalError(EsftError):
