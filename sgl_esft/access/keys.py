@@ -1,0 +1,212 @@
+"""API keys: where they come from, and whose key a request shows.
+
+    keys file, --api-key, environment --> [KeyRing] <-- header of a request
+                                             └--> Caller: name, adapters, limits
+
+A key is kept as its SHA-256 only, so that nothing here can print it. Looking one up compares the
+digest with every known one, in constant time each: how long it takes says nothing about the keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from sgl_esft import strict_json
+from sgl_esft.adapter_format import validate_adapter_name
+from sgl_esft.errors import ConfigError, EsftError
+
+MIN_KEY_LENGTH: Final = 16
+MAX_KEY_LENGTH: Final = 256
+_MAX_FILE_BYTES: Final = 1 << 20
+_KEY = re.compile(rf"[\x21-\x7e]{{{MIN_KEY_LENGTH},{MAX_KEY_LENGTH}}}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FIELDS = {
+    "name",
+    "key",
+    "sha256",
+    "admin",
+    "adapters",
+    "base_model",
+    "max_concurrency",
+    "tokens_per_minute",
+}
+_GROUP_OR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who a request is from, and what they may do. None: not limited."""
+
+    name: str
+    is_admin: bool = False
+    adapters: frozenset[str] | None = None
+    base_model: bool = True  # whether the base may be asked without an adapter
+    max_concurrency: int | None = None  # sequences at once
+    tokens_per_minute: int | None = None
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether it matters which adapter is asked for."""
+        return self.adapters is not None or not self.base_model
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """One key, as a digest."""
+
+    caller: Caller
+    digest: bytes = field(repr=False)
+
+
+class KeyRing:
+    """All keys of a server."""
+
+    def __init__(self, entries: Iterable[KeyEntry] = ()) -> None:
+        self._entries = tuple(entries)
+        _refuse_doubles(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"KeyRing({len(self)} keys)"
+
+    @property
+    def has_admin(self) -> bool:
+        return any(entry.caller.is_admin for entry in self._entries)
+
+    def find(self, key: str) -> Caller | None:
+        """Whose key this is; None for nobody's."""
+        digest = digest_of(key)
+        found: Caller | None = None
+        for entry in self._entries:
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry.caller
+        return found
+
+
+def digest_of(key: str) -> bytes:
+    """What is kept of a key. Header bytes that are not text of a key differ from any key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def entry_for(caller: Caller, key: str, source: str) -> KeyEntry:
+    """An entry for a key in plain text; `source` names it in errors. Raises ConfigError."""
+    if not _KEY.fullmatch(key):
+        raise ConfigError(
+            f"{source}: a key has {MIN_KEY_LENGTH} to {MAX_KEY_LENGTH} printable ASCII characters "
+            "and no space"
+        )
+    return KeyEntry(caller, digest_of(key))
+
+
+def admin_from_environment(variable: str, environment: Mapping[str, str]) -> KeyEntry:
+    """The admin key in an environment variable. Raises ConfigError."""
+    key = environment.get(variable)
+    if not key:
+        raise ConfigError(f"--admin-key-env {variable}: the variable is not set")
+    return entry_for(Caller("admin", is_admin=True), key, f"--admin-key-env {variable}")
+
+
+def read_keys_file(path: Path) -> tuple[KeyEntry, ...]:
+    """The entries of a keys file. Raises ConfigError, which never holds a key."""
+    raw = _read_private(path)
+    document = strict_json.parse_object(raw, path.name, ConfigError)
+    listed = document.get("keys")
+    if set(document) != {"keys"} or not isinstance(listed, list) or not listed:
+        raise ConfigError(f'{path.name}: write {{"keys": [...]}} with at least one key')
+    return tuple(
+        _entry(each, f"{path.name}, key {number}") for number, each in enumerate(listed, 1)
+    )
+
+
+def _read_private(path: Path) -> bytes:
+    with strict_json.open_regular(path, ConfigError) as file:
+        status = os.fstat(file.fileno())
+        if status.st_mode & _GROUP_OR_OTHERS or status.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{path.name} must be yours and nobody else's to read or write: chmod 600"
+            )
+        raw = file.read(_MAX_FILE_BYTES + 1)
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path.name} has more than {_MAX_FILE_BYTES} bytes")
+    return raw
+
+
+def _entry(fields: object, where: str) -> KeyEntry:
+    if not isinstance(fields, dict) or not set(fields) <= _FIELDS:
+        raise ConfigError(f"{where}: an object of {', '.join(sorted(_FIELDS))}")
+    name = fields.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: name is 1 to 64 of A-Z a-z 0-9 . _ -")
+    caller = Caller(
+        name,
+        is_admin=_flag(fields, "admin", where, default=False),
+        adapters=_adapters(fields.get("adapters"), where),
+        base_model=_flag(fields, "base_model", where, default=True),
+        max_concurrency=_limit(fields, "max_concurrency", where),
+        tokens_per_minute=_limit(fields, "tokens_per_minute", where),
+    )
+    return _with_secret(caller, fields, where)
+
+
+def _with_secret(caller: Caller, fields: Mapping[str, object], where: str) -> KeyEntry:
+    key, digest = fields.get("key"), fields.get("sha256")
+    if isinstance(key, str) and digest is None:
+        return entry_for(caller, key, where)
+    if isinstance(digest, str) and key is None and _SHA256.fullmatch(digest):
+        return KeyEntry(caller, bytes.fromhex(digest))
+    raise ConfigError(f"{where}: give either key, or sha256 as 64 of 0-9 a-f")
+
+
+def _flag(fields: Mapping[str, object], name: str, where: str, *, default: bool) -> bool:
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {name} is true or false")
+    return value
+
+
+def _limit(fields: Mapping[str, object], name: str, where: str) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+        raise ConfigError(f"{where}: {name} is a whole number from 1")
+    return value
+
+
+def _adapters(value: object, where: str) -> frozenset[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}: adapters is a list of names")
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: adapters is a list of names")
+        try:
+            validate_adapter_name(name)
+        except EsftError as error:
+            raise ConfigError(f"{where}: adapters: {error}") from error
+    return frozenset(value)
+
+
+def _refuse_doubles(entries: Iterable[KeyEntry]) -> None:
+    names: set[str] = set()
+    digests: dict[bytes, str] = {}
+    for entry in entries:
+        name = entry.caller.name
+        if name in names:
+            raise ConfigError(f"two keys are named {name!r}")
+        if entry.digest in digests:
+            raise ConfigError(f"{digests[entry.digest]!r} and {name!r} have the same key")
+        names.add(name)
+        digests[entry.digest] = name
