@@ -74,6 +74,7 @@ class Runtime:
             handed_over=self._handed_over,
             on_switch=self._note_switch,
             wake=self._wake,
+            go_on=self._go_on,
             on_held=self._note_held,
             policy=RankPolicy(strategy=RankStrategy(options.rank_strategy)),
             window=self.window,
@@ -193,6 +194,10 @@ class Runtime:
     def _wake(self, instance: str) -> None:
         if self.manager is not None:
             self.manager.wake(instance)
+
+    def _go_on(self, instance: str) -> None:
+        if self.manager is not None:
+            self.manager.go_on(instance)
 
     def _note_switch(self, placement: Placement) -> None:
         self.window.forget_finished()

@@ -3,7 +3,7 @@
     POST /v1/scale, autoscaler --> [Coordinator.submit] --> thread: [scale] --> memory, instances,
                                                                                 front
 Before the switch every failure undoes what was done, in reverse order, and the old instance goes
-on. The switch is over when the new instance runs the handed-over requests; from then on there is
+on. The switch is over when the new instance has taken over KV and requests; from then on there is
 only forwards: what remains is tried again, and what still fails is left to the next scale.
 """
 

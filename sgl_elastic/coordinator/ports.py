@@ -64,7 +64,7 @@ class Instances(Protocol):
         """Wait until no request runs. Raises EngineFailedError at the time-out."""
 
     def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
-        """Import the frozen instance's KV and requests, then run."""
+        """Import the frozen instance's KV and requests. It runs when the front has switched."""
 
     def retire(self, instance: str) -> None:
         """After the switch: detach, and park as a standby or stop."""

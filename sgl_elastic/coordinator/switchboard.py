@@ -18,7 +18,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from sgl_elastic.types import Placement
 
 logger = logging.getLogger(__name__)
 
-_OUTPUT_TIMEOUT_S = 5.0
+_OUTPUT_TIMEOUT_S = 2.0
 _QUIET_S = 0.1  # so long after the last output of a dead instance none is on its way
 _WARM_UP_POLL_S = 0.2
 _INTERVAL_S = 0.005  # between threads of one interpreter: Python's own
@@ -58,8 +58,6 @@ class HandOver(Protocol):
     @property
     def ranks(self) -> Any: ...
     @property
-    def num_sent(self) -> Any: ...
-    @property
     def rank_of_old(self) -> Any: ...
 
 
@@ -83,6 +81,7 @@ class Switchboard:
         handed_over: Callable[[], HandOver],
         on_switch: Callable[[Placement], None] = lambda _: None,
         wake: Callable[[str], None] = lambda _: None,
+        go_on: Callable[[str], None] = lambda _: None,
         on_held: Callable[[float], None] = lambda _: None,
         policy: RankPolicy | None = None,
         window: SloWindow | None = None,
@@ -92,6 +91,7 @@ class Switchboard:
         self._handed_over = handed_over
         self._on_switch = on_switch
         self._wake = wake
+        self._go_on = go_on
         self._on_held = on_held
         self._policy = policy or RankPolicy()
         self._window = window
@@ -171,6 +171,25 @@ class Switchboard:
                 if request.num_seen
             ]
 
+    def wait_for_outputs(self, num_sent: Mapping[str, int]) -> None:
+        """Until so many tokens of each request have come by: the detokenizer must see them first.
+
+        Raises EngineFailedError when they do not come in time.
+        """
+        deadline = self._clock() + _OUTPUT_TIMEOUT_S
+        while late := self._late(num_sent):
+            if self._clock() >= deadline:
+                raise EngineFailedError(f"outputs of {len(late)} requests have not arrived")
+            time.sleep(0.0005)
+
+    def _late(self, num_sent: Mapping[str, int]) -> list[str]:
+        with self._lock:
+            return [
+                rid
+                for rid, count in num_sent.items()
+                if rid in self._requests and self._requests[rid].num_seen < count
+            ]
+
     def num_running(self) -> int:
         with self._lock:
             return len(self._requests)
@@ -204,20 +223,22 @@ class Switchboard:
             self.routing.hold(self._clock())
 
     def switch(self, instance: str, placement: Placement) -> None:
-        handed = self._handed_over()
-        self._wait_for_outputs(handed)
+        """Requests go to `instance`, which has taken over: those in flight first; then it runs."""
         with self._lock:
-            if self.routing.table.instance_id == instance:
-                return
-            moves = self._moves(handed, placement.dp_size)
-            self._book.rebase(moves, placement.dp_size, placement.kv_tokens)
-            self._on_switch(placement)
-            self.routing.swap(instance, placement, self._clock())
-            if self._lost != instance:
-                self._lost = ""
-            for rid, request in self._requests.items():
-                request.rank = handed.ranks.get(rid, moves[request.rank])
-                self._send_or_keep(instance, self._wire.with_rank(request.message, request.rank))
+            if self.routing.table.instance_id != instance:
+                self._send_all(self._handed_over(), instance, placement)
+        self._go_on(instance)
+
+    def _send_all(self, handed: HandOver, instance: str, placement: Placement) -> None:
+        moves = self._moves(handed, placement.dp_size)
+        self._book.rebase(moves, placement.dp_size, placement.kv_tokens)
+        self._on_switch(placement)
+        self.routing.swap(instance, placement, self._clock())
+        if self._lost != instance:
+            self._lost = ""
+        for rid, request in self._requests.items():
+            request.rank = handed.ranks.get(rid, moves[request.rank])
+            self._send_or_keep(instance, self._wire.with_rank(request.message, request.rank))
 
     def _moves(self, handed: HandOver, num_ranks: int) -> dict[int, int]:
         """Old rank -> new rank. Without KV, any rank may go on with any request."""
@@ -236,21 +257,6 @@ class Switchboard:
                 message, since_s = self._held.popleft()
                 self._route(message)
                 self._on_held(self._clock() - since_s)
-
-    def _wait_for_outputs(self, handed: HandOver) -> None:
-        """Until every token that old ranks sent has come by: the detokenizer must see it first."""
-        deadline = self._clock() + _OUTPUT_TIMEOUT_S
-        while self._clock() < deadline:
-            with self._lock:
-                late = [
-                    rid
-                    for rid, count in handed.num_sent.items()
-                    if rid in self._requests and self._requests[rid].num_seen < count
-                ]
-            if not late:
-                return
-            time.sleep(0.0005)
-        raise EngineFailedError(f"outputs of {len(late)} requests have not arrived")
 
     # ---- adapters stay as they are while a scale runs ----
 

@@ -19,11 +19,15 @@ SocketOf = Callable[[int], object]  # device id -> path of its memory worker's s
 
 @dataclass(frozen=True)
 class HandedOver:
-    """Where frozen requests went: request id -> rank of the new instance, and tokens sent."""
+    """Where frozen requests went: request id -> rank of the new instance."""
 
     ranks: Mapping[str, int]
-    num_sent: Mapping[str, int]
     rank_of_old: Mapping[int, int]  # old rank -> new rank, for requests without any token yet
+
+
+def num_sent(frozen: Iterable[m.Frozen]) -> dict[str, int]:
+    """Tokens of each request that its frozen rank had sent on their way."""
+    return {state.rid: state.num_sent for each in frozen for state in each.requests}
 
 
 def attach_messages(
@@ -95,7 +99,6 @@ def _handed_over(frozen: Sequence[m.Frozen], rank_of_old: Mapping[int, int]) -> 
     states = [(rank_of_old[old], q) for old, each in enumerate(frozen) for q in each.requests]
     return HandedOver(
         ranks={state.rid: rank for rank, state in states},
-        num_sent={state.rid: state.num_sent for _, state in states},
         rank_of_old=rank_of_old,
     )
 

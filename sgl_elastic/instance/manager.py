@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _S = InstanceState
 _POLL_S = 0.02
+_DELIVERY_S = 0.005
+_NO_HURRY_S = 45.0  # a standby's start takes that long on two cores at most
 
 
 class InstanceManager(InstanceTable):
@@ -63,7 +66,7 @@ class InstanceManager(InstanceTable):
         self._max_devices = max_devices
         self._on_adapters = on_adapters
         self._names = itertools.count(1)
-        self._handed = HandedOver({}, {}, {})
+        self._handed = HandedOver({}, {})
 
     # ---- the first instance ----
 
@@ -121,21 +124,25 @@ class InstanceManager(InstanceTable):
         """A new instance on scratch memory, warmed up and parked."""
         name = self._spawn(device_ids, ())
         running = self._running[name]
-        if in_no_hurry:
-            priority.when_idle(running.process.pid)
+        pid = running.process.pid
         try:
-            shape = self._declared(running)
-            self._hmm.define(shape)  # refuses another shape
-            send_all(running.links, [m.Park()] * len(running.links))
-            expect_all(running.links, m.Started, self._patience.start_s)
-            self._courier.warm_up(name, len(running.links), self._patience.start_s)
-            self._pause(running)
+            with priority.when_idle(pid, _NO_HURRY_S) if in_no_hurry else nullcontext():
+                self._warm_up(running)
         except StepFailedError:
             self.stop(name)
             raise
-        priority.foreground(running.process.pid)
         self._advance(running, _S.PARKED)
         return name
+
+    def _warm_up(self, running: Running) -> None:
+        """From a process that starts to one that waits with everything ahead of it done."""
+        shape = self._declared(running)
+        self._hmm.define(shape)  # refuses another shape
+        send_all(running.links, [m.Park()] * len(running.links))
+        expect_all(running.links, m.Started, self._patience.start_s)
+        name, num_ranks = running.record.instance_id, running.record.num_ranks
+        self._courier.warm_up(name, num_ranks, self._patience.start_s)
+        self._pause(running)
 
     def _put_away(self, running: Running) -> None:
         """Into the table of standbys; what has no room there ends."""
@@ -205,11 +212,15 @@ class InstanceManager(InstanceTable):
         self.retire(instance)
 
     def freeze(self, instance: str) -> None:
-        """One that does not in time is lost: its requests go on from the tokens that came by."""
+        """One that does not in time is lost: its requests go on from the tokens that came by.
+
+        So is one whose last outputs do not come: what it published is of tokens nobody has seen.
+        """
         running = self._running[instance]
         try:
             if not running.lost:
                 self._pause(running)
+                self._courier.wait_for_outputs(handover.num_sent(running.frozen))
                 self._advance(running, _S.FROZEN)
                 return
         except EngineFailedError as error:
@@ -245,13 +256,25 @@ class InstanceManager(InstanceTable):
         self._take_over(new, activations)
 
     def _take_over(self, new: Running, activations: list[m.Activate]) -> None:
-        """Tell an instance what it takes over; then it runs."""
+        """Tell an instance what it takes over; it runs when its requests are on their way."""
         send_all(new.links, activations)
         expect_all(new.links, m.Done, self._patience.step_s)
-        self._run(new)
+        new.took_over = True
         self._advance(new, _S.ACTIVE)
         with self._lock:
             self._active = new.record.instance_id
+
+    def go_on(self, instance: str) -> None:
+        """An instance that has taken over runs; harmless a second time.
+
+        The requests that were sent to it go through SGLang's controller. Ranks that begin before
+        all have arrived compute them in two batches, and the second one's streams wait for both.
+        """
+        running = self._running[instance]
+        if running.took_over:
+            time.sleep(_DELIVERY_S)
+            self._run(running)
+            running.took_over = False
 
     def retire(self, instance: str) -> None:
         running = self._running.get(instance)

@@ -1,6 +1,6 @@
 """Processor priority of an instance: what starts, parks or ends must not slow down what serves.
 
-standby starts                --[when_idle]--> SCHED_IDLE: only what others leave
+standby starts                --[when_idle]--> SCHED_IDLE: only what others leave, for a while
 old instance parks or ends    --[background]--> nice 15: a small share in any case
 it is parked, or wanted now   --[foreground]--> as the front
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,9 @@ _CAP_SYS_NICE = 23  # linux/capability.h
 
 @cache
 def may_take_back() -> bool:
-    """Whether this process may raise a priority that it has lowered."""
+    """Whether this process may raise a priority that it has lowered; not under a policy of its own."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False
     if resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - os.getpriority(os.PRIO_PROCESS, 0):
         return True
     status = Path("/proc/self/status").read_text()
@@ -33,9 +36,22 @@ def may_take_back() -> bool:
     return bool(int(capabilities.split()[1], 16) >> _CAP_SYS_NICE & 1)
 
 
-def when_idle(group: int) -> None:
-    """A process group gets what nobody else wants; nothing where that could not be taken back."""
+@contextlib.contextmanager
+def when_idle(group: int, at_most_s: float) -> Iterator[None]:
+    """For the block, a process group gets what nobody else wants; then the front's priority.
+
+    After `at_most_s` it gets a small share in any case: a busy machine may have no idle time. In
+    the foreground meanwhile, it stays there.
+    """
     _set(group, os.SCHED_IDLE, BACKGROUND_NICE)
+    timer = threading.Timer(at_most_s, _no_longer_idle, [group])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        foreground(group)
 
 
 def background(group: int) -> None:
@@ -56,6 +72,11 @@ def in_background(group: int) -> Iterator[None]:
         yield
     finally:
         foreground(group)
+
+
+def _no_longer_idle(group: int) -> None:
+    if any(os.sched_getscheduler(thread_id) == os.SCHED_IDLE for thread_id in _threads(group)):
+        background(group)
 
 
 def _set(group: int, policy: int, nice: int) -> None:

@@ -7,6 +7,7 @@ watch.py --> [Running.fault] --> why it counts as lost, or ""
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,6 +42,9 @@ class Courier(Protocol):
     def lose(self, instance: str) -> None:
         """The instance is gone: nothing goes there any more, its requests wait."""
 
+    def wait_for_outputs(self, num_sent: Mapping[str, int]) -> None:
+        """Until so many tokens of each request came by. Raises EngineFailedError at a time-out."""
+
     def states(self) -> list[tuple[int, m.RequestState]]:
         """(rank, state) of each request that has tokens, as far as they came by."""
 
@@ -70,6 +74,7 @@ class Running:
     lost: str = ""
     placement: Placement | None = None
     stopped_since_s: float | None = None  # when the supervisor was first seen stopped
+    took_over: bool = False  # and has not been told to run since
     asked_s: float = 0.0  # when its ranks were last asked for a sign of life
 
     def lose(self, reason: str) -> None:

@@ -13,7 +13,7 @@ from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.types import Placement
 from tests.unit.elastic.test_switchboard import ONE, THREE, TWO, Bench, Control, Request
 
-SAME = HandedOver({}, {}, {0: 0, 1: 1})
+SAME = HandedOver({}, {0: 0, 1: 1})
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_requests_of_ranks_that_nobody_names_are_spread(bench: Bench) -> None:
     """The new instance died between activation and switch: its ranks are not the board's."""
     bench.dispatch("a", "b")
     bench.board.lose("i1")
-    bench.handed = HandedOver({}, {}, {0: 0})
+    bench.handed = HandedOver({}, {0: 0})
     bench.board.switch("i2", ONE)
     assert bench.sent_to("i2") == ["a@0", "b@0"]
 
@@ -129,7 +129,7 @@ def test_a_later_scale_is_strict_again(bench: Bench) -> None:
     bench.board.switch("i2", TWO)
     bench.board.release()
     bench.board.connect("i3", "i3.in")
-    bench.handed = HandedOver({}, {}, {1: 0})
+    bench.handed = HandedOver({}, {1: 0})
     bench.board.hold()
     with pytest.raises(PlanError):
         bench.board.switch("i3", THREE)
@@ -146,6 +146,6 @@ def test_the_board_starts_with_a_placement_of_any_size() -> None:
     bench = Bench(Placement((4,), (4, 4), (10,)))
     bench.board.dispatch(Request("a"))
     bench.board.lose("i1")
-    bench.handed = HandedOver({}, {}, {0: 0})
+    bench.handed = HandedOver({}, {0: 0})
     bench.board.switch("i2", Placement((4,), (4, 4), (10,)))
     assert bench.sent_to("i2") == ["a@0"]

@@ -186,7 +186,7 @@ def two() -> Board:
     wire, woken = FakeWire(), []
     board = ReplicaSwitchboard(
         wire,
-        handed_over=lambda: HandedOver({}, {}, {}),
+        handed_over=lambda: HandedOver({}, {}),
         wake=woken.append,
         policy=RankPolicy(strategy=RankStrategy.ROUND_ROBIN),
     )
