@@ -26,9 +26,9 @@ _CAP_SYS_NICE = 23  # linux/capability.h
 
 @cache
 def may_take_back() -> bool:
-    """Whether this process may raise a priority that it has lowered; not under a policy of its own."""
+    """Whether this process may raise a priority that it has lowered."""
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return False
+        return False  # somebody chose a policy for all of the server
     if resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - os.getpriority(os.PRIO_PROCESS, 0):
         return True
     status = Path("/proc/self/status").read_text()
