@@ -97,6 +97,11 @@ class Ticket:
         self._sequences = 0
         self._reserved = 0
 
+    @property
+    def is_metered(self) -> bool:
+        """Whether it matters how many tokens the answer used."""
+        return self._used.bucket is not None and self._reserved > 0
+
     def grow(self, sequences: int) -> None:
         """The request turns out to be so many sequences. Raises KeyLimitError, BadBodyError."""
         more = sequences - self._sequences

@@ -1,0 +1,82 @@
+"""A request has a time to be answered in.
+
+    gate --> [run_within] --> app: past the deadline it hears that the client has gone
+
+SGLang aborts a request whose client has gone, within seconds, so that is what it is told. If it
+does not end then, its task is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from sgl_esft.access.answers import App, Message, Receive, Scope, Send, end_stream, send_error
+from sgl_esft.errors import RequestTimeoutError
+
+# SGLang looks every 4 s whether a client is still there.
+GRACE_S = 6.0
+
+
+class _Watched:
+    """An application's receive and send, which end at the deadline."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self.is_over = False
+        self.has_started = False
+        self.has_ended = False
+        self.is_stream = False
+
+    async def receive(self) -> Message:
+        if self.is_over:
+            return {"type": "http.disconnect"}
+        return await self._receive()
+
+    async def send(self, message: Message) -> None:
+        if self.is_over:
+            raise OSError("the time of the request is over")  # as for a client that has gone
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            self.is_stream = is_event_stream(message)
+        elif message["type"] == "http.response.body":
+            self.has_ended = not message.get("more_body", False)
+        await self._send(message)
+
+
+def is_event_stream(start: Message) -> bool:
+    """Whether the answer that starts is a stream of events."""
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start.get("headers", ())
+    )
+
+
+async def run_within(
+    seconds: float, app: App, scope: Scope, receive: Receive, send: Send, grace_s: float = GRACE_S
+) -> None:
+    """Run the application; past the time, answer 504 or end its stream with an error."""
+    watched = _Watched(receive, send)
+    task = asyncio.ensure_future(app(scope, watched.receive, watched.send))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if done:
+            task.result()
+            return
+        watched.is_over = True
+        await asyncio.wait({task}, timeout=grace_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # whatever it was, it came of being told that the client has gone
+    await _say_over(watched, send, seconds)
+
+
+async def _say_over(watched: _Watched, send: Send, seconds: float) -> None:
+    error = RequestTimeoutError(f"no whole answer within {seconds:g} s: ask for less, or again")
+    if not watched.has_started:
+        await send_error(send, error)
+    elif watched.is_stream and not watched.has_ended:
+        await end_stream(send, error)

@@ -1,0 +1,320 @@
+"""The first thing a request meets: an ASGI application around the server's.
+
+    request -> headers -> Host, Origin -> route's class -> key -> key's limits -> body -> SGLang
+                 431        400, 403       404, 405      401, 403     429      408, 413, 400
+
+Cheap checks come first, and nothing of a body is read for who may not send it. Answers are passed
+on as they come. What the key was is not passed on: SGLang, which checks keys too, gets one that the
+server made up when it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from sgl_esft.access import bodies, origins
+from sgl_esft.access.answers import App, Message, Receive, Scope, Send, send_error
+from sgl_esft.access.bodies import Ask, BodyRules, Headers, ModelBounds
+from sgl_esft.access.classes import WEBSOCKET, RouteClass, RouteTable, routed_path
+from sgl_esft.access.deadline import is_event_stream, run_within
+from sgl_esft.access.keys import Caller, KeyRing
+from sgl_esft.access.limits import KeyLimits, Ticket
+from sgl_esft.access.usage import UsageReader
+from sgl_esft.errors import (
+    BadBodyError,
+    EsftError,
+    NoKeyError,
+    NotAllowedError,
+    SlowBodyError,
+    UnknownAdapterError,
+)
+
+# (path, body) -> the adapters a request asks for, None for the base. Raises EsftError.
+AdaptersOf: TypeAlias = Callable[[str, Mapping[str, Any]], Collection[str | None]]
+
+ANYONE = Caller("anyone", is_admin=True)  # of a server without keys
+PUBLIC = Caller("public", max_concurrency=64)  # probes of a server with keys
+STARTING = Caller("start-up", is_admin=True)
+
+# Routes for clients that take a body and do not run the model.
+_WITHOUT_MODEL = frozenset(
+    {
+        "/api/show",
+        "/detokenize",
+        "/parse_function_call",
+        "/separate_reasoning",
+        "/tokenize",
+        "/v1/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/tokenize",
+    }
+)
+_PRESENTED = (b"authorization", b"x-api-key")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a server was started with."""
+
+    keys: KeyRing = field(default_factory=KeyRing)
+    table: RouteTable = field(default_factory=RouteTable)
+    rules: BodyRules = field(default_factory=BodyRules)
+    body_timeout_s: float = 30.0
+    request_timeout_s: float = 1800.0
+    allowed_origins: tuple[str, ...] = ()
+
+
+class InnerKey:
+    """The key that SGLang knows. SGLang calls its own server with it while that starts."""
+
+    def __init__(self) -> None:
+        self.value = secrets.token_urlsafe(32)
+        self._is_open = True
+
+    def __repr__(self) -> str:
+        return "InnerKey()"
+
+    def opens(self, key: str) -> bool:
+        """Whether this is the key, and the server still starts."""
+        given = key.encode("utf-8", "surrogateescape")
+        return self._is_open and hmac.compare_digest(given, self.value.encode())
+
+    def close(self) -> None:
+        """The server has started: from outside the key is worth nothing now."""
+        self._is_open = False
+
+
+class Gate:
+    """The server's application behind all checks."""
+
+    def __init__(
+        self,
+        app: App,
+        policy: Policy,
+        limits: KeyLimits,
+        bounds: Callable[[], ModelBounds],
+        adapters_of: AdaptersOf,
+        inner_key: InnerKey | None = None,
+    ) -> None:
+        self._app = app
+        self._policy = policy
+        self._limits = limits
+        self._bounds = bounds
+        self._adapters_of = adapters_of
+        self._inner_key = inner_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._serve_websocket(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ticket: Ticket | None = None
+        try:
+            self._check_where_from(scope)
+            if _is_preflight(scope):  # no key comes with it, and CORSMiddleware answers it
+                await self._app(scope, receive, send)
+                return
+            route_class, caller = self._admit(scope, scope["method"])
+            ticket = self._limits.enter(caller)
+            raw = await self._body(scope["headers"], receive)
+            if raw is None:
+                return
+            ask = self._check(route_class, caller, scope, raw)
+            if ask is not None:
+                ticket.grow(ask.sequences)
+                ticket.reserve(ask.tokens)
+        except EsftError as error:
+            await send_error(send, error)
+        else:
+            await self._run(ticket, scope, _replay(raw, receive), send)
+        finally:
+            if ticket is not None:
+                ticket.leave()
+
+    async def _run(self, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
+        read = _UsageSend(send) if ticket.is_metered else None
+        passed = self._with_inner_key(scope)
+        seconds = self._policy.request_timeout_s
+        try:
+            await run_within(seconds, self._app, passed, receive, read or send)
+        finally:
+            if read is not None:
+                ticket.leave(read.tokens())
+
+    async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check_where_from(scope)
+            self._admit(scope, WEBSOCKET)
+        except EsftError:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        await self._app(self._with_inner_key(scope), receive, send)
+
+    def _check_where_from(self, scope: Scope) -> None:
+        headers: Headers = scope["headers"]
+        bodies.check_headers(headers)
+        origins.check_host(headers, has_keys=len(self._policy.keys) > 0)
+        origins.check_origin(headers, self._policy.allowed_origins)
+
+    def _admit(self, scope: Scope, method: str) -> tuple[RouteClass, Caller]:
+        """Raises UnknownRouteError, UnknownMethodError, NoKeyError, NotAllowedError."""
+        route_class = self._policy.table.find(method, routed_path(scope))
+        if not self._policy.keys:
+            return route_class, ANYONE
+        if route_class is RouteClass.PUBLIC:
+            return route_class, PUBLIC
+        caller = self._caller(scope["headers"])
+        if route_class is RouteClass.ADMIN and not caller.is_admin:
+            raise NotAllowedError(
+                "this route is for the admin key"
+                + ("" if self._policy.keys.has_admin else ", and the server has none")
+            )
+        return route_class, caller
+
+    def _caller(self, headers: Headers) -> Caller:
+        key = _presented_key(headers)
+        if self._inner_key is not None and self._inner_key.opens(key):
+            return STARTING
+        caller = self._policy.keys.find(key)
+        if caller is None:
+            raise NoKeyError("the key is not known")
+        return caller
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; None if the client left. Raises SlowBodyError, BodyTooLargeError."""
+        if any(value.lower() != "identity" for value in _values(headers, b"content-encoding")):
+            raise BadBodyError("a body must not be compressed")
+        for value in _values(headers, b"content-length"):
+            if value.isascii() and value.isdigit():
+                bodies.check_size(int(value[:20]), self._policy.rules)
+        try:
+            async with asyncio.timeout(self._policy.body_timeout_s):
+                return await _read(receive, self._policy.rules)
+        except TimeoutError as error:
+            seconds = self._policy.body_timeout_s
+            raise SlowBodyError(f"the body did not arrive within {seconds:g} s") from error
+
+    def _check(
+        self, route_class: RouteClass, caller: Caller, scope: Scope, raw: bytes
+    ) -> Ask | None:
+        """What a request for the model would use; None for other requests. Raises EsftError."""
+        path = routed_path(scope)
+        if route_class is RouteClass.PUBLIC or (
+            route_class is RouteClass.ADMIN and _is_form(scope)
+        ):
+            return None
+        document = bodies.parse(raw) if raw else {}
+        if route_class is RouteClass.ADMIN:
+            return None
+        ask = bodies.check_client_body(document, len(raw), self._policy.rules, self._bounds())
+        if scope["method"] not in ("POST", "PUT") or path in _WITHOUT_MODEL:
+            return None
+        if caller.is_restricted:
+            self._check_adapters(caller, path, document if isinstance(document, dict) else {})
+        return ask
+
+    def _check_adapters(self, caller: Caller, path: str, body: Mapping[str, Any]) -> None:
+        """The same words for an adapter of others and for one that is not there."""
+        try:
+            asked = self._adapters_of(path, body)
+        except UnknownAdapterError:
+            raise NotAllowedError("this key may not use that adapter") from None
+        if None in asked and not caller.base_model:
+            raise NotAllowedError("this key may not use the base model: name an adapter")
+        if caller.adapters is not None and not set(asked) - {None} <= caller.adapters:
+            raise NotAllowedError("this key may not use that adapter")
+
+    def _with_inner_key(self, scope: Scope) -> Scope:
+        if self._inner_key is None:
+            return scope
+        kept = [(name, value) for name, value in scope["headers"] if name.lower() not in _PRESENTED]
+        inner = (b"authorization", b"Bearer " + self._inner_key.value.encode())
+        return {**scope, "headers": [*kept, inner]}
+
+
+class _UsageSend:
+    """Passes an answer on and reads what it used."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._reader = UsageReader(is_stream=False)
+        self._is_refusal = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._reader = UsageReader(is_stream=is_event_stream(message))
+            self._is_refusal = 400 <= message["status"] < 500
+        elif message["type"] == "http.response.body":
+            self._reader.feed(message.get("body", b""))
+        await self._send(message)
+
+    def tokens(self) -> int | None:
+        """Tokens used; None if not known."""
+        return 0 if self._is_refusal else self._reader.tokens()
+
+
+def _presented_key(headers: Headers) -> str:
+    """The one key of a request, as a bearer token or as `x-api-key`. Raises NoKeyError."""
+    keys = set(_values(headers, b"x-api-key"))
+    for value in _values(headers, b"authorization"):
+        scheme, _, token = value.partition(" ")
+        if scheme.lower() != "bearer":
+            raise NoKeyError("send the key as Authorization: Bearer KEY")
+        keys.add(token.strip())
+    if len(keys) != 1:
+        raise NoKeyError("send one key, as Authorization: Bearer KEY")
+    return keys.pop()
+
+
+def _values(headers: Headers, name: bytes) -> list[str]:
+    return origins.values_of(headers, name)
+
+
+def _is_preflight(scope: Scope) -> bool:
+    headers: Headers = scope["headers"]
+    return (
+        scope["method"] == "OPTIONS"
+        and bool(_values(headers, b"origin"))
+        and bool(_values(headers, b"access-control-request-method"))
+    )
+
+
+def _is_form(scope: Scope) -> bool:
+    kinds = _values(scope["headers"], b"content-type")
+    return any(kind.startswith("multipart/form-data") for kind in kinds)
+
+
+async def _read(receive: Receive, rules: BodyRules) -> bytes | None:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        bodies.check_size(size, rules)
+        if chunk:
+            chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _replay(raw: bytes, receive: Receive) -> Receive:
+    """Give the body once; afterwards what really arrives, which is the client's leaving."""
+    pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed

@@ -1,0 +1,65 @@
+"""Where a request comes from, as its headers say: the Host it asked for, the page that asks.
+
+A browser sends any page's requests to this machine's servers. Without keys only pages and names of
+this machine are answered, so that a page from elsewhere cannot use a server that listens on
+loopback, not even by giving its own name this machine's address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from sgl_esft.access.bodies import Headers
+from sgl_esft.errors import BadBodyError, NotAllowedError
+
+ANY_ORIGIN = "*"
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address can only mean this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def values_of(headers: Headers, name: bytes) -> list[str]:
+    """All values of one header."""
+    return [value.decode("latin-1") for key, value in headers if key.lower() == name]
+
+
+def check_host(headers: Headers, *, has_keys: bool) -> None:
+    """Raises BadBodyError for what is no host, NotAllowedError for a foreign one without keys."""
+    hosts = values_of(headers, b"host")
+    if len(hosts) > 1 or any(not _HOST.fullmatch(host) for host in hosts):
+        raise BadBodyError("the Host header must be one host, with or without a port")
+    if not has_keys and not all(is_loopback(_HOST.sub(r"\1", host)) for host in hosts):
+        raise NotAllowedError(
+            "a server without keys answers to this machine's own names only: start it with "
+            "--api-keys-file or --api-key"
+        )
+
+
+def check_origin(headers: Headers, allowed: Collection[str]) -> None:
+    """Raises NotAllowedError for a page that is neither ours, this machine's nor allowed."""
+    for origin in values_of(headers, b"origin"):
+        if ANY_ORIGIN in allowed or origin in allowed or _is_local(origin, headers):
+            continue
+        raise NotAllowedError("web pages of this origin are not allowed: see --allowed-origins")
+
+
+def _is_local(origin: str, headers: Headers) -> bool:
+    try:
+        parts = urlsplit(origin)
+        host = parts.hostname
+    except ValueError:
+        return False
+    if parts.scheme not in ("http", "https") or host is None:
+        return False
+    return is_loopback(host) or parts.netloc in values_of(headers, b"host")
