@@ -6,7 +6,8 @@
 Nothing that arrives is run: payloads are msgpack that must fit a declared type. A message that our
 own side would not write is a WireError; a peer that is slow, gone or cut off mid-message is an
 error of the class that the caller chose. Either way the channel is closed: after half a message
-there is no telling where the next one begins.
+there is no telling where the next one begins. Which message answers which is not said here: the
+messages carry numbers for that (memory/messages.py, instance/messages.py).
 """
 
 from __future__ import annotations
@@ -139,24 +140,7 @@ class Channel(Generic[Received]):
     def receive(self, timeout_s: float | None = None) -> tuple[Received, ReceivedFds]:
         """The next message and its descriptors. Raises WireError, or `failure` at the end too."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._receive_until(time.monotonic() + limit_s, limit_s)
-
-    def call(self, message: msgspec.Struct, timeout_s: float | None = None) -> Received:
-        """Send, then receive one answer; descriptors that come with it are closed."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        self.send(message, timeout_s=limit_s)
-        answer, fds = self._receive_until(deadline, limit_s)
-        fds.close()
-        return answer
-
-    def wait(self) -> None:
-        """Wait, for ever, until something (its end, too) can be received."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.poll()
-
-    def _receive_until(self, deadline: float, limit_s: float) -> tuple[Received, ReceivedFds]:
         with self._closed_on_failure("to answer", limit_s):
             fds: list[int] = []
             try:
@@ -170,6 +154,12 @@ class Channel(Generic[Received]):
                 ReceivedFds(fds).close()
                 raise
             return message, ReceivedFds(fds)
+
+    def wait(self) -> None:
+        """Wait, for ever, until something (its end, too) can be received."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
 
     @contextmanager
     def _closed_on_failure(self, doing: str, limit_s: float) -> Iterator[None]:

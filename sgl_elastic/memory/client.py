@@ -4,11 +4,13 @@
 
 Every method raises the error that the worker names, or MemoryWorkerError when it is gone, slow or
 hangs, or answers what it would not. Verbs may be repeated, so a broken connection is made anew by
-the next call; a worker that was started again has other pages, and is refused.
+the next call; a worker that was started again has other pages, and is refused. Requests are
+numbered, so that a late or doubled answer is never taken for that of another request.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +23,12 @@ import sgl_vmm
 from sgl_elastic import errors, wire
 from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages
-from sgl_elastic.memory.messages import Message, Pages, Reply, Usage
+from sgl_elastic.memory.messages import Answered, Message, Pages, Reply, Request, Usage
 from sgl_elastic.memory.pulse import Pulse, is_readable
 from sgl_elastic.memory.runs import Run, Runs, Slots, move_runs
 from sgl_elastic.types import MemoryShape
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
 ImportedSpans = list[tuple[int, list[sgl_vmm.Handle]]]  # (first page position, its handles)
@@ -50,6 +54,7 @@ class DeviceClient:
         self._lock = threading.RLock()
         self._handles: dict[int, sgl_vmm.Handle] = {}  # by the worker's page id
         self._pulse = Pulse(self._path)
+        self._number = 0  # of the last request; a new connection goes on counting
         self._channel, self.info = self._connect()
 
     @property
@@ -201,7 +206,7 @@ class DeviceClient:
                 except sgl_vmm.VmmError as error:
                     raise MemoryWorkerError(f"cannot forget a page: {error}") from error
 
-    def _connect(self) -> tuple[wire.Channel[Reply], messages.Hello]:
+    def _connect(self) -> tuple[wire.Channel[Answered], messages.Hello]:
         channel = wire.Channel(
             wire.connect(self._path, MemoryWorkerError, self._timeout_s),
             messages.REPLIES,
@@ -216,12 +221,12 @@ class DeviceClient:
             self._pulse.close()
             raise
 
-    def _open_channel(self) -> wire.Channel[Reply]:
+    def _open_channel(self) -> wire.Channel[Answered]:
         """The connection, made again if it broke. Raises MemoryWorkerError for another worker."""
         if self._pulse.is_asked:  # it hung, and would do what it is asked who knows when
             self._check_pulse(self._channel, _LOOK_S)
         if not self._channel.is_closed and is_readable(self._channel.fileno()):
-            self._channel.close()  # its end, or an answer that nobody has asked for
+            self._channel.close()  # its end, or an answer that nobody awaits
         if not self._channel.is_closed:
             return self._channel
         channel, info = self._connect()
@@ -234,38 +239,71 @@ class DeviceClient:
         self._channel = channel
         return channel
 
-    def _call(self, request: Message, kind: type[Answer], timeout_s: float | None = None) -> Answer:
+    def _call(self, request: Request, kind: type[Answer], timeout_s: float | None = None) -> Answer:
         with self._lock:
             return self._ask(self._open_channel(), request, kind, timeout_s)
 
     def _ask(
         self,
-        channel: wire.Channel[Reply],
-        request: Message,
+        channel: wire.Channel[Answered],
+        request: Request,
         kind: type[Answer],
         timeout_s: float | None,
     ) -> Answer:
-        channel.send(request, timeout_s=timeout_s)
+        self._send(channel, request, timeout_s)
         answer, fds = self._receive(channel, timeout_s)
         fds.close()
-        return _expect(answer, kind)
+        return _expect(channel, answer, kind)
+
+    def _send(
+        self, channel: wire.Channel[Answered], request: Request, timeout_s: float | None
+    ) -> None:
+        self._number += 1
+        channel.send(messages.Asked(self._number, request), timeout_s=timeout_s)
 
     def _receive(
-        self, channel: wire.Channel[Reply], timeout_s: float | None
+        self, channel: wire.Channel[Answered], timeout_s: float | None
     ) -> tuple[Reply, wire.ReceivedFds]:
-        """The next answer. A worker that hangs is given up long before a copy's time is over."""
+        """The next answer to the last request.
+
+        A worker that hangs is given up long before a copy's time is over.
+        """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        while not is_readable(channel.fileno(), min(_LOOK_S, deadline - time.monotonic())):
+        while True:
+            if is_readable(channel.fileno(), min(_LOOK_S, deadline - time.monotonic())):
+                answer = self._take(channel)
+                if answer is not None:
+                    return answer
             if time.monotonic() >= deadline:
                 channel.close()
                 raise MemoryWorkerError(
                     f"the memory worker at {self._path} took longer than {limit_s:g} s to answer"
                 )
             self._check_pulse(channel)
-        return channel.receive(self._timeout_s)
 
-    def _check_pulse(self, channel: wire.Channel[Reply], wait_s: float = 0.0) -> None:
+    def _take(self, channel: wire.Channel[Answered]) -> tuple[Reply, wire.ReceivedFds] | None:
+        """What has come; None when it answers an earlier request. Raises MemoryWorkerError."""
+        answered, fds = channel.receive(self._timeout_s)
+        if answered.number == self._number:
+            return answered.reply, fds
+        fds.close()
+        if answered.number > self._number:
+            channel.close()
+            raise MemoryWorkerError(
+                f"the memory worker at {self._path} answered request {answered.number}; "
+                f"{self._number} was the last"
+            )
+        logger.warning(
+            "dropped a late or doubled answer to request %d of %d from the memory worker at %s: %s",
+            answered.number,
+            self._number,
+            self._path,
+            type(answered.reply).__name__,
+        )
+        return None
+
+    def _check_pulse(self, channel: wire.Channel[Answered], wait_s: float = 0.0) -> None:
         """Raises MemoryWorkerError, with the channel closed, for a worker that hangs.
 
         One that goes on again has `wait_s` to show it.
@@ -277,20 +315,20 @@ class DeviceClient:
             )
 
     def _receive_pages(
-        self, backend: sgl_vmm.Backend, request: Message, timeout_s: float | None
+        self, backend: sgl_vmm.Backend, request: Request, timeout_s: float | None
     ) -> list[messages.PageRun]:
         """All parts of an answer; pages are imported as they come, so few descriptors are open."""
         if self._backend not in (None, backend):
             raise MemoryWorkerError("a client imports pages for one backend: make another client")
         self._backend = backend
         channel = self._open_channel()
-        channel.send(request, timeout_s=timeout_s)
+        self._send(channel, request, timeout_s)
         runs: list[messages.PageRun] = []
         is_last = False
         while not is_last:
             answer, fds = self._receive(channel, timeout_s)
             with fds:
-                pages = _expect(answer, Pages)
+                pages = _expect(channel, answer, Pages)
                 try:
                     for export in pages.exports:
                         self._import(backend, export, fds)
@@ -321,10 +359,11 @@ class DeviceClient:
         return self._handles[page_id]
 
 
-def _expect(answer: Reply, kind: type[Answer]) -> Answer:
+def _expect(channel: wire.Channel[Answered], answer: Reply, kind: type[Answer]) -> Answer:
     if isinstance(answer, messages.Failure):
         raise _error_of(answer)
     if not isinstance(answer, kind):
+        channel.close()  # who knows what the worker has done
         raise WireError(f"the worker answered {type(answer).__name__}, not {kind.__name__}")
     return answer
 

@@ -1,10 +1,16 @@
 """What a memory worker is asked and what it answers.
 
-    DeviceClient --> Request --> worker --> Reply (Pages: as many as `is_last` takes) --> client
+    DeviceClient --> Asked(number, Request) --> worker --> Answered(number, Reply) --> client
+                                                  (Pages: as many as `is_last` takes)
 
 Each is a frozen, tagged Struct; other fields or types are WireErrors. `slots` maps names of regions
 to runs (first, count) of slots. A request that cannot be done is answered by Failure, and then
 changed nothing.
+
+A client numbers its requests 1, 2, .. over all its connections, and an answer repeats the number of
+its request, in each of its parts. An answer to an earlier request is late or doubled: the client
+drops it. A request that comes again by the same connection is answered again, and not carried out
+again; one with a number that has been passed is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from sgl_elastic.wire import MAX_PAYLOAD_BYTES
 MAX_DOCUMENT_BYTES = MAX_PAYLOAD_BYTES - 4096  # of one document; its name travels beside it
 MAX_DOCUMENTS = 256
 
+Number = Annotated[int, msgspec.Meta(ge=1)]
 Position = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 RunField = tuple[Position, Count]
@@ -28,7 +35,7 @@ DocumentName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Root of all messages."""
+    """Root of all requests and replies."""
 
 
 class AskHello(Message, frozen=True):
@@ -237,5 +244,20 @@ Request = (
 )
 Reply = Done | Failure | Hello | Changed | Pages | Usage | Digest | Document | DocumentNames
 
-REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request; its number is greater than that of all earlier ones of this client."""
+
+    number: Number
+    request: Request
+
+
+class Answered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An answer, or a part of one, and the number of the request that it belongs to."""
+
+    number: Number
+    reply: Reply
+
+
+REQUESTS: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+REPLIES: msgspec.msgpack.Decoder[Answered] = msgspec.msgpack.Decoder(Answered)

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from sgl_elastic.errors import ElasticError, MemoryWorkerError, PeerCopyError, W
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.device import DeviceMemory
-from sgl_elastic.memory.messages import Message, PageExport, PageRun, Pages, Request
+from sgl_elastic.memory.messages import Asked, Message, PageExport, PageRun, Pages, Reply, Request
 from sgl_elastic.memory.runs import Run, Runs
 from sgl_elastic.memory.window import PageSpans
 from sgl_elastic.wire import Channel
@@ -44,6 +45,32 @@ logger = logging.getLogger(__name__)
 MESSAGE_TIMEOUT_S = 30.0  # for one message, once it has begun; between messages we wait for ever
 PEER_TIMEOUT_S = 30.0  # for each answer of a peer worker
 MAX_RUN_PAGES = 1 << 20  # pages in one part of an answer, so that it stays below the payload cap
+
+
+@dataclass
+class _Client:
+    """A connection, and how far its client has come."""
+
+    channel: Channel[Asked]
+    number: int = 0  # of its last request
+    answer: Reply | None = None  # to that request; None before it, and for pages
+    sent_pages: set[int] = field(default_factory=set)
+
+    def say(self, reply: Reply, fds: Sequence[int] = ()) -> None:
+        """Answer the last request, or a part of it."""
+        self.channel.send(messages.Answered(self.number, reply), fds)
+
+    def accept(self, number: int) -> bool:
+        """Whether this request is to be answered: it is the last one now. Refuses earlier ones."""
+        if number < self.number:
+            text = f"request {number} comes after request {self.number}: it is not carried out"
+            logger.warning("%s", text)
+            refusal = messages.Failure(MemoryWorkerError.__name__, text)
+            self.channel.send(messages.Answered(number, refusal))
+            return False
+        if number > self.number:
+            self.number, self.answer = number, None
+        return True
 
 
 class Worker:
@@ -56,7 +83,7 @@ class Worker:
         self._info = info
         self._stop = stop
         self._lock = threading.Lock()
-        self._handlers: Mapping[type[Message], Callable[[Any], Message]] = {
+        self._handlers: Mapping[type[Message], Callable[[Any], Reply]] = {
             messages.AskHello: lambda _: self._info,
             messages.Define: self._define,
             messages.MapSlots: lambda r: messages.Changed(memory.map_slots(r.slots)),
@@ -71,15 +98,16 @@ class Worker:
             messages.Stop: lambda _: messages.Done(),
         }
 
-    def serve(self, channel: Channel[Request]) -> None:
+    def serve(self, channel: Channel[Asked]) -> None:
         """Answer one client until it leaves, or does what a client would not."""
-        sent_pages: set[int] = set()
+        client = _Client(channel)
         try:
             while True:
                 channel.wait()
-                request, fds = channel.receive()
+                asked, fds = channel.receive()
                 fds.close()  # no request has any
-                self._serve_one(channel, request, sent_pages)
+                if client.accept(asked.number):
+                    self._serve_one(client, asked.request)
         except WireError as error:
             logger.warning("a connection is closed: %s", error)
         except ElasticError as error:
@@ -87,15 +115,17 @@ class Worker:
         finally:
             channel.close()
 
-    def _serve_one(self, channel: Channel[Request], request: Request, sent: set[int]) -> None:
+    def _serve_one(self, client: _Client, request: Request) -> None:
         if isinstance(request, messages.AskPages | messages.AskScratch):
-            self._send_pages(channel, request, sent)
+            self._send_pages(client, request)
             return
-        channel.send(self._answer(request))
+        if client.answer is None:  # else it comes a second time, and is not done a second time
+            client.answer = self._answer(request)
+        client.say(client.answer)
         if isinstance(request, messages.Stop):
             self._stop()
 
-    def _answer(self, request: Request) -> Message:
+    def _answer(self, request: Request) -> Reply:
         try:
             if isinstance(request, messages.CopyFrom):
                 return messages.Changed(self._copy_from(request))
@@ -106,19 +136,19 @@ class Worker:
         except ElasticError as error:
             return _failure(error)
 
-    def _define(self, request: messages.Define) -> Message:
+    def _define(self, request: messages.Define) -> Reply:
         self._memory.define(request.shape)
         return messages.Done()
 
-    def _mark_loaded(self, request: messages.MarkLoaded) -> Message:
+    def _mark_loaded(self, request: messages.MarkLoaded) -> Reply:
         self._memory.mark_loaded(request.slots, is_loaded=request.is_loaded)
         return messages.Done()
 
-    def _put_document(self, request: messages.PutDocument) -> Message:
+    def _put_document(self, request: messages.PutDocument) -> Reply:
         self._memory.documents.put(request.name, request.data)
         return messages.Done()
 
-    def _delete_document(self, request: messages.DeleteDocument) -> Message:
+    def _delete_document(self, request: messages.DeleteDocument) -> Reply:
         self._memory.documents.delete(request.name)
         return messages.Done()
 
@@ -149,7 +179,7 @@ class Worker:
                     "link between the devices"
                 )
 
-    def _copy_kv(self, request: messages.CopyKv) -> Message:
+    def _copy_kv(self, request: messages.CopyKv) -> Reply:
         if not request.socket_path:
             with self._lock:
                 self._memory.copy_kv_rows(request.moves)
@@ -164,22 +194,20 @@ class Worker:
         return messages.Done()
 
     def _send_pages(
-        self,
-        channel: Channel[Request],
-        request: messages.AskPages | messages.AskScratch,
-        sent: set[int],
+        self, client: _Client, request: messages.AskPages | messages.AskScratch
     ) -> None:
         try:
             with self._lock:
                 runs, handles = self._pages(request)
         except ElasticError as error:
-            channel.send(_failure(error))
+            client.say(_failure(error))
             return
+        sent = client.sent_pages
         new = [handle for page_id, handle in handles.items() if page_id not in sent]
         parts = [new[i : i + wire.MAX_FDS] for i in range(0, len(new), wire.MAX_FDS)] or [[]]
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
-            self._send_part(channel, runs if is_last else (), part, is_last)
+            self._send_part(client, runs if is_last else (), part, is_last)
             sent.update(handle.value for handle in part)
 
     def _pages(
@@ -205,7 +233,7 @@ class Worker:
 
     def _send_part(
         self,
-        channel: Channel[Request],
+        client: _Client,
         runs: tuple[PageRun, ...],
         handles: Sequence[sgl_vmm.Handle],
         is_last: bool,
@@ -215,9 +243,9 @@ class Worker:
             try:
                 exports = tuple(self._export(handle, fds) for handle in handles)
             except sgl_vmm.VmmError as error:
-                channel.send(_failure(MemoryWorkerError(f"cannot export a page: {error}")))
+                client.say(_failure(MemoryWorkerError(f"cannot export a page: {error}")))
                 raise WireError(f"an answer could not be finished: {error}") from error
-            channel.send(Pages(runs, exports, is_last), fds.fds)
+            client.say(Pages(runs, exports, is_last), fds.fds)
         finally:
             fds.close()
 

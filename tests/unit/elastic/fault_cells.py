@@ -1,7 +1,7 @@
 """A scale of real memory workers by the real coordinator, and the faults that can meet its steps.
 
 [MemoryScale] --> Coordinator --> Hmm --> worker processes   (instances and front are fakes)
-[Fault] --inject, at a step--> signals, limits, budgets, [Proxy] between Hmm and worker
+[Fault] --inject, at a step--> signals, limits, budgets, memory_proxy.py before a worker
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,18 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from sgl_elastic import wire
 from sgl_elastic.coordinator.coordinator import Coordinator, Patience
 from sgl_elastic.coordinator.operations import Operation
-from sgl_elastic.errors import ElasticError, MemoryWorkerError
-from sgl_elastic.memory import messages
+from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.runs import Slots, subtract
 from sgl_elastic.memory.slots import kv_slots, trunk_slots
 from sgl_elastic.types import Placement, Plan, ScaleRequest, Step, StepKind
+from tests.unit.elastic.memory_proxy import PAGES, Proxy
 from tests.unit.elastic.memory_workers import ADAPTERS, SHAPE, count_fds, fill, hmm_of
 from tests.unit.elastic.scale_fakes import World
 from tests.unit.elastic.test_memory_control import OLD as ONE
@@ -51,7 +47,6 @@ DOWN = Plan(
     {1: 0},
 )
 PLANS = {"up": UP, "down": DOWN}
-CHANGING = (messages.MapSlots, messages.CopyFrom, messages.UnmapSlots)
 Inject = Callable[[], None]
 
 
@@ -211,70 +206,10 @@ def without_descriptors(pid_of: Callable[[], int], spare: int = 0) -> Iterator[I
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
-class Proxy:
-    """Between the control plane and a worker: does `how` to the next request that changes slots."""
-
-    def __init__(self, upstream: Path, path: Path, how: str) -> None:
-        self.path, self._upstream, self._how = path, upstream, how
-        self._listener = wire.listen(path)
-        threading.Thread(target=self._accept_all, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.shutdown(2)
-        self._listener.close()
-        self.path.unlink()
-
-    def _accept_all(self) -> None:
-        with suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: Any) -> None:
-        down = wire.Channel(
-            sock, messages.REQUESTS, peer="control", failure=MemoryWorkerError, timeout_s=30.0
-        )
-        up = wire.Channel(
-            wire.connect(self._upstream, MemoryWorkerError, 30.0),
-            messages.REPLIES,
-            peer="worker",
-            failure=MemoryWorkerError,
-            timeout_s=30.0,
-        )
-        with suppress(ElasticError, ValueError):
-            while True:
-                down.wait()
-                request, _ = down.receive()
-                self._pass_on(request, down, up)
-        down.close()
-        up.close()
-
-    def _pass_on(self, request: Any, down: Any, up: Any) -> None:
-        how = ""
-        if isinstance(request, CHANGING):
-            how, self._how = self._how, ""
-        if how == "lost request":
-            return
-        answer = up.call(request)
-        if how == "lost answer":
-            return
-        if how == "cut answer":
-            raise MemoryWorkerError("cut")
-        if how == "doubled":  # in one piece: both are there when the first one is read
-            sock = down._socket
-            sock.sendall(b"".join(frame(each) for each in (answer, up.call(request))))
-        else:
-            down.send(answer)
-
-
-def frame(answer: Any) -> bytes:
-    payload = msgspec.msgpack.encode(answer)
-    return wire._HEADER.pack(wire._MAGIC, wire._VERSION, 0, len(payload)) + payload
-
-
 @contextmanager
-def message(scale: MemoryScale, device_id: int, how: str) -> Iterator[Inject]:
-    """What becomes of the next message to a device."""
+def message(scale: MemoryScale, step: Step, how: str) -> Iterator[Inject]:
+    """What becomes of the next message to the device of a step."""
+    device_id = step.device_id
     proxies: list[Proxy] = []
     clients: list[tuple[Any, DeviceClient]] = []
 
@@ -288,11 +223,35 @@ def message(scale: MemoryScale, device_id: int, how: str) -> Iterator[Inject]:
 
     yield inject
     for worker, client in clients:
-        client.close()
         now = scale.hmm._workers.get(device_id)
         if now is not None and now.client is client:
+            assert client.hello() == worker.client.info  # the last chance for a late answer
             scale.hmm._workers[device_id] = worker
         elif now is None:
             worker.client.close()
+        client.close()
     for proxy in proxies:
         proxy.close()
+        assert proxy.is_done
+
+
+@contextmanager
+def peer_message(scale: MemoryScale, step: Step, how: str) -> Iterator[Inject]:
+    """What becomes of the first pages that a worker asks its peer for, when it copies."""
+    proxies: list[Proxy] = []
+    hmm, path_of = scale.hmm, scale.hmm.socket_path
+
+    def proxied(device_id: int) -> Path:
+        assert device_id == step.source_id
+        hmm.socket_path = path_of  # type: ignore[method-assign]
+        return proxies[0].path
+
+    def inject() -> None:
+        real = path_of(step.source_id)
+        proxies.append(Proxy(real, real.with_name("proxy.sock"), how, PAGES))
+        hmm.socket_path = proxied  # type: ignore[method-assign]
+
+    yield inject
+    for proxy in proxies:
+        proxy.close()
+        assert proxy.is_done

@@ -17,6 +17,7 @@ from sgl_elastic import wire
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, WireError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.messages import Asked
 from tests.unit.elastic.memory_workers import (
     PAGE,
     SHAPE,
@@ -29,6 +30,7 @@ from tests.unit.elastic.memory_workers import (
 
 W13, W2 = "experts.0.w13", "experts.0.w2"
 KV = ("kv.0", "kv.1")
+ASK_8 = messages.AskPages({W13: ((0, 8),)})
 
 
 @pytest.fixture
@@ -160,12 +162,14 @@ def test_all_pages_of_a_worker_travel_as_one_descriptor_and_only_once(one):
     client = one.client(0)
     client.map_slots({W13: [(0, 8)]})
     channel = raw_channel(one)
-    channel.send(messages.AskPages({W13: ((0, 8),)}))
-    pages, fds = channel.receive()
+    channel.send(Asked(1, ASK_8))
+    answered, fds = channel.receive()
+    pages = answered.reply
     assert (len(fds), len(pages.exports), pages.is_last) == (1, 12, True)
     fds.close()
-    channel.send(messages.AskPages({W13: ((0, 8),)}))
-    pages, fds = channel.receive()
+    channel.send(Asked(2, ASK_8))
+    answered, fds = channel.receive()
+    pages = answered.reply
     assert (len(fds), len(pages.exports)) == (0, 0)
     assert [len(run.page_ids) for run in pages.runs] == [12]
     channel.close()
@@ -239,7 +243,7 @@ def test_garbage_ends_that_connection_alone(one, garbage):
 def test_fields_out_of_range_end_that_connection_alone(one):
     for slots in ({W13: ((-1, 1),)}, {W13: ((0, 0),)}):
         channel = raw_channel(one)
-        channel.send(messages.MapSlots(slots))
+        channel.send(Asked(1, messages.MapSlots(slots)))
         with pytest.raises(MemoryWorkerError):
             channel.receive()
     assert one.usage()[0].used_pages == 0
@@ -253,7 +257,8 @@ from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory import messages
 import msgspec
 sock = wire.connect(Path(sys.argv[1]), MemoryWorkerError, 5.0)
-payload = msgspec.msgpack.encode(messages.MapSlots({"experts.0.w13": ((0, 4),)}))
+request = messages.MapSlots({"experts.0.w13": ((0, 4),)})
+payload = msgspec.msgpack.encode(messages.Asked(1, request))
 message = wire._HEADER.pack(b"SGLE", 1, 0, len(payload)) + payload
 sock.sendall(message[: int(sys.argv[2])])
 os.kill(os.getpid(), signal.SIGKILL)
@@ -274,7 +279,7 @@ def test_clients_that_vanish_while_pages_are_sent_leave_nothing_behind(one):
     fds = worker_fds(one)
     for _ in range(10):
         channel = raw_channel(one)
-        channel.send(messages.AskPages({W13: ((0, 8),)}))
+        channel.send(Asked(1, ASK_8))
         channel.close()
     assert settle(lambda: worker_fds(one)) == fds
     assert one.client(0).hello().device_id == 0
@@ -384,8 +389,8 @@ def answer_nonsense(server):
     channel = wire.Channel(
         sock, messages.REQUESTS, peer="client", failure=MemoryWorkerError, timeout_s=5.0
     )
-    channel.receive()
-    channel.send(messages.Digest("0"))
+    asked, _ = channel.receive()
+    channel.send(messages.Answered(asked.number, messages.Digest("0")))
     channel.close()
 
 
