@@ -170,6 +170,7 @@ class MemorySampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.peak_bytes = 0
+        self.peak_of: dict[int, int] = {}  # by worker, that is by device
 
     def __enter__(self) -> MemorySampler:
         self._thread.start()
@@ -187,6 +188,8 @@ class MemorySampler:
             if now - listed_s > 0.2:  # workers come and go
                 pids, listed_s = worker_pids(os.getpid()), now
             self.peak_bytes = max(self.peak_bytes, resident_bytes(pids))
+            for pid in pids:
+                self.peak_of[pid] = max(self.peak_of.get(pid, 0), own_bytes(pid))
             self._stop.wait(self._period_s)
 
 
@@ -220,11 +223,17 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return sum(files.values())
 
 
+def own_bytes(pid: int) -> int:
+    """Bytes behind a worker's own memory: the file that it opened first. 0 when it is gone."""
+    return next(iter(_memory_files(pid).values()), 0)
+
+
 def _memory_files(pid: int) -> dict[tuple[int, int], int]:
-    """(device, inode) -> bytes; none when the process is gone."""
+    """(device, inode) -> bytes, the one opened first first; none when the process is gone."""
     files: dict[tuple[int, int], int] = {}
     with suppress(OSError):
-        for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+        entries = Path(f"/proc/{pid}/fd").iterdir()
+        for entry in sorted(entries, key=lambda each: int(each.name)):
             with suppress(OSError):  # closed meanwhile
                 if "memfd:" in str(entry.readlink()):
                     info = entry.stat()

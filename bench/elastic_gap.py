@@ -2,8 +2,8 @@
 
     one server under a steady mixed load --[scale along WALK]--> for each scale
         longest gap between two tokens of any stream around it, over what is allowed
-        new requests held, failed streams, bytes copied and planned, peak memory over the larger
-        configuration's own
+        new requests held, failed streams, bytes copied, and the peak of each device's memory over
+        what it has in the configuration that needs more of it
     --> elastic_gap.json
 
 Allowed are twice the 99th percentile of the gaps in the seconds before the scale, plus 100 ms.
@@ -16,19 +16,20 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from bench.elastic_bench import (
     SOME_KV,
+    MemorySampler,
     any_spread,
     demo_asks,
     elastic_server,
     measured_scale,
     options_of,
-    resident_bytes,
+    own_bytes,
     wait_until_parked,
     worker_pids,
 )
@@ -55,9 +56,7 @@ class Seen:
     held_s: float
     phases: dict[str, float]
     copied_bytes: int
-    peak_bytes: int
-    bytes_before: int
-    bytes_after: int
+    peak_over_larger: float  # of the device where it is the most
 
 
 @dataclass(frozen=True)
@@ -96,24 +95,33 @@ def rows_of(seen: Sequence[tuple[Seen, Gaps]]) -> list[dict[str, Any]]:
                 "longest_s": any_spread([g.longest_s for _, g in chosen]),
                 "steady_p99_s": any_spread([g.steady_p99_s for _, g in chosen]),
                 "held_s": any_spread([each.held_s for each, _ in chosen]),
-                "peak_over_larger": any_spread([_peak_over_larger(each) for each, _ in chosen]),
+                "peak_over_larger": any_spread([each.peak_over_larger for each, _ in chosen]),
                 "copied_bytes": any_spread([each.copied_bytes for each, _ in chosen]),
             }
         )
     return rows
 
 
-def _peak_over_larger(seen: Seen) -> float:
-    return seen.peak_bytes / max(seen.bytes_before, seen.bytes_after)
+def peak_over_larger(
+    before: Mapping[int, int], peak: Mapping[int, int], after: Mapping[int, int]
+) -> float:
+    """Bytes by worker. The most, over all devices, of its peak over what it has before or after."""
+    larger = {pid: max(before.get(pid, 0), after.get(pid, 0)) for pid in peak}
+    return max(peak[pid] / held for pid, held in larger.items() if held)
+
+
+def _bytes_by_worker() -> dict[int, int]:
+    return {pid: own_bytes(pid) for pid in worker_pids(os.getpid())}
 
 
 async def one_scale(url: str, num_old: int, num_new: int) -> Seen:
     """A scale that a standby waits for, after a while of steady load."""
     await asyncio.to_thread(wait_until_parked, url, num_new)
     await asyncio.sleep(BEFORE_S)
-    bytes_before = resident_bytes(worker_pids(os.getpid()))
+    before = _bytes_by_worker()
     began_s = time.monotonic()
-    scaled = await measured_scale(url, num_old, num_new)
+    with MemorySampler() as memory:
+        scaled = await measured_scale(url, num_old, num_new)
     ended_s = time.monotonic()
     await asyncio.sleep(AFTER_S + 1.0)
     return Seen(
@@ -123,9 +131,7 @@ async def one_scale(url: str, num_old: int, num_new: int) -> Seen:
         held_s=scaled.gap_s,
         phases=dict(scaled.phases),
         copied_bytes=scaled.copied_bytes,
-        peak_bytes=scaled.peak_bytes,
-        bytes_before=bytes_before,
-        bytes_after=resident_bytes(worker_pids(os.getpid())),
+        peak_over_larger=peak_over_larger(before, memory.peak_of, _bytes_by_worker()),
     )
 
 

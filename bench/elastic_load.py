@@ -31,6 +31,7 @@ class Ask:
     text: str
     adapter: str | None
     num_tokens: int
+    regex: str = ""  # what the answer must match, if anything
 
 
 @dataclass
@@ -73,6 +74,8 @@ async def ask_once(session: aiohttp.ClientSession, url: str, ask: Ask) -> Stream
     }
     if ask.adapter is not None:
         body["adapter"] = ask.adapter
+    if ask.regex:
+        body["sampling_params"] |= {"regex": ask.regex, "ignore_eos": False}
     stream = Stream(ask, time.monotonic())
     try:
         async with session.post(f"{url}/generate", json=body) as response:

@@ -161,7 +161,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "elastic_gap": (
         "What running streams notice of a scale with a parked standby: the longest gap between\n"
         "two tokens of any stream, over what is allowed (twice the 99th percentile of the seconds\n"
-        "before, plus 100 ms), and peak memory over the larger configuration's own:",
+        "before, plus 100 ms), and the peak of any device's memory over the larger of what it has\n"
+        "before and after:",
         gaps,
     ),
     "elastic_figure7": (

@@ -12,7 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,18 @@ def later_asks() -> list[Ask]:
 
 
 @pytest.fixture(scope="module")
-def expected(server_pool: ServerPool, asks: list[Ask], later_asks: list[Ask]) -> Expected:
+def constrained() -> list[Ask]:
+    """Long answers that a grammar spells out: a hand-over must bring the grammar's state too."""
+    asks = make_asks(FIRST, 4, range(160, 161), seed=2)
+    return [replace(ask, regex="([a-f]{3}[0-4]){40}") for ask in asks]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    server_pool: ServerPool, asks: list[Ask], later_asks: list[Ask], constrained: list[Ask]
+) -> Expected:
     static = server_pool.get(ServerSpec())
-    streams = asyncio.run(steady(static.url, [*asks, *later_asks], 8))
+    streams = asyncio.run(steady(static.url, [*asks, *later_asks, *constrained], 8))
     assert not [stream.error for stream in streams if stream.error]
     return {stream.ask: stream.output_ids for stream in streams}
 
@@ -240,6 +249,29 @@ def test_an_adapter_loaded_at_one_size_is_there_at_another(
     assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
     refused = elastic.post("/generate", {"text": "a", "adapter": LATER})
     assert refused.status_code == 404, refused.text
+
+
+def test_a_grammar_goes_on_across_a_scale(
+    elastic: Server, constrained: list[Ask], expected: Expected
+) -> None:
+    streams, began_s, ended_s = asyncio.run(scale_amid(elastic, constrained, 2))
+    spanning = [s for s in streams if s.token_s[0] < began_s and s.token_s[-1] > ended_s]
+    assert spanning, "no stream ran before and after the scale"
+    assert_all_equal(streams, expected)
+    assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
+
+
+async def scale_amid(
+    server: Server, asks: Sequence[Ask], size: int
+) -> tuple[list[Stream], float, float]:
+    """All asks at once, and a scale after half a second; its begin and end."""
+    load = asyncio.create_task(steady(server.url, asks, len(asks)))
+    await asyncio.sleep(0.5)
+    began_s = time.monotonic()
+    operation = await scale(server.url, {"dp_size": size})
+    ended_s = time.monotonic()
+    assert operation["state"] == "succeeded", operation
+    return await load, began_s, ended_s
 
 
 def test_a_chosen_device_leaves(elastic: Server, asks: list[Ask], expected: Expected) -> None:
