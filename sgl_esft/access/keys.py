@@ -84,6 +84,11 @@ class KeyRing:
     def has_admin(self) -> bool:
         return any(entry.caller.is_admin for entry in self._entries)
 
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some key may not use every adapter."""
+        return any(entry.caller.is_restricted for entry in self._entries)
+
     def find(self, key: str) -> Caller | None:
         """Whose key this is; None for nobody's."""
         digest = digest_of(key)
