@@ -248,7 +248,7 @@ def peer_message(scale: MemoryScale, step: Step, how: str) -> Iterator[Inject]:
 
     def inject() -> None:
         real = path_of(step.source_id)
-        proxies.append(Proxy(real, real.with_name("proxy.sock"), how, PAGES))
+        proxies.append(Proxy(real, real.with_name("peer-proxy.sock"), how, PAGES))
         hmm.socket_path = proxied  # type: ignore[method-assign]
 
     yield inject

@@ -254,6 +254,29 @@ def test_a_message_between_workers_that_is_lost_or_doubled(
         check(scale, operation, before, tmp_path)
 
 
+@pytest.mark.parametrize("how", [how for how, fault in FAULTS.items() if fault.is_harmless])
+@pytest.mark.parametrize("direction", ["down"])
+def test_what_a_doubled_message_has_mapped_is_taken_back(
+    scale: MemoryScale, direction: str, how: str, tmp_path: Path
+) -> None:
+    """On a device that stays: the copy after it fails, and the undo must know what was mapped."""
+    map_step, copy_step = scale.step(0), scale.step(1)
+    assert (map_step.kind, copy_step.kind) == (StepKind.MAP_EXPERTS, StepKind.COPY_EXPERTS)
+    before = scale.left()
+    with (
+        cells.message(scale, map_step, how) as disturb,
+        cells.peer_message(scale, copy_step, "cut answer") as fail,
+    ):
+        operation = scale.scale(0, lambda: both(disturb, fail))
+    assert operation.state is _S.ROLLED_BACK, operation
+    check(scale, operation, before, tmp_path)
+
+
+def both(*injects: Inject) -> None:
+    for inject in injects:
+        inject()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
 def test_faults_one_after_the_other(seed: int, tmp_path: Path) -> None:
