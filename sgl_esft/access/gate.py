@@ -37,9 +37,10 @@ from sgl_esft.errors import (
 # (path, body) -> the adapters a request asks for, None for the base. Raises EsftError.
 AdaptersOf: TypeAlias = Callable[[str, Mapping[str, Any]], Collection[str | None]]
 
-ANYONE = Caller("anyone", is_admin=True)  # of a server without keys
-PUBLIC = Caller("public", max_concurrency=64)  # probes of a server with keys
-STARTING = Caller("start-up", is_admin=True)
+# Names that no key can have, so none shares their limits.
+ANYONE = Caller("(anyone)", is_admin=True)  # of a server without keys
+PUBLIC = Caller("(public)", max_concurrency=64)  # probes of a server with keys
+STARTING = Caller("(start-up)", is_admin=True)
 
 # Routes for clients that take a body and do not run the model.
 _WITHOUT_MODEL = frozenset(
