@@ -126,17 +126,19 @@ class Gate:
                 return
             route_class, caller = self._admit(scope, scope["method"])
             ticket = self._limits.enter(caller)
-            raw = await self._body(scope["headers"], receive)
-            if raw is None:
-                return
-            ask = self._check(route_class, caller, scope, raw)
-            if ask is not None:
-                ticket.grow(ask.sequences)
-                ticket.reserve(ask.tokens)
+            if route_class is not RouteClass.PUBLIC:  # those take no body, and leave it unread
+                raw = await self._body(scope["headers"], receive)
+                if raw is None:
+                    return
+                receive = _replay(raw, receive)
+                ask = self._check(route_class, caller, scope, raw)
+                if ask is not None:
+                    ticket.grow(ask.sequences)
+                    ticket.reserve(ask.tokens)
         except EsftError as error:
             await send_error(send, error)
         else:
-            await self._run(ticket, scope, _replay(raw, receive), send)
+            await self._run(ticket, scope, receive, send)
         finally:
             if ticket is not None:
                 ticket.leave()

@@ -320,6 +320,28 @@ def test_a_body_of_nobody_is_not_read(inner: Inner) -> None:
         assert sent[0]["status"] == status
 
 
+def test_a_probe_answers_without_its_body() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the body was read")
+
+    async def run() -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        behind = gate(Inner())
+        behind._app = app
+        await behind(scope_of("GET", "/health", [HOST]), receive, send)
+        return sent
+
+    assert [message.get("status") for message in asyncio.run(run())] == [200, None]
+
+
 def test_tokens_of_a_minute(inner: Inner) -> None:
     now = [0.0]
     app = gate(inner, clock=lambda: now[0])
