@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.elastic_bench import (
     ELASTIC,
+    FEW_TOKENS,
     STRATEGIES,
     demo_asks,
     elastic_server,
@@ -41,7 +42,6 @@ from bench.elastic_traffic import (
 from bench.record import write_result
 from sgl_elastic.coordinator.strategies import ScaleStrategy, devices_needed
 
-FEW_TOKENS = ("--max-total-tokens", "512")
 WIDTH_S = 5.0
 GOAL = 0.9  # the paper's target for the share of requests in time
 

@@ -6,6 +6,9 @@
 "Before" begins five seconds after the load does; "during" is from five seconds before the scale
 until five after the longest scale of all strategies has ended, as in the paper. Ratios are to what
 elastic serves before its scale, in the same round.
+
+Each device has KV for a few requests only, as in bench/elastic_slo.py: a second one brings no processor
+with it, so without that limit two ranks on the same cores would serve less than one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 from bench.elastic_bench import (
     ELASTIC,
+    FEW_TOKENS,
     STRATEGIES,
     check_streams,
     demo_asks,
@@ -34,7 +38,6 @@ from bench.elastic_load import Stream, steady
 from bench.elastic_traffic import finished_per_s
 from bench.record import write_result
 
-# On two cores a third device brings no processor with it, and a step of three ranks takes longer.
 SIZES = (1, 2)
 NUM_STREAMS = 16
 ROUNDS = 2
@@ -122,7 +125,7 @@ def main() -> None:
         for name in names if number % 2 == 0 else reversed(names):
             print(name, flush=True)
             flags = flags_of(name, SIZES[1])
-            with elastic_server(flags, SIZES[0]) as url:
+            with elastic_server(flags, SIZES[0], FEW_TOKENS) as url:
                 runs[name] = asyncio.run(one_run(url, flags, SIZES, before_s, after_s))
         rounds.append(runs)
         figures = {
