@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 30.0
 _MEMORY_TIMEOUT_S = 60.0
-_DECODER: msgspec.msgpack.Decoder[m.ToRank] = msgspec.msgpack.Decoder(m.ToRank)
+_DECODER: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
 
 
 class EngineRank:
@@ -156,7 +156,9 @@ class EngineRank:
         """Between two batches: do what was asked meanwhile, if anything."""
         if not select.select([self._channel.fileno()], [], [], 0)[0]:
             return
-        match self._receive():
+        match self._read():
+            case None:
+                pass
             case m.Wake():
                 self._stay_awake()
             case m.Ping():
@@ -300,15 +302,24 @@ class EngineRank:
     # ---- the channel ----
 
     def _receive(self) -> m.ToRank:
+        while (message := self._read()) is None:
+            pass
+        return message
+
+    def _read(self) -> m.ToRank | None:
+        """The next message; None for one that has come before."""
         self._channel.wait()
         try:
-            message, fds = self._channel.receive(_SEND_TIMEOUT_S)
+            told, fds = self._channel.receive(_SEND_TIMEOUT_S)
         except EngineFailedError as error:  # the front has ended, or has given this rank up
             logger.info("elastic: rank %d of %s ends: %s", self.rank, self.config.instance, error)
             os._exit(0)
         fds.close()
-        self._num_received += 1
-        return message
+        if told.number <= self._num_received:
+            logger.warning("elastic: %s came a second time", told.message)
+            return None
+        self._num_received = told.number
+        return told.message
 
     def _answer(self, action: Callable[[], int]) -> None:
         started = time.monotonic()
@@ -321,7 +332,7 @@ class EngineRank:
         self._channel.send(m.Done(time.monotonic() - started, num_bytes, self._num_received))
 
 
-def _connect(config: EngineConfig) -> wire.Channel[m.ToRank]:
+def _connect(config: EngineConfig) -> wire.Channel[m.Told]:
     sock = wire.connect(config.front_socket, EngineFailedError, _SEND_TIMEOUT_S)
     return wire.Channel(
         sock,

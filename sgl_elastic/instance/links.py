@@ -63,7 +63,7 @@ class RankLink:
     def send(self, message: m.ToRank) -> None:
         """Raises EngineFailedError when the rank is gone."""
         with self._lock:
-            self._channel.send(message)
+            self._channel.send(m.Told(self._num_sent + 1, message))
             self._num_sent += 1
             if not isinstance(message, m.Ping | m.Wake):
                 self._instruction = self._num_sent

@@ -3,6 +3,7 @@
     manager  --Attach, Park, Detach, Activate, ResizeKv, Run, Wake, Ping, Exit-->  rank
     rank     --Hello, Declared, Loaded, Started, Frozen, Done, Failed, Pong-->  manager
 
+To a rank each goes in a Told with its number, which the rank's Done or Failed repeats.
 Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64.
 """
 
@@ -165,4 +166,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Wake | Ping | Exit
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A message to a rank. Numbers rise from 1: one that is not newer than the last was doubled."""
+
+    number: int
+    message: ToRank
+
+
 FromRank = Hello | Declared | Loaded | Started | Frozen | AdapterTable | Done | Failed | Pong

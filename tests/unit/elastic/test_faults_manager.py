@@ -30,7 +30,7 @@ from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.types import Placement
 from tests.unit.elastic.scale_fakes import SHAPE
 
-TO_RANK: msgspec.msgpack.Decoder[m.ToRank] = msgspec.msgpack.Decoder(m.ToRank)
+TO_RANK: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
 ONE = Placement((0,), (0,) * 6, (100,))
 TWO = Placement((0, 1), (0, 0, 0, 1, 1, 1), (100, 90))
 HANG_S = 0.3
@@ -63,9 +63,9 @@ class FakeRank(threading.Thread):
         with contextlib.suppress(EngineFailedError, ValueError, OSError):
             while True:
                 self.channel.wait()
-                message, fds = self.channel.receive()
+                told, fds = self.channel.receive()
                 fds.close()
-                self._number += 1
+                self._number, message = told.number, told.message
                 self.heard.append(message)
                 if type(message) not in self.mutes:
                     self.answer(message)

@@ -36,6 +36,7 @@ class Bench:
         self.rank._sleeper = None
         self.rank.rank = 0
         self.rank.config = SimpleNamespace(instance="i1")  # type: ignore[assignment]
+        self.num_said = 0
         self.carried_out: list[m.ToRank] = []
         self.rank._carry_out = self.carry_out  # type: ignore[method-assign]
         self.rank._grow_kv = lambda scheduler, num_tokens: 5  # type: ignore[method-assign]
@@ -46,7 +47,11 @@ class Bench:
 
     def says(self, *messages: m.ToRank) -> None:
         for message in messages:
-            self.manager.send(message)
+            self.num_said += 1
+            self.manager.send(m.Told(self.num_said, message))
+
+    def says_again(self, message: m.ToRank) -> None:
+        self.manager.send(m.Told(self.num_said, message))
 
     def hears(self) -> m.FromRank:
         message, fds = self.manager.receive()
@@ -126,3 +131,18 @@ def test_a_rank_whose_front_has_ended_ends_without_a_word(
     bench.manager.close()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_instruction_that_comes_twice_is_carried_out_once(bench: Bench) -> None:
+    bench.says(m.ResizeKv(7))
+    bench.says_again(m.ResizeKv(7))
+    bench.says(m.ResizeKv(8))
+    for _ in range(3):
+        bench.rank.poll(None)
+    answers = [bench.hears(), bench.hears()]
+    assert [answer.number for answer in answers if isinstance(answer, m.Done)] == [1, 2]
+    bench.says_again(m.ResizeKv(8))
+    bench.says(m.Ping())
+    bench.rank.poll(None)
+    bench.rank.poll(None)
+    assert bench.hears() == m.Pong(), "nothing was said in between"

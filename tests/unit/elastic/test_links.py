@@ -15,7 +15,7 @@ from sgl_elastic.errors import ElasticError, EngineFailedError
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.links import RankServer, expect_all, send_all
 
-TO_RANK: msgspec.msgpack.Decoder[m.ToRank] = msgspec.msgpack.Decoder(m.ToRank)
+TO_RANK: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
 ADAPTER = m.Adapter("id", "math", "/adapters/math", 0, False, {1: (2, 5)})
 
 
@@ -33,9 +33,9 @@ class FakeRank:
         self.channel.send(m.Hello(instance, rank, pid))
 
     def hears(self) -> m.ToRank:
-        message, fds = self.channel.receive()
+        told, fds = self.channel.receive()
         fds.close()
-        return message
+        return told.message
 
 
 class Bench:
