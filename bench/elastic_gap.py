@@ -42,7 +42,8 @@ NUM_STREAMS = 8
 STANDBYS = ("--standby-ranks", "8")
 ROUNDS = 3
 BEFORE_S = 8.0  # of steady load that a scale's gap is compared with
-AFTER_S = 4.0  # a gap that ends so long after the scale is of its making still
+AROUND_S = 1.0  # a gap that ends so long after the scale is of its making
+AFTER_S = 4.0  # until then the next standby's start may show
 EXTRA_S = 0.1  # allowed beyond twice the steady gap
 
 
@@ -64,7 +65,8 @@ class Gaps:
     """Of all streams around one scale."""
 
     steady_p99_s: float
-    longest_s: float
+    longest_s: float  # from the request to scale until AROUND_S after its end
+    later_s: float  # the longest from then until AFTER_S
 
     @property
     def allowed_s(self) -> float:
@@ -74,12 +76,18 @@ class Gaps:
 
 def gaps_around(streams: Sequence[Stream], began_s: float, ended_s: float) -> Gaps:
     """Raises ValueError where a window has no gap at all."""
-    ends = [gap for stream in streams for gap in stream.gaps_s]
-    before = [gap for at, gap in ends if began_s - BEFORE_S <= at < began_s]
-    around = [gap for at, gap in ends if began_s <= at < ended_s + AFTER_S]
+    gaps = [gap for stream in streams for gap in stream.gaps_s]
+    before = _between(gaps, began_s - BEFORE_S, began_s)
+    around = _between(gaps, began_s, ended_s + AROUND_S)
+    later = _between(gaps, ended_s + AROUND_S, ended_s + AFTER_S)
     if len(before) < 2 or not around:
         raise ValueError("no tokens before or around the scale: is there any load?")
-    return Gaps(statistics.quantiles(before, n=100)[98], max(around))
+    p99_s = statistics.quantiles(before, n=100)[98]
+    return Gaps(p99_s, max(around), max(later, default=0.0))
+
+
+def _between(gaps: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> list[float]:
+    return [seconds for at_s, seconds in gaps if begin_s <= at_s < end_s]
 
 
 def rows_of(seen: Sequence[tuple[Seen, Gaps]]) -> list[dict[str, Any]]:
@@ -93,6 +101,7 @@ def rows_of(seen: Sequence[tuple[Seen, Gaps]]) -> list[dict[str, Any]]:
                 "scales": len(chosen),
                 "longest_over_allowed": any_spread([g.longest_s / g.allowed_s for _, g in chosen]),
                 "longest_s": any_spread([g.longest_s for _, g in chosen]),
+                "later_s": any_spread([g.later_s for _, g in chosen]),
                 "steady_p99_s": any_spread([g.steady_p99_s for _, g in chosen]),
                 "held_s": any_spread([each.held_s for each, _ in chosen]),
                 "peak_over_larger": any_spread([each.peak_over_larger for each, _ in chosen]),
@@ -180,7 +189,7 @@ def main() -> None:
         for each in seen:
             gaps = gaps_around(streams, each.began_s, each.ended_s)
             found.append((each, gaps))
-            print(f"  {each.step}: {gaps.longest_s:.3f} s of {gaps.allowed_s:.3f} s", each.phases)
+            print(f"  {each.step}: {gaps.longest_s:.3f} s of {gaps.allowed_s:.3f} s", flush=True)
         write(found, num_streams, failed, options, number + 1)
 
 

@@ -128,6 +128,7 @@ def gaps(result: Any) -> str:
             _milliseconds(row["longest_s"]),
             _milliseconds(row["steady_p99_s"]),
             ratio(row["longest_over_allowed"]),
+            _milliseconds(row["later_s"]),
             _milliseconds(row["held_s"]),
             ratio(row["peak_over_larger"]),
             f"{row['copied_bytes']['median'] / _MB:.1f} MB",
@@ -135,7 +136,7 @@ def gaps(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["devices", "scales", "longest gap, ms", "steady p99, ms", "over allowed"]
-    header += ["requests held, ms", "peak memory", "copied"]
+    header += ["later, ms", "requests held, ms", "peak memory", "copied"]
     text = _ended(result, header, rows)
     return f"{text} {result['requests']:,} requests went on meanwhile, {result['failed']} failed."
 

@@ -223,10 +223,11 @@ def test_throughput_has_the_same_windows_for_all() -> None:
 
 def test_gaps_of_all_streams_around_a_scale() -> None:
     steady = stream(0.0, *(1 + number * 0.02 for number in range(400)))  # until 8.98
-    halted = stream(0.0, 8.5, 8.52, 9.0, 9.02)
+    halted = stream(0.0, 8.5, 8.52, 9.0, 9.02, 11.02)
     gaps = elastic_gap.gaps_around([steady, halted], began_s=8.8, ended_s=9.1)
     assert gaps.steady_p99_s == pytest.approx(0.02)
     assert gaps.longest_s == pytest.approx(0.48)
+    assert gaps.later_s == pytest.approx(2.0), "that is no part of the scale"
     assert gaps.allowed_s == pytest.approx(0.14)
     with pytest.raises(ValueError, match="load"):
         elastic_gap.gaps_around([halted], began_s=0.0, ended_s=1.0)
