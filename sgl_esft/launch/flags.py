@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EXPERT_MEMORY_KINDS, REROUTE_KINDS
 from sgl_esft.errors import ConfigError
+from sgl_esft.launch import access
+from sgl_esft.launch.access import AccessFlags
 
 DEFAULT_PORT = 30000
 DEFAULT_HOST = "127.0.0.1"
@@ -48,6 +50,7 @@ class LaunchFlags:
     port: int
     tp_size: int
     dp_size: int
+    access: AccessFlags
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_esft_flags(parser.add_argument_group("ESFT"))
+    access.add_flags(parser.add_argument_group("access"))
     _add_device_flags(parser.add_argument_group("the CPU reference platform"))
     _add_shared_flags(parser.add_argument_group("SGLang flags that the launcher reads too"))
     return parser
@@ -154,7 +158,9 @@ def _add_shared_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model-path", "--model", metavar="DIR", help="the base model (default: the demo zoo)"
     )
-    group.add_argument("--host", default=DEFAULT_HOST, help="default: %(default)s")
+    group.add_argument(
+        "--host", default=DEFAULT_HOST, help="default: %(default)s; any other address needs keys"
+    )
     group.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s")
     group.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
     group.add_argument(
@@ -172,6 +178,7 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     found, rest = build_parser().parse_known_args(argv)
     if found.no_esft and found.esft_adapters:
         raise ConfigError("--no-esft and --esft-adapters exclude each other")
+    found.access = access.read_flags(found)
     fields = {name: getattr(found, name) for name in _COPIED}
     flags = LaunchFlags(
         esft_adapters=tuple(found.esft_adapters),
@@ -201,4 +208,5 @@ _COPIED = (
     "port",
     "tp_size",
     "dp_size",
+    "access",
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from sgl_esft import adapter_format, env, platform, zoo
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.launch.access import AccessPlan, plan_access
 from sgl_esft.launch.flags import LaunchFlags
 from sgl_esft.launch.ports import check_port_free
 from sgl_esft.model_spec import MoeSpec, read_moe_spec
@@ -65,6 +66,7 @@ class LaunchPlan:
     device_environment: Mapping[str, str]  # set whatever the user has
     host: str
     port: int
+    access: AccessPlan
 
 
 def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
@@ -72,6 +74,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     _refuse(sglang_argv, flags.weave)
     _check_sizes(flags)
     check_port_free(flags.host, flags.port)
+    access = plan_access(flags.access, flags.host, sglang_argv, weave=flags.weave)
     device_environment = _device_environment(flags)
     model_path = flags.model_path or str(zoo.base_path())
     adapters = _named_adapters(flags)
@@ -96,6 +99,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         device_environment=device_environment,
         host=flags.host,
         port=flags.port,
+        access=access,
     )
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_esft import platform, plugin, zoo
+from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.errors import EsftError
 from sgl_esft.http_adapters import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
-from sgl_esft.launch import resolved
+from sgl_esft.launch import access, resolved
 from sgl_esft.launch.plan import LaunchPlan
 
 
@@ -27,11 +28,11 @@ def serve(launch: LaunchPlan) -> int:
     try:
         plugin.verify()
         server_args = resolve(launch)
+        say(f"2/3 starting the engine{_described(launch)}")
+        return run(launch, server_args, started)
     except EsftError as error:
         print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    say(f"2/3 starting the engine{_described(launch)}")
-    return run(launch, server_args, started)
 
 
 def resolve(launch: LaunchPlan) -> object:
@@ -39,16 +40,18 @@ def resolve(launch: LaunchPlan) -> object:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import prepare_server_args
 
-    server_args = prepare_server_args(list(launch.sglang_argv))
+    server_args = prepare_server_args([*access.argv_of(launch.access), *launch.sglang_argv])
     server_args.resolve_once()
-    needed = resolved.SERVER
+    needed = resolved.SERVER + access.needed(launch.host)
     if launch.config is not None:
         needed += resolved.WEAVING
         if launch.config.expert_memory == "virtual":
             needed += resolved.VIRTUAL
     if platform.is_active():
         needed += resolved.CPU
-    resolved.check_resolved(resolving_view(server_args), needed)
+    view = resolving_view(server_args)
+    resolved.check_resolved(view, needed)
+    access.check_keys(view, launch.access)
     return server_args
 
 
@@ -60,7 +63,7 @@ def run(
 ) -> int:
     """SGLang's HTTP server with our routes, until it is stopped. Returns the exit status.
 
-    `when_ready` is called as soon as requests can be served.
+    `when_ready` is called as soon as requests can be served. Raises UndeclaredRouteError.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
@@ -77,7 +80,11 @@ def run(
             summary="Expert memory of every device: reserved, mapped, shared; who has which slots",
         )
 
+    access.install(http_server.app, launch.access, _bounds, _known_names)
+
     def ready() -> None:
+        if launch.access.inner_key is not None:
+            launch.access.inner_key.close()
         when_ready()
         _announce(launch, time.monotonic() - started)
 
@@ -101,6 +108,11 @@ def _tokenizer_manager() -> Any:
     return http_server._global_state.tokenizer_manager
 
 
+def _bounds() -> ModelBounds:
+    model = _tokenizer_manager().model_config
+    return ModelBounds(vocab_size=model.vocab_size, context_length=model.context_len)
+
+
 def _known_names() -> KnownNames:
     """What requests may name now, from SGLang's own registry in this process."""
     manager = _tokenizer_manager()
@@ -117,6 +129,7 @@ def prepare_environment(launch: LaunchPlan) -> None:
     for name, value in launch.environment.items():
         os.environ.setdefault(name, value)
     os.environ.update(launch.device_environment)
+    access.forget(launch.access)
     if launch.config is not None:
         launch.config.export()
 
@@ -139,8 +152,10 @@ def _announce(launch: LaunchPlan, seconds: float) -> None:
         body = {"text": "coffee -> ", "sampling_params": {"temperature": 0, "stop": "\n"}}
     if launch.adapters:
         body["adapter"] = next(iter(launch.adapters))
-    header = "Content-Type: application/json"
-    print(f"  curl {url}/generate -H '{header}' -d '{json.dumps(body)}'", flush=True)
+    headers = "-H 'Content-Type: application/json'"
+    if launch.access.policy.keys:
+        headers += ' -H "Authorization: Bearer $KEY"'
+    print(f"  curl {url}/generate {headers} -d '{json.dumps(body)}'", flush=True)
 
 
 def say(line: str) -> None:

@@ -1,0 +1,249 @@
+"""From flags to the gate in front of an application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from sgl_esft.access.bodies import ModelBounds
+from sgl_esft.errors import ConfigError, UndeclaredRouteError, UnknownAdapterError
+from sgl_esft.http_adapters import ADAPTER_ROUTES, AdapterMiddleware, KnownNames
+from sgl_esft.launch import access, flags
+from sgl_esft.launch.access import AccessPlan
+
+KEY = "-client-key-0123456789"
+ADMIN = "admin-key-0123456789"
+TENANT = "tenant-key-0123456789"
+NAMES = KnownNames(frozenset({"math", "law"}), frozenset({"/models/base"}))
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.json"
+    tenant = {"name": "tenant", "key": TENANT, "adapters": ["math"], "base_model": False}
+    path.write_text(json.dumps({"keys": [tenant, {"name": "all", "key": KEY}]}))
+    path.chmod(0o600)
+    return path
+
+
+def make(*argv: str, weave: bool = True, **environment: str) -> AccessPlan:
+    parsed, rest = flags.parse(argv)
+    return access.plan_access(
+        parsed.access, parsed.host, rest, weave=weave, environment=environment
+    )
+
+
+def test_defaults() -> None:
+    plan = make()
+    assert len(plan.policy.keys) == 0
+    assert plan.inner_key is None
+    assert plan.policy.rules.max_bytes == 2 << 20
+    assert 0 < plan.policy.body_timeout_s < plan.policy.request_timeout_s < 7200
+    assert access.argv_of(plan) == ()
+    assert not plan.policy.rules.takes_logit_processors
+    assert not plan.policy.rules.takes_media
+
+
+def test_every_flag(keys_file: Path) -> None:
+    plan = make(
+        *("--api-keys-file", str(keys_file), "--admin-key-env", "ADMIN_KEY"),
+        *("--api-key", "one-more-key-0123456789", "--max-body-bytes", "8MiB"),
+        *("--body-timeout", "2.5", "--request-timeout", "60"),
+        *("--allowed-origins", "https://a", "https://b"),
+        *("--enable-route", "/start_profile", "--enable-route=/stop_profile"),
+        "--enable-custom-logit-processor",
+        ADMIN_KEY=ADMIN,
+    )
+    assert [plan.policy.keys.find(k) is not None for k in (KEY, TENANT, ADMIN)] == [True] * 3
+    assert plan.policy.keys.has_admin
+    assert plan.policy.rules.max_bytes == 8 << 20
+    assert plan.policy.rules.takes_logit_processors
+    assert (plan.policy.body_timeout_s, plan.policy.request_timeout_s) == (2.5, 60)
+    assert plan.policy.allowed_origins == ("https://a", "https://b")
+    assert plan.policy.table.enabled == {"/start_profile", "/stop_profile"}
+    assert make("--max-body-bytes", "1000").policy.rules.max_bytes == 1000
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu-1", "localhost.example", ""])
+def test_no_other_host_without_keys(host: str) -> None:
+    with pytest.raises(ConfigError, match="--api-keys-file or --api-key"):
+        make("--host", host)
+    assert len(make("--host", host, f"--api-key={KEY}").policy.keys) == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    assert make("--host", host).inner_key is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--api-key", "short"], "--api-key: a key has 16 to 256"),
+        (["--admin-api-key", "short"], "--admin-api-key: a key has 16 to 256"),
+        ([f"--api-key={KEY}", f"--admin-api-key={KEY}"], "have the same key"),
+        (["--admin-key-env", "NOT_SET"], "--admin-key-env NOT_SET: the variable is not set"),
+        (["--api-keys-file", "nothing.json"], "cannot read nothing.json"),
+        (["--max-body-bytes", "0"], "--max-body-bytes"),
+        (["--max-body-bytes", "2mb"], "--max-body-bytes"),
+        (["--request-timeout", "0"], "--request-timeout 0: must be a finite time"),
+        (["--request-timeout", "inf"], "--request-timeout inf: must be"),
+        (["--body-timeout", "nan"], "--body-timeout nan: must be"),
+        (["--body-timeout", "-1"], "--body-timeout -1: must be"),
+    ],
+)
+def test_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        make(*argv)
+    assert KEY not in str(caught.value)
+
+
+def test_keys_for_some_adapters_need_adapters(keys_file: Path) -> None:
+    with pytest.raises(ConfigError, match="--no-esft has no adapters"):
+        make("--api-keys-file", str(keys_file), weave=False)
+
+
+def test_a_server_that_has_no_gate_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SGLANG_RUST_SERVER"):
+        make(SGLANG_RUST_SERVER="1")
+    make(SGLANG_RUST_SERVER="0")
+    for argv in (["--grpc-port", "5000"], ["--grpc-port=5000"]):
+        with pytest.raises(ConfigError, match="--grpc-port: there is no access control on gRPC"):
+            make(*argv)
+
+
+def test_nothing_of_the_plan_shows_a_key(keys_file: Path) -> None:
+    argv = ["--api-keys-file", str(keys_file), "--admin-api-key", ADMIN]
+    parsed, _ = flags.parse(argv)
+    plan = make(*argv)
+    assert plan.inner_key is not None
+    for secret in (KEY, TENANT, ADMIN, plan.inner_key.value):
+        assert secret not in f"{parsed!r} {plan!r}"
+
+
+def test_sglang_knows_the_inner_key_only() -> None:
+    plan = make(f"--api-key={KEY}")
+    assert plan.inner_key is not None
+    value = plan.inner_key.value
+    assert access.argv_of(plan) == (f"--api-key={value}", f"--admin-api-key={value}")
+    access.check_keys(SimpleNamespace(api_key=value, admin_api_key=value), plan)
+    access.check_keys(SimpleNamespace(api_key=None, admin_api_key=None), make())
+    for api_key, admin in ((value, KEY), (KEY, value), (None, value)):
+        with pytest.raises(ConfigError, match="in full, on the command line") as caught:
+            access.check_keys(SimpleNamespace(api_key=api_key, admin_api_key=admin), plan)
+        assert KEY not in str(caught.value)
+    with pytest.raises(ConfigError, match="write --api-key in full"):
+        access.check_keys(SimpleNamespace(api_key=KEY, admin_api_key=None), make())
+
+
+def test_children_do_not_inherit_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADMIN_KEY", ADMIN)
+    plan = make("--admin-key-env", "ADMIN_KEY", ADMIN_KEY=ADMIN)
+    access.forget(plan)
+    assert "ADMIN_KEY" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "asked"),
+    [
+        ("/generate", {"text": "x"}, {None}),
+        ("/generate", {"text": "x", "adapter": "math"}, {"math"}),
+        ("/generate", {"text": "x", "lora_path": "law"}, {"law"}),
+        ("/generate", {"text": ["x", "y"], "lora_path": ["law", None]}, {"law", None}),
+        ("/generate", {"text": ["x", "y"], "adapter": ["law", "math"]}, {"law", "math"}),
+        ("/generate", {"text": ["x"], "lora_path": [None]}, {None}),
+        ("/v1/completions", {"prompt": "x", "model": "base:math"}, {"math"}),
+        ("/v1/completions", {"prompt": "x", "model": "law"}, {"law"}),
+        ("/v1/completions", {"prompt": "x", "model": "/models/base"}, {None}),
+        ("/v1/chat/completions", {"model": "default"}, {None}),
+        ("/v1/responses", {"model": "base"}, {None}),
+        ("/v1/embeddings", {"lora_path": "law"}, {None}),
+        ("/v1/responses", {"model": "math"}, ConfigError),
+        ("/generate", {"text": "x", "adapter": "math", "lora_path": "law"}, ConfigError),
+        ("/generate", {"text": "x", "adapter": "nobody"}, UnknownAdapterError),
+    ],
+)
+def test_what_a_body_asks_for(path: str, body: dict[str, Any], asked: Any) -> None:
+    ask = access.adapters_of(lambda: NAMES)
+    if isinstance(asked, set):
+        assert set(ask(path, body)) == asked
+    else:
+        with pytest.raises(asked):
+            ask(path, body)
+
+
+def application() -> FastAPI:
+    """As SGLang's: its middleware, and some of its routes."""
+    app = FastAPI()
+    app.add_middleware(CORSMiddleware, allow_origins=["*"])
+    app.add_middleware(AdapterMiddleware, known_names=lambda: NAMES)
+    for path in (*ADAPTER_ROUTES, "/update_weights_from_tensor", "/load_lora_adapter"):
+        app.add_api_route(path, lambda: {"ok": True}, methods=["POST"])
+    app.add_api_route("/health", lambda: {"ok": True}, methods=["GET"])
+    return app
+
+
+def installed(app: FastAPI, plan: AccessPlan) -> FastAPI:
+    access.install(app, plan, lambda: ModelBounds(300, 1000), lambda: NAMES)
+    return app
+
+
+async def statuses(app: FastAPI, calls: list[tuple[str, str, str | None, Any]]) -> list[int]:
+    transport = httpx.ASGITransport(app=app)
+    found = []
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for method, path, key, body in calls:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            answer = await client.request(method, path, headers=headers, json=body)
+            found.append(answer.status_code)
+    return found
+
+
+def test_an_installed_gate_is_around_all_middleware(keys_file: Path) -> None:
+    argv = ("--api-keys-file", str(keys_file), "--admin-key-env", "A")
+    app = installed(application(), make(*argv, A=ADMIN))
+    app.add_middleware(CORSMiddleware, allow_origins=["*"])  # later, as SGLang adds its own
+    text = {"text": "x"}
+    calls: list[tuple[str, str, str | None, Any]] = [
+        ("GET", "/health", None, None),
+        ("POST", "/generate", None, text),
+        ("POST", "/generate", KEY, text),
+        ("POST", "/generate", TENANT, text),
+        ("POST", "/generate", TENANT, {**text, "adapter": "math"}),
+        ("POST", "/generate", TENANT, {**text, "adapter": "law"}),
+        ("POST", "/v1/completions", TENANT, {"prompt": "x", "model": "x:law"}),
+        ("POST", "/load_lora_adapter", KEY, {}),
+        ("POST", "/load_lora_adapter", ADMIN, {}),
+        ("POST", "/update_weights_from_tensor", ADMIN, {}),
+        ("OPTIONS", "/generate", None, None),
+    ]
+    expected = [200, 401, 200, 403, 200, 403, 403, 403, 200, 404, 405]
+    assert asyncio.run(statuses(app, calls)) == expected
+
+
+def test_without_keys_all_but_what_is_off_goes_on() -> None:
+    app = installed(application(), make())
+    calls: list[tuple[str, str, str | None, Any]] = [
+        ("POST", "/generate", None, {"text": "x", "adapter": "math"}),
+        ("POST", "/generate", "none", {"text": "x"}),
+        ("POST", "/load_lora_adapter", None, {}),
+        ("POST", "/update_weights_from_tensor", None, {}),
+    ]
+    assert asyncio.run(statuses(app, calls)) == [200, 200, 200, 404]
+
+
+def test_an_undeclared_route_stops_the_start() -> None:
+    app = application()
+    app.add_api_route("/surprise", lambda: None)
+    with pytest.raises(UndeclaredRouteError, match="GET /surprise"):
+        installed(app, make())
+    installed(app, make("--enable-route", "/surprise"))
