@@ -37,7 +37,7 @@ MAX_DEVICES = 6  # so that extravagant scaling has devices for 2 -> 4
 DEVICE_MEMORY = "64MiB"
 # KV that leaves room on a device: otherwise it takes all of it, and every strategy's peak is that.
 SOME_KV = ("--max-total-tokens", "16384")
-# KV for a few requests: what ends first on a device, and what another device brings.
+# KV for a few requests: what ends first on a device.
 FEW_TOKENS = ("--max-total-tokens", "512")
 COLD = "cold_restart"
 ELASTIC = "elastic"

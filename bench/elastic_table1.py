@@ -7,8 +7,7 @@
 until five after the longest scale of all strategies has ended, as in the paper. Ratios are to what
 elastic serves before its scale, in the same round.
 
-Each device has KV for a few requests only, as in bench/elastic_slo.py: a second one brings no
-processor with it, so without that limit two ranks on the same cores would serve less than one.
+Each device has KV for a few requests only, as in bench/elastic_slo.py.
 """
 
 from __future__ import annotations

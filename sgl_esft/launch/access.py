@@ -54,6 +54,12 @@ class AccessFlags:
     allowed_origins: tuple[str, ...]
     enabled_routes: tuple[str, ...]
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is to be a gate. Without one SGLang's own two keys are all there is."""
+        own = (self.api_keys_file, self.admin_key_env)
+        return any(each is not None for each in own) or bool(self.enabled_routes)
+
 
 @dataclass(frozen=True)
 class AccessPlan:
@@ -189,6 +195,12 @@ def _entries(flags: AccessFlags, environment: Mapping[str, str]) -> list[KeyEntr
     if flags.admin_key_env is not None:
         found.append(keys.admin_from_environment(flags.admin_key_env, environment))
     return found
+
+
+def argv_without_gate(flags: AccessFlags) -> tuple[str, ...]:
+    """SGLang's own keys as they were given, where it has no gate in front of it."""
+    given = (("--api-key", flags.api_key), ("--admin-api-key", flags.admin_api_key))
+    return tuple(f"{flag}={key}" for flag, key in given if key is not None)
 
 
 def argv_of(plan: AccessPlan) -> tuple[str, ...]:

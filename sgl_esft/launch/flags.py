@@ -159,7 +159,7 @@ def _add_shared_flags(group: argparse._ArgumentGroup) -> None:
         "--model-path", "--model", metavar="DIR", help="the base model (default: the demo zoo)"
     )
     group.add_argument(
-        "--host", default=DEFAULT_HOST, help="default: %(default)s; any other address needs keys"
+        "--host", default=DEFAULT_HOST, help="default: %(default)s; give keys with any other"
     )
     group.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s")
     group.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from sgl_esft import adapter_format, env, platform, zoo
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.launch.access import AccessPlan, plan_access
+from sgl_esft.launch.access import AccessPlan, argv_without_gate, plan_access
 from sgl_esft.launch.flags import LaunchFlags
 from sgl_esft.launch.ports import check_port_free
 from sgl_esft.model_spec import MoeSpec, read_moe_spec
@@ -66,7 +66,7 @@ class LaunchPlan:
     device_environment: Mapping[str, str]  # set whatever the user has
     host: str
     port: int
-    access: AccessPlan
+    access: AccessPlan | None  # None = no gate in front of SGLang
 
 
 def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
@@ -74,7 +74,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     _refuse(sglang_argv, flags.weave)
     _check_sizes(flags)
     check_port_free(flags.host, flags.port)
-    access = plan_access(flags.access, flags.host, sglang_argv, weave=flags.weave)
+    access = _access(flags, sglang_argv)
     device_environment = _device_environment(flags)
     model_path = flags.model_path or str(zoo.base_path())
     adapters = _named_adapters(flags)
@@ -91,6 +91,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         config=config,
         sglang_argv=(
             *_own_argv(flags, model_path),
+            *(() if access else argv_without_gate(flags.access)),
             *(_weave_argv(config, adapters) if config else ()),
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *sglang_argv,
@@ -101,6 +102,12 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         port=flags.port,
         access=access,
     )
+
+
+def _access(flags: LaunchFlags, sglang_argv: Sequence[str]) -> AccessPlan | None:
+    if not flags.access.is_on:
+        return None
+    return plan_access(flags.access, flags.host, sglang_argv, weave=flags.weave)
 
 
 def uses_data_parallel(argv: Sequence[str]) -> bool:

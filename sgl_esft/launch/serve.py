@@ -40,9 +40,11 @@ def resolve(launch: LaunchPlan) -> object:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import prepare_server_args
 
-    server_args = prepare_server_args([*access.argv_of(launch.access), *launch.sglang_argv])
+    gate = launch.access
+    keys = access.argv_of(gate) if gate else ()
+    server_args = prepare_server_args([*keys, *launch.sglang_argv])
     server_args.resolve_once()
-    needed = resolved.SERVER + access.needed(launch.host)
+    needed = resolved.SERVER + (access.needed(launch.host) if gate else ())
     if launch.config is not None:
         needed += resolved.WEAVING
         if launch.config.expert_memory == "virtual":
@@ -51,7 +53,8 @@ def resolve(launch: LaunchPlan) -> object:
         needed += resolved.CPU
     view = resolving_view(server_args)
     resolved.check_resolved(view, needed)
-    access.check_keys(view, launch.access)
+    if gate:
+        access.check_keys(view, gate)
     return server_args
 
 
@@ -80,10 +83,11 @@ def run(
             summary="Expert memory of every device: reserved, mapped, shared; who has which slots",
         )
 
-    access.install(http_server.app, launch.access, _bounds, _known_names)
+    if launch.access:
+        access.install(http_server.app, launch.access, _bounds, _known_names)
 
     def ready() -> None:
-        if launch.access.inner_key is not None:
+        if launch.access and launch.access.inner_key is not None:
             launch.access.inner_key.close()
         when_ready()
         _announce(launch, time.monotonic() - started)
@@ -129,7 +133,8 @@ def prepare_environment(launch: LaunchPlan) -> None:
     for name, value in launch.environment.items():
         os.environ.setdefault(name, value)
     os.environ.update(launch.device_environment)
-    access.forget(launch.access)
+    if launch.access:
+        access.forget(launch.access)
     if launch.config is not None:
         launch.config.export()
 
@@ -153,7 +158,7 @@ def _announce(launch: LaunchPlan, seconds: float) -> None:
     if launch.adapters:
         body["adapter"] = next(iter(launch.adapters))
     headers = "-H 'Content-Type: application/json'"
-    if launch.access.policy.keys:
+    if launch.access and launch.access.policy.keys:
         headers += ' -H "Authorization: Bearer $KEY"'
     print(f"  curl {url}/generate {headers} -d '{json.dumps(body)}'", flush=True)
 

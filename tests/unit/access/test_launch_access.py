@@ -247,3 +247,23 @@ def test_an_undeclared_route_stops_the_start() -> None:
     with pytest.raises(UndeclaredRouteError, match="GET /surprise"):
         installed(app, make())
     installed(app, make("--enable-route", "/surprise"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_on"),
+    [
+        ((), False),
+        ((f"--api-key={KEY}", f"--admin-api-key={ADMIN}"), False),
+        (("--api-keys-file", "keys.json"), True),
+        (("--admin-key-env", "ADMIN_KEY"), True),
+        (("--enable-route", "/start_profile"), True),
+    ],
+)
+def test_what_turns_the_gate_on(argv: tuple[str, ...], is_on: bool) -> None:
+    assert flags.parse(argv)[0].access.is_on == is_on
+
+
+def test_without_a_gate_sglang_gets_the_keys_that_were_given() -> None:
+    parsed = flags.parse([f"--api-key={KEY}", f"--admin-api-key={ADMIN}"])[0].access
+    assert access.argv_without_gate(parsed) == (f"--api-key={KEY}", f"--admin-api-key={ADMIN}")
+    assert access.argv_without_gate(flags.parse([])[0].access) == ()
