@@ -145,3 +145,39 @@ def figure11(result: Result) -> Figure:
     axes.set_ylabel("time until it serves [share]")
     legend_below(figure)
     return figure
+
+
+def table1(result: Result) -> Figure:
+    """Requests a second before, during and after a scale, over elastic's before; ours beside the
+    paper's."""
+    figure, ((ours, theirs),) = panels(2, width=3.9, height=2.7)
+    windows = ("before", "during", "after")
+    rows = result["rows"]
+    base = next(row["paper"][0] for row in rows if row["strategy"] == "elastic")
+    for place, row in enumerate(rows):
+        look = {"color": COLOURS[place], "marker": MARKERS[place]}
+        label = LABELS[row["strategy"]]
+        ours.plot(windows, [row[window]["median"] for window in windows], label=label, **look)
+        if row["paper"]:
+            theirs.plot(windows, [value / base for value in row["paper"]], **look)
+    for axes, title in ((ours, "here"), (theirs, "the paper")):
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+    ours.set_ylabel("requests a second [ratio]")
+    legend_below(figure)
+    return figure
+
+
+def ablation(result: Result) -> Figure:
+    """Time until ready and time for which requests are held, a bar for each set of parts."""
+    figure, (line,) = panels(2, width=3.9, height=2.7)
+    rows = result["rows"]
+    names = ("ready_s", "gap_s")
+    for axes, name, words in zip(line, names, ("until it serves", "requests held"), strict=True):
+        axes.barh(range(len(rows)), [row[name]["median"] for row in rows], color=COLOURS[0])
+        axes.set_yticks(range(len(rows)), [row["parts"].replace("_", " ") for row in rows])
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlabel(f"{words} [s]")
+    line[1].set_yticks([])
+    return figure

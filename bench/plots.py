@@ -354,6 +354,9 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "elastic_figure10": elastic_plots.figure10,
     "elastic_figure11": elastic_plots.figure11,
     "elastic_figure12": elastic_plots.latency,
+    "elastic_table1": elastic_plots.table1,
+    "elastic_ablation_up": elastic_plots.ablation,
+    "elastic_ablation_down": elastic_plots.ablation,
 }
 
 

@@ -208,4 +208,7 @@ PLOTTED = {
     "elastic_figure10": "Requests in time by rate, by strategy",
     "elastic_figure11": "Phases of elastic scales as shares of their time",
     "elastic_figure12": "Time until a smaller instance serves, over cold restart, by strategy",
+    "elastic_table1": "Throughput before, during and after a scale, here and in the paper",
+    "elastic_ablation_up": "Seconds of a scale up, with one more part off in each bar",
+    "elastic_ablation_down": "Seconds of a scale down, with one more part off in each bar",
 }

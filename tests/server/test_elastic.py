@@ -359,7 +359,9 @@ def test_fifty_random_scalings_leave_nothing_behind(
 ) -> None:
     """Standbys of every size are parked from the start: processes come and go only by scaling."""
     rng = random.Random(0)
-    assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
+    # The first instance loads its adapters itself, and what is left for KV may differ by a page.
+    for size in (2, 1):
+        assert asyncio.run(scale(elastic.url, {"dp_size": size}))["state"] == "succeeded"
     wait_for_standbys(elastic, {2, 3, 4})
     before = Held.by(elastic)
     sizes = [rng.randint(1, MAX_DEVICES) for _ in range(49)] + [1]
