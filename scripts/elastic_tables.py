@@ -137,8 +137,8 @@ def gaps(result: Any) -> str:
     ]
     header = ["devices", "scales", "longest gap, ms", "steady p99, ms", "over allowed"]
     header += ["later, ms", "requests held, ms", "peak memory", "copied"]
-    text = _ended(result, header, rows)
-    return f"{text} {result['requests']:,} requests went on meanwhile, {result['failed']} failed."
+    note = f"{result['requests']:,} requests went on meanwhile, {result['failed']} failed. "
+    return _ended(result, header, rows, note)
 
 
 def _milliseconds(spread: Mapping[str, float]) -> str:
@@ -153,8 +153,8 @@ def _seconds(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f}"
 
 
-def _ended(result: Any, header: list[str], rows: list[list[str]]) -> str:
-    text = f"{table(header, rows)}\n\n{where(result)}"
+def _ended(result: Any, header: list[str], rows: list[list[str]], note: str = "") -> str:
+    text = f"{table(header, rows)}\n\n{note}{where(result)}"
     return text if result["is_complete"] else f"{text} The run was cut short."
 
 

@@ -263,7 +263,19 @@ def elastic_ablation() -> dict[str, Any]:
     return {**ORIGIN, "is_complete": True, "rows": rows}
 
 
+def elastic_gap() -> dict[str, Any]:
+    seconds = ("longest_s", "steady_p99_s", "later_s", "held_s")
+    row = {name: spread(0.05) for name in seconds}
+    ratios = {name: spread(0.5) for name in ("longest_over_allowed", "peak_over_larger")}
+    rows = [
+        {"step": step, "scales": 2, **row, **ratios, "copied_bytes": spread(9e6)}
+        for step in ("1 -> 2", "2 -> 1")
+    ]
+    return {**ORIGIN, "is_complete": True, "requests": 1234, "failed": 0, "rows": rows}
+
+
 SAMPLES = {
+    "elastic_gap": elastic_gap,
     "figure5": figure5,
     "figure6": figure6,
     "figure7": figure7,

@@ -28,6 +28,13 @@ def test_every_table_says_where_it_is_from_and_what_was_cut_short(name: str) -> 
     assert made(name, is_complete=False).endswith("The run was cut short.")
 
 
+def test_gaps_are_in_milliseconds() -> None:
+    text = made("elastic_gap")
+    assert "| 1 -> 2 | 2 | 50 | 50 | 0.500 (0.400 to 0.600) | 50 | 50 |" in text
+    assert "1,234 requests went on meanwhile, 0 failed." in text
+    assert num_rows(text) == 2
+
+
 def test_figures_7_and_12_have_ratios_and_seconds() -> None:
     text = made("elastic_figure7")
     ratio = "1.500 (1.400 to 1.600)"

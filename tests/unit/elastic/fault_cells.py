@@ -19,6 +19,7 @@ from typing import Any
 from sgl_elastic.coordinator.coordinator import Coordinator, Patience
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import MemoryWorkerError
+from sgl_elastic.instance.supervise import is_stopped
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.runs import Slots, subtract
@@ -145,6 +146,8 @@ def signalled(scale: MemoryScale, device_id: int, number: int) -> Iterator[Injec
         os.kill(pids[0], number)
         if number == signal.SIGKILL:
             scale.hmm._workers[device_id].process.wait()
+        while number == signal.SIGSTOP and not is_stopped(pids[0]):
+            time.sleep(0.001)  # on a busy machine it may do something else first
 
     yield inject
     for pid in pids:
