@@ -75,8 +75,15 @@ def in_background(group: int) -> Iterator[None]:
 
 
 def _no_longer_idle(group: int) -> None:
-    if any(os.sched_getscheduler(thread_id) == os.SCHED_IDLE for thread_id in _threads(group)):
+    if any(_is_idle(thread_id) for thread_id in _threads(group)):
         background(group)
+
+
+def _is_idle(thread_id: int) -> bool:
+    try:
+        return os.sched_getscheduler(thread_id) == os.SCHED_IDLE
+    except ProcessLookupError:  # it has just ended
+        return False
 
 
 def _set(group: int, policy: int, nice: int) -> None:
