@@ -3,8 +3,8 @@ PORT ?= 30000
 ARGS ?=
 BENCHES ?= bench.expert_memory bench.bench_vmm bench.adapter_load bench.moe_layer bench.overhead \
   bench.zoo_table bench.reroute bench.batching bench.figure5 bench.figure6 bench.figure7 \
-  bench.figure8 bench.figure9 bench.table1 bench.table3 bench.elastic_gap \
-  bench.elastic_scales bench.elastic_slo bench.elastic_table1 bench.elastic_ablation
+  bench.figure8 bench.figure9 bench.table1 bench.table3 bench.lifecycle_load \
+  bench.elastic_gap bench.elastic_scales bench.elastic_slo bench.elastic_table1 bench.elastic_ablation
 GPU_PYTHON ?= python3
 OUT ?= sgl_esft/zoo/checkpoints
 
@@ -12,7 +12,7 @@ python := .venv/bin/python
 kernels_link := build/typing/sgl_esft_kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve serve-elastic test test-fast check format bench bench-gpu zoo clean distclean
+.PHONY: help setup serve serve-elastic test browser test-fast check format docs bench bench-gpu zoo clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,11 +26,14 @@ serve: setup ## serve the demo on 127.0.0.1 (PORT=30000, ARGS= for any flag of S
 serve-elastic: setup ## the same, on devices that come and go while it serves (PORT=, ARGS=)
 	@exec $(python) -m sgl_esft.launch_server --elastic --port $(PORT) $(ARGS)
 
-test: setup ## run the whole suite (ARGS= for pytest)
+test: setup browser ## run the whole suite (ARGS= for pytest)
 	@$(python) -m pytest -m "not soak" --durations=15 $(ARGS)
 
 test-soak: setup ## the long random runs and the baselines of scaling (over an hour; ARGS= for pytest)
 	@$(python) -m pytest -m soak --durations=15 $(ARGS)
+
+browser: ## see that a browser for the tests is there (on Debian as root: install it)
+	@scripts/browser.sh
 
 test-fast: setup ## run the tests that start no server
 	@$(python) -m pytest -m "not server and not slow and not soak" --durations=15 $(ARGS)
@@ -43,6 +46,9 @@ check: setup $(kernels_link) ## ruff (lint and format) and mypy, changing nothin
 format: setup ## let ruff fix and format
 	@$(python) -m ruff check --fix .
 	@$(python) -m ruff format .
+
+docs: setup ## build the documents as a site into build/site
+	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet $(ARGS)
 
 bench: setup ## run the benches (BENCHES=, ARGS=) into bench/results
 	@set -e; for bench in $(BENCHES); do echo "bench: $$bench"; $(python) -m $$bench $(ARGS); done

@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench import elastic_plots
+from bench import elastic_plots, lifecycle_plots
 from bench.plot_style import (
     COLOURS,
     Spread,
@@ -347,6 +347,7 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "batching": batching,
     "gpu_reroute": gpu_reroute,
     "gpu_serve": gpu_serve,
+    "lifecycle_load": lifecycle_plots.load_test,
     "elastic_gap": elastic_plots.gap,
     "elastic_figure7": elastic_plots.latency,
     "elastic_figure8": elastic_plots.figure8,

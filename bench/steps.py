@@ -37,6 +37,7 @@ from sgl_esft.zoo import serving
 
 NUM_STALE = 2  # tokens at the start of a turn: sent before the stop, and cut in two by it
 SPARE_TOKENS = 16  # an event may bring two tokens at once, so a stream has fewer steps than tokens
+WEIGHTS_ROUTE = "/update_weights_from_disk"  # a server has it when it is named
 NEVER = 1 << 20  # a stream interval: the first token, then all at the end
 FIRST_PLAIN_TOKEN = 3  # of the demo's tokenizer; those below are special
 
@@ -90,7 +91,7 @@ class Server:
         """Other weights of the same shape, by plain SGLang's own route."""
         body = json.dumps({"model_path": str(checkpoint)}).encode()
         request = urllib.request.Request(
-            f"{self.url}/update_weights_from_disk", body, {"Content-Type": "application/json"}
+            f"{self.url}{WEIGHTS_ROUTE}", body, {"Content-Type": "application/json"}
         )
         with self.turn(), urllib.request.urlopen(request, timeout=300) as response:
             reply = json.load(response)

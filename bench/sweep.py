@@ -34,6 +34,7 @@ import numpy as np
 from bench.record import RESULTS, spread, write_result
 from bench.steps import (
     ENVIRONMENT,
+    WEIGHTS_ROUTE,
     Batch,
     Lane,
     Lanes,
@@ -107,7 +108,8 @@ class Model:
         return System(name, (*serving.woven_arguments(self.base, adapters), *SERVER_FLAGS, *flags))
 
     def plain(self, name: str) -> System:
-        return System(name, (*serving.merged_arguments(self.base), *SERVER_FLAGS))
+        enabled = ("--enable-route", WEIGHTS_ROUTE)
+        return System(name, (*serving.merged_arguments(self.base), *SERVER_FLAGS, *enabled))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ from pathlib import Path
 from sgl_elastic.coordinator.front_hooks import FRONT_HOOKS
 from sgl_elastic.engine.hooks import ENGINE_HOOKS
 from sgl_esft.hook_ledger import Hook
-from sgl_esft.hooks import CPU_HOOKS, ROUTER_HOOKS, WEAVE_HOOKS
+from sgl_esft.hooks import (
+    CPU_HOOKS,
+    HEALTH_HOOKS,
+    JSON_LOG_HOOKS,
+    OBSERVE_HOOKS,
+    ROUTER_HOOKS,
+    WEAVE_HOOKS,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
 
@@ -43,7 +50,14 @@ def page() -> str:
         *_section(
             "Weaving", "Installed unless the server was started with `--no-esft`.", WEAVE_HOOKS
         ),
+        *_section("Metrics and logs", "Installed with weaving.", OBSERVE_HOOKS),
+        *_section("JSON logs", "Installed with `--log-format json`.", JSON_LOG_HOOKS),
         *_section("Rerouting in the router", "Installed with `--reroute router`.", ROUTER_HOOKS),
+        *_section(
+            "Health and the end of the server",
+            "Installed by our launcher, with and without weaving: [health.md](health.md).",
+            HEALTH_HOOKS,
+        ),
         *_section(
             "The CPU reference platform",
             "Installed where that [platform](cpu_platform.md) is active.",

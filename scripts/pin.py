@@ -13,7 +13,18 @@ from scripts.requirements_files import FOLDER, read_left_out, read_pins
 
 ENGINE_ROOTS = ["sglang", "torchvision", "setuptools"]
 BUILD_ROOTS = ["cmake", "ninja", "pybind11", "scikit-build-core"]
-DEV_ROOTS = ["hypothesis", "matplotlib", "mypy", "pytest", "pytest-timeout", "ruff"]
+DEV_ROOTS = [
+    "atheris",
+    "hypothesis",
+    "matplotlib",
+    "mkdocs-material",
+    "mypy",
+    "playwright",
+    "pytest",
+    "pytest-timeout",
+    "ruff",
+    "schemathesis",
+]
 
 CPU_HEADER = """\
 # What SGLang 0.5.21 needs on a CPU beside torch and torchvision, closed under its own requirements.
@@ -24,7 +35,8 @@ BUILD_HEADER = """\
 # Written by `python -m scripts.pin`.
 """
 DEV_HEADER = """\
-# The tools of `make test`, `make check` and the plots, with what they need beyond cpu.txt.
+# The tools of `make test`, `make check`, `make docs`, the plots; with what they need beyond
+# cpu.txt.
 # Written by `python -m scripts.pin`.
 """
 

@@ -1,7 +1,8 @@
 """The documents' result tables, from bench/results: `python -m scripts.readme_tables`.
 
     bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
-    the papers' evaluations: paper_tables.py, elastic_tables.py; pictures: bench/plots.py
+    the papers' evaluations: paper_tables.py, elastic_tables.py; the load test:
+    lifecycle_tables.py; pictures: bench/plots.py
 
 A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts import elastic_tables, paper_tables
+from scripts import elastic_tables, lifecycle_tables, paper_tables
 from scripts.markdown import percent, ratio, table, where
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,6 +241,12 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
     ),
+    "lifecycle_load": (
+        "Eight adapters on three slots while adapters are loaded, replaced, unloaded and pinned;\n"
+        "every answer is compared with its merged model's. 2 is the goal for the 99th percentile\n"
+        "of the time per output token, during loads over without:",
+        lifecycle_tables.load_test,
+    ),
     **elastic_tables.TABLES,
 }
 
@@ -255,6 +262,7 @@ PLOTTED = {
     "gpu_reroute": "Microseconds of a call, and a decode step over merged with its floor",
     "gpu_serve": "TTFT and TPOT over plain SGLang, by batch size and number of adapters",
     "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
+    "lifecycle_load": "Pace of running streams while adapters change, and longest waits",
     **elastic_tables.PLOTTED,
 }
 

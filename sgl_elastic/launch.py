@@ -9,9 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sgl_elastic.coordinator.readiness import ElasticEngine
 from sgl_elastic.coordinator.strategies import ScaleStrategy
 from sgl_elastic.engine import accelerators
 from sgl_elastic.errors import ElasticConfigError, ElasticError
@@ -68,7 +69,9 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     options, rest = parse(argv)
     launch_flags, sglang_argv = flags.parse(rest)
     _check(launch_flags, sglang_argv)
-    launch = plan.plan_launch(launch_flags, sglang_argv)
+    # The launcher's own flag, with another default: here a rank that hangs is replaced.
+    health = replace(launch_flags.health, hang_timeout_s=options.hang_timeout_s)
+    launch = plan.plan_launch(replace(launch_flags, health=health), sglang_argv)
     spec = read_moe_spec(Path(launch.model_path))
     _check_model(spec, options)
     backend = choose_backend()
@@ -180,7 +183,7 @@ def _reserve_bytes(launch: LaunchPlan, spec: MoeSpec) -> int:
 def _serve(planned: ElasticPlan) -> int:
     started = time.monotonic()
     launch = planned.launch
-    serve.prepare_environment(launch)
+    board = serve.prepare_environment(launch)
     for name in _SET_PER_INSTANCE:
         os.environ.pop(name, None)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -214,7 +217,10 @@ def _serve(planned: ElasticPlan) -> int:
         serve.say(
             f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
         )
-        return serve.run(launch, server_args, started, lambda: _ready(runtime))
+        engine = ElasticEngine(
+            runtime.directory, lambda: runtime.manager, runtime.close, serve.tokenizer_manager
+        )
+        return serve.run(launch, server_args, started, board, lambda: _ready(runtime), engine)
     except (EsftError, ElasticError) as error:
         return _refuse(error)
     finally:

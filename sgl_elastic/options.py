@@ -121,23 +121,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="parts of the elastic strategy to do without, to see what they are worth: some of "
         "no_shared_allocator, no_peer_copy, no_standby, no_zero_copy, separated by commas",
     )
-    _add_fault_flags(group)
-
-
-def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--hang-timeout",
-        type=float,
-        default=DEFAULT_HANG_TIMEOUT_S,
-        metavar="S",
-        help="an engine rank that gives no sign of life for so many seconds is ended and replaced; "
-        f"more than the longest batch takes (default: {DEFAULT_HANG_TIMEOUT_S:g})",
-    )
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that the launcher has too, and explains."""
     parser.add_argument("--device-memory")
+    parser.add_argument("--hang-timeout", type=float, default=DEFAULT_HANG_TIMEOUT_S)
     parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
 
 

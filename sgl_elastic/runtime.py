@@ -152,7 +152,9 @@ class Runtime:
         self._guard.start()
 
     def close(self) -> None:
-        """End instances and workers; remove the sockets."""
+        """End instances and workers; remove the sockets. Harmless a second time."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         if self._guard is not None:
             self._guard.stop()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 AdapterId = str | None  # None = the base
@@ -54,6 +54,25 @@ def plan_order(
         line.take(chosen)
         order.append(chosen)
     return order
+
+
+def may_join(
+    adapter_id: AdapterId,
+    running: Collection[AdapterId],
+    oldest: AdapterId,
+    fits: Callable[[set[AdapterId]], bool],
+) -> bool:
+    """Whether a request of `adapter_id` may join the batch while one of `oldest` has to be next.
+
+    oldest: the adapter of the request that has no overtakes left; None if there is none, or if it
+    is the base's, which needs no slot. fits: whether these adapters have slots at the same time.
+
+    Requests of the running adapters would keep all slots for ever. So nobody takes or keeps a slot
+    that the oldest lacks; it waits for the requests that run now, and not for later ones.
+    """
+    if oldest is None or adapter_id in (None, oldest):
+        return True
+    return fits({adapter_id, oldest, *running})
 
 
 class _Line:

@@ -11,28 +11,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_esft import adapter_format
+from sgl_esft.adapter_check import check_loadable
 from sgl_esft.adapter_format import AdapterManifest
 from sgl_esft.adapter_pages import pages_needed
+from sgl_esft.adapter_room import AdapterRoom
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import (
-    AdapterExistsError,
-    DeviceMemoryError,
     EsftError,
     InvariantError,
-    NoFreeSlotError,
     OutOfExpertMemoryError,
     UnknownAdapterError,
 )
-from sgl_esft.host_cache import HostAdapter, read_adapter
+from sgl_esft.host_cache import HostAdapter, OnRead, num_bytes_to_read, read_adapter
 from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
 from sgl_esft.shared_layer import SharedLayer
-from sgl_esft.slot_table import Placement, SlotTable
+from sgl_esft.slot_table import Placement, SlotTable, SlotUses
 
 logger = logging.getLogger(__name__)
 
@@ -54,24 +52,6 @@ class PlacedAdapter:
     source: AdapterSource
     adapter_slot: int
     experts: Mapping[int, tuple[int, ...]]  # layer id -> expert ids of all ranks, ascending
-
-
-def check_loadable(
-    name: str, folder: str, loaded: Collection[str], spec: MoeSpec, config: EsftConfig
-) -> AdapterManifest:
-    """Everything that is checked before an adapter is read; `loaded` are the names in use.
-
-    Raises one of the Adapter* errors.
-    """
-    adapter_format.validate_adapter_name(name)
-    if name in loaded:
-        raise AdapterExistsError(
-            f"adapter {name!r} is loaded already: unload it first, or choose another name"
-        )
-    path = adapter_format.resolve_adapter_path(folder, config.adapter_root_path)
-    manifest = adapter_format.read_manifest(path, spec)
-    adapter_format.check_fits(manifest, config.max_experts_per_adapter)
-    return manifest
 
 
 def _adopted(adapter: PlacedAdapter, num_moe_layers: int) -> HostAdapter:
@@ -114,6 +94,9 @@ class AdapterPlane:
         self._pages: dict[str, int] = {}  # of each loaded adapter, the most it can take
         self._slots = SlotTable(config.max_adapters, max_pages, self._pages.__getitem__)
         self._pinned: set[str] = set()
+        self._placing: dict[str, list[int]] = {}  # adapter id -> layers still without its weights
+        self._last_wanted: set[str] = set()
+        self.uses = SlotUses()
         self.num_changes = 0  # of what is on the device, ever
 
     @property
@@ -139,87 +122,150 @@ class AdapterPlane:
         good and none is left, with nothing changed.
         """
         started = time.monotonic()
-        manifest = check_loadable(source.name, source.path, self.names, self._spec, self._config)
-        shards = {layer_id: layer.readable_shard for layer_id, layer in self._layers.items()}
-        adapter = read_adapter(source.name, manifest, shards)
-        self._admit(source, adapter)
+        adapter = self.read(source)
+        self.admit(source, adapter)
         logger.info(
             "adapter %s: %d experts, %.1f MiB on this rank, loaded in %.2f s",
             source.name,
-            manifest.num_experts,
+            adapter.manifest.num_experts,
             adapter.num_bytes / 2**20,
             time.monotonic() - started,
         )
 
-    def _admit(self, source: AdapterSource, adapter: HostAdapter) -> None:
+    def read(
+        self,
+        source: AdapterSource,
+        on_size: Callable[[int], None] = lambda num_bytes: None,
+        on_read: OnRead = lambda num_bytes: None,
+    ) -> HostAdapter:
+        """Validate and read an adapter; changes nothing here, so another thread may call it.
+
+        on_size is told the bytes that on_read will be told of. Raises one of the Adapter* errors.
+        """
+        manifest = check_loadable(source.name, source.path, (), self._spec, self._config)
+        shards = {layer_id: layer.readable_shard for layer_id, layer in self._layers.items()}
+        on_size(num_bytes_to_read(manifest, shards))
+        device = next(iter(self._layers.values())).w13.device
+        return read_adapter(
+            source.name, manifest, shards, on_read=on_read, pin_memory=device.type == "cuda"
+        )
+
+    def admit(self, source: AdapterSource, adapter: HostAdapter) -> None:
+        """Take in what was read, all at once. Raises as `load` does."""
+        self.begin(source, adapter)
+        try:
+            self.finish(source.adapter_id)
+        except EsftError as error:
+            if self._is_resident or not isinstance(error, OutOfExpertMemoryError):
+                self._forget(source.adapter_id)
+                raise
+            logger.info("adapter %s stays on the host for now: %s", source.name, error)
+
+    def begin(self, source: AdapterSource, adapter: HostAdapter) -> int:
+        """Take in what was read, its slot chosen if one is free and still without weights.
+
+        Returns how often to call `place_next`. Raises as `load` does.
+        """
         num_pages = pages_needed(adapter.manifest, self._layers)
         self._check_room(source, num_pages)
         self._loaded[source.adapter_id] = adapter
         self._pages[source.adapter_id] = num_pages
-        if self._slots.has_room_for(source.adapter_id):
-            try:
-                self._bring({source.adapter_id}, may_evict=False)
-            except EsftError as error:
-                if self._is_resident or not isinstance(error, OutOfExpertMemoryError):
-                    self._forget(source.adapter_id)
-                    raise
-                logger.info("adapter %s stays on the host for now: %s", source.name, error)
         if source.pinned:
             self._pinned.add(source.adapter_id)
+        if not self._slots.has_room_for(source.adapter_id):
+            return 0
+        self._slots.admit({source.adapter_id})
+        self._placing[source.adapter_id] = list(self._layers)
+        return len(self._layers)
+
+    def place_next(self, adapter_id: str) -> int:
+        """Copy one more layer of what `begin` took in; returns how many are left.
+
+        Raises OutOfExpertMemoryError; the adapter is on the host only, then.
+        """
+        left, slot = self._placing.get(adapter_id, []), self._slots.slot_of(adapter_id)
+        if not left or slot is None:  # placed, or its slot went to a batch's adapter
+            self._placing.pop(adapter_id, None)
+            return 0
+        self.num_changes += 1
+        try:
+            self._place_layer(left[0], slot, self._loaded[adapter_id])
+        except EsftError:
+            self.stay_on_host(adapter_id)
+            raise
+        del left[0]
+        return len(left)
+
+    def finish(self, adapter_id: str) -> None:
+        """Place all layers that are left. Raises OutOfExpertMemoryError as `place_next` does."""
+        while self.place_next(adapter_id):
+            pass
+
+    def stay_on_host(self, adapter_id: str) -> None:
+        """Take a loaded adapter off the device."""
+        self._placing.pop(adapter_id, None)
+        slot = self._slots.remove(adapter_id)
+        if slot is not None:
+            self._displace(slot)
 
     def _check_room(self, source: AdapterSource, num_pages: int) -> None:
-        if self._max_pages is not None and num_pages > self._max_pages:
-            raise DeviceMemoryError(
-                f"adapter {source.name!r} needs up to {num_pages} pages, and adapters have "
-                f"{self._max_pages} in all: raise --adapter-memory"
-            )
+        room = self._room()
+        room.check_alone(source.name, num_pages)
         if self._is_resident:
-            self._check_resident_room(source, num_pages)
+            room.check_resident(source.name, num_pages)
         else:
-            self._check_room_beside_pinned(source, num_pages)
+            room.check_beside_pinned(source.name, num_pages, pinned=source.pinned)
 
-    def _check_room_beside_pinned(self, source: AdapterSource, num_pages: int) -> None:
-        """Requests of an adapter that never fits beside the pinned ones would wait for ever."""
-        if source.pinned and len(self._pinned) >= self._slots.num_slots - 1:
-            raise NoFreeSlotError(
-                f"adapter {source.name!r} cannot be pinned: one of the {self._slots.num_slots} "
-                "slots must stay for the others; load it unpinned, or raise --max-adapters"
-            )
-        pinned = sum(self._pages[adapter_id] for adapter_id in self._pinned)
-        largest = max((n for i, n in self._pages.items() if i not in self._pinned), default=0)
-        if source.pinned:
-            pinned += num_pages
-        else:
-            largest = max(largest, num_pages)
-        if self._max_pages is not None and pinned + largest > self._max_pages:
-            raise OutOfExpertMemoryError(
-                f"with adapter {source.name!r}, pinned adapters would take {pinned} pages and "
-                f"another one up to {largest}, of {self._max_pages}: pin fewer, or raise "
-                "--adapter-memory"
-            )
-
-    def _check_resident_room(self, source: AdapterSource, num_pages: int) -> None:
-        if not self._slots.num_free:
-            raise NoFreeSlotError(
-                f"adapter {source.name!r} needs a slot of its own, and all "
-                f"{self._slots.num_slots} are taken: unload an adapter, or raise --max-adapters"
-            )
-        used = sum(self._pages.values())
-        if self._max_pages is not None and used + num_pages > self._max_pages:
-            raise OutOfExpertMemoryError(
-                f"adapter {source.name!r} needs up to {num_pages} pages of its own, and "
-                f"{self._max_pages - used} of {self._max_pages} are left: unload an adapter, or "
-                "raise --adapter-memory"
-            )
+    def _room(self) -> AdapterRoom:
+        slots = self._slots
+        return AdapterRoom(
+            slots.num_slots, slots.num_free, self._max_pages, self._pages, self._pinned
+        )
 
     def unload(self, adapter_id: str) -> None:
         """Forget an adapter that no request uses any more. Raises UnknownAdapterError."""
         if adapter_id not in self._loaded:
             raise UnknownAdapterError(f"adapter id {adapter_id} is not loaded")
-        slot = self._slots.remove(adapter_id)
-        if slot is not None:
-            self._displace(slot)
+        self.stay_on_host(adapter_id)
         self._forget(adapter_id)
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a loaded adapter keeps a slot for good."""
+        return self._is_resident
+
+    def is_loaded(self, adapter_id: str) -> bool:
+        """Whether the adapter is in host memory, so that batches may ask for it."""
+        return adapter_id in self._loaded
+
+    def set_pinned(self, adapter_id: str, pinned: bool) -> None:
+        """Keep a loaded adapter in its slot, or let it go.
+
+        Raises NoFreeSlotError or OutOfExpertMemoryError, with nothing changed, when the others
+        would have no room beside it.
+        """
+        if not pinned:
+            self._pinned.discard(adapter_id)
+            self._slots.unpin(adapter_id)
+            return
+        if adapter_id in self._pinned:
+            return
+        if not self._is_resident:
+            name, num_pages = self._loaded[adapter_id].name, self._pages[adapter_id]
+            self._room().check_beside_pinned(name, num_pages, pinned=True)
+        self._pinned.add(adapter_id)
+
+    def placements(self) -> dict[str, tuple[int, int]]:
+        """Adapter id -> (adapter slot, bytes of memory behind it), of everything on the device."""
+        return {
+            adapter_id: (slot, sum(layer.num_bytes_of(slot) for layer in self._layers.values()))
+            for adapter_id in self._loaded
+            if (slot := self._slots.slot_of(adapter_id)) is not None
+        }
 
     def placed(self) -> list[PlacedAdapter]:
         """Everything on the device, for another engine's `adopt`."""
@@ -244,6 +290,7 @@ class AdapterPlane:
         self._pinned = {a.source.adapter_id for a in adapters if a.source.pinned}
         slots = {a.source.adapter_id: a.adapter_slot for a in adapters}
         self._slots.restore(slots, self._pinned)
+        self._placing = {}
         for layer_id, layer in self._layers.items():
             if not isinstance(layer, SharedLayer):
                 raise InvariantError(f"layer {layer_id} has memory of its own: it adopts nothing")
@@ -268,6 +315,11 @@ class AdapterPlane:
         let in by `can_run_together` before, and must still fit beside the pinned ones.
         """
         wanted = set(adapter_ids)
+        fresh = wanted - self._last_wanted
+        num_hits = sum(self._slots.slot_of(adapter_id) is not None for adapter_id in fresh)
+        self.uses.num_hits += num_hits
+        self.uses.num_misses += len(fresh) - num_hits
+        self._last_wanted = wanted
         self._bring(wanted, may_evict=not self._is_resident)
         for adapter_id in wanted & self._pinned:
             self._slots.pin(adapter_id)
@@ -280,6 +332,7 @@ class AdapterPlane:
         placements = self._slots.admit(wanted)
         for placement in placements:
             for slot in placement.evicted_slots:
+                self.uses.num_evictions += 1
                 self._displace(slot)
         for index, placement in enumerate(placements):
             try:
@@ -303,6 +356,7 @@ class AdapterPlane:
                 slot = None if wanted is None else self._slots.evict_one(wanted)
                 if slot is None:
                     raise
+                self.uses.num_evictions += 1
                 self._displace(slot)
 
     def slot_of(self, adapter_id: str) -> int:
@@ -318,13 +372,16 @@ class AdapterPlane:
         placed: list[WovenLayer] = []
         try:
             for layer_id, layer in self._layers.items():
-                expert_ids = adapter.manifest.experts.get(layer_id, ())
-                layer.place(slot, adapter.experts.get(layer_id, {}), expert_ids)
+                self._place_layer(layer_id, slot, adapter)
                 placed.append(layer)
         except EsftError:
             for layer in placed:
                 layer.displace(slot)
             raise
+
+    def _place_layer(self, layer_id: int, slot: int, adapter: HostAdapter) -> None:
+        expert_ids = adapter.manifest.experts.get(layer_id, ())
+        self._layers[layer_id].place(slot, adapter.experts.get(layer_id, {}), expert_ids)
 
     def _displace(self, slot: int) -> None:
         self.num_changes += 1

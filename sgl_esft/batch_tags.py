@@ -15,6 +15,7 @@ import torch
 from sgl_esft.errors import InvariantError
 
 BASE = -1  # the tag of base requests and of padding rows
+PADDING = -2  # of padding rows, where it matters that they are not the base's; never in a buffer
 MAX_PADDING_ROWS = 64  # SGLang pads a batch to a multiple of ranks; it has no more of them
 
 

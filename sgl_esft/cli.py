@@ -1,6 +1,6 @@
 """`sgl-esft`: tools for ESFT adapters, and for the memory that serving them takes.
 
-    command line -> [main] -> one function of adapter_report, merge, extract, select or memory_cli
+    command line -> [main] -> one function of adapter_report, merge, extract, select or a *_cli
 
 Needs neither SGLang nor a GPU. A subcommand is one function that adds its parser and one that
 runs it; `_COMMANDS` lists them.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sgl_esft import __version__, memory_cli
+from sgl_esft import __version__, adapters_cli, memory_cli
 from sgl_esft.adapter_config import write_expert_config
 from sgl_esft.adapter_report import inspect_adapter
 from sgl_esft.errors import ConfigError, EsftError
@@ -199,6 +199,14 @@ _COMMANDS: Final = (
         "Ask a server for its memory report: pages, slots and fragmentation of every device.",
         memory_cli.configure_memory,
         memory_cli.run_memory,
+    ),
+    Command(
+        "adapters",
+        "list, load, replace, pin and unload the adapters of a running server",
+        "Show a server's adapters, or change one and wait until that is done. A star marks an "
+        "adapter whose folder has changed since it was loaded: replace takes it in.",
+        adapters_cli.configure,
+        adapters_cli.run,
     ),
     Command(
         "plan",

@@ -17,6 +17,7 @@ from sgl_esft.errors import ConfigError
 
 ExpertMemoryKind = Literal["virtual", "padded"]
 DEFAULT_MAX_OVERTAKES = 32  # docs/batching.md: what more and fewer give
+DEFAULT_HEAT_EVERY = 16
 MAX_PAGE_BYTES = 2 << 20
 MIN_PAGE_BYTES = 4 << 10
 
@@ -35,16 +36,21 @@ class EsftConfig:
     expert_memory: str = "virtual"
     expert_page_bytes: int | None = None  # on the host; None = by the experts' size
     adapter_memory_bytes: int | None = None  # pages for adapters, made at start; None = as needed
+    adapter_host_bytes: int | None = None  # of all loaded adapters' experts; None = no limit
     reroute: str = "fused"
     adapter_root: str | None = None  # adapters may only lie below; None = anywhere
     max_overtakes: int = DEFAULT_MAX_OVERTAKES  # B of adapter_batching; 0 = first come first served
+    heat_every: int = DEFAULT_HEAT_EVERY  # experts are counted in every so many steps; 0 = never
 
     def __post_init__(self) -> None:
         _check_positive("--max-adapters", self.max_adapters)
         _check_positive("--max-experts-per-adapter", self.max_experts_per_adapter)
         _check_not_negative("--max-overtakes", self.max_overtakes)
+        _check_not_negative("--heat-every", self.heat_every)
         if self.adapter_memory_bytes is not None:
             _check_positive("--adapter-memory", self.adapter_memory_bytes)
+        if self.adapter_host_bytes is not None:
+            _check_positive("--adapter-host-memory", self.adapter_host_bytes)
         if self.expert_page_bytes is not None:
             _check_page_bytes(self.expert_page_bytes)
         _check_choice("--expert-memory", self.expert_memory, EXPERT_MEMORY_KINDS)

@@ -5,7 +5,10 @@
 | ESFT_CONFIG | JSON of `EsftConfig` | unset | set by the launcher; unset = weaving off |
 | ESFT_PLATFORM | auto, cpu, native | auto | whether the CPU reference platform takes over |
 | ESFT_DEVICE_MEMORY | a size, such as 512MiB | unset | of each of the CPU platform's devices |
+| ESFT_HEALTH_BOARD | a file | unset | set by the launcher: where ranks show that they turn |
 | ESFT_DEVICE_LEDGER | a file | unset | where servers that share devices write what they use |
+| ESFT_LOG_FORMAT | text, json | text | set by the launcher, from --log-format |
+| ESFT_KEY | a server's admin key | unset | shown to it by `sgl-esft memory` and `adapters` |
 
 A value outside its set is a `ConfigError`, not a default.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal, get_args
 
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
@@ -22,6 +26,10 @@ CONFIG = "ESFT_CONFIG"
 PLATFORM = "ESFT_PLATFORM"
 DEVICE_MEMORY = "ESFT_DEVICE_MEMORY"
 DEVICE_LEDGER = "ESFT_DEVICE_LEDGER"
+LOG_FORMAT = "ESFT_LOG_FORMAT"
+LogFormat = Literal["text", "json"]
+KEY = "ESFT_KEY"
+HEALTH_BOARD = "ESFT_HEALTH_BOARD"
 _PLATFORMS = ("auto", "cpu", "native")
 
 
@@ -47,4 +55,23 @@ def device_memory() -> int | None:
 def device_ledger() -> Path | None:
     """The file in which servers share devices; None = each has devices of its own."""
     text = os.environ.get(DEVICE_LEDGER)
+    return Path(text) if text else None
+
+
+def log_format() -> str:
+    """text or json. Raises ConfigError for anything else."""
+    value = os.environ.get(LOG_FORMAT) or "text"
+    if value not in get_args(LogFormat):
+        raise ConfigError(f"{LOG_FORMAT}={value!r}: set one of {', '.join(get_args(LogFormat))}")
+    return value
+
+
+def key() -> str | None:
+    """The key that the command line tools show to a server; None = they show none."""
+    return os.environ.get(KEY) or None
+
+
+def health_board() -> Path | None:
+    """Where loops of this server write that they turn; None outside our launcher."""
+    text = os.environ.get(HEALTH_BOARD)
     return Path(text) if text else None

@@ -6,10 +6,12 @@
     │   ├── UnsupportedModelError     the base model cannot be woven
     │   ├── UnsupportedDeviceError    a device without virtual memory management
     │   ├── DeviceMemoryError         the base, or one adapter alone, is larger than its memory
+    │   ├── AdapterTooLargeError      one adapter alone is larger than --adapter-host-memory
     │   ├── AdapterNameError          a name outside [A-Za-z0-9._-]{1,64}
     │   ├── AdapterPathError          a folder that is missing or outside --adapter-root
     │   ├── UnknownAdapterError       a request names an adapter nobody loaded (HTTP 404)
-    │   ├── AdapterExistsError        the name is taken
+    │   ├── AdapterExistsError        the name is taken (409)
+    │   ├── AdapterNotLoadedError     only a loaded adapter can be pinned or replaced (409)
     │   ├── AdapterFormatError        the folder is not an ESFT adapter
     │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
     │   ├── AdapterMismatchError      an ESFT adapter made for another base model
@@ -23,13 +25,20 @@
     │   │   ├── SlowBodyError         the body took too long to arrive (408)
     │   │   ├── BodyTooLargeError     (413)
     │   │   └── HeadersTooLargeError  (431)
+    │   ├── HeatOffError              the experts are not counted on this server (404)
     │   ├── ServerUnreachableError    (command line) nothing answers at the address
     │   └── ServerAnswerError         (command line) what answers is not a server of this package
     ├── RetryLaterError               correct, but not possible now
     │   ├── NoFreeSlotError           every adapter slot is pinned or in use
     │   ├── OutOfExpertMemoryError    the page pool is dry
+    │   ├── OutOfHostMemoryError      what could leave --adapter-host-memory is pinned or in use
+    │   ├── AdapterBusyError          the adapter is being loaded, replaced or unloaded (409)
+    │   ├── AdapterLoadTimeoutError   the request's adapter took too long to load
     │   ├── KeyLimitError             the key's requests or tokens are used up for now (429)
-    │   └── RequestTimeoutError       the answer took longer than --request-timeout (504)
+    │   ├── RequestTimeoutError       the answer took longer than --request-timeout (504)
+    │   ├── DrainingError             the server ends, and takes no new requests
+    │   ├── DrainTimeoutError         the server ended before the answer was whole
+    │   └── EngineLostError           a process of the engine died, and the server ends
     └── InternalError                 a defect here or in an SGLang we do not know
         ├── HookError                 a hook is missing, or its target changed
         ├── ExpertMemoryError         a vendor's memory call failed
@@ -70,6 +79,10 @@ class DeviceMemoryError(UserError):
     """The base model, or an adapter by itself, is larger than the memory it was given."""
 
 
+class AdapterTooLargeError(UserError):
+    """One adapter by itself has more bytes than all may take of host memory."""
+
+
 class AdapterNameError(UserError):
     """An adapter name outside ``[A-Za-z0-9._-]{1,64}``."""
 
@@ -86,6 +99,12 @@ class UnknownAdapterError(UserError):
 
 class AdapterExistsError(UserError):
     """An adapter of this name is loaded already."""
+
+    http_status = 409
+
+
+class AdapterNotLoadedError(UserError):
+    """Only a loaded adapter can be pinned, unpinned or replaced."""
 
     http_status = 409
 
@@ -156,6 +175,12 @@ class HeadersTooLargeError(AccessError):
     http_status = 431
 
 
+class HeatOffError(UserError):
+    """GET /v1/heat on a server that does not count its experts."""
+
+    http_status = 404
+
+
 class ServerUnreachableError(UserError):
     """Nothing answers at the address that a command line tool was given."""
 
@@ -178,6 +203,20 @@ class OutOfExpertMemoryError(RetryLaterError):
     """The pool has no page left for an adapter's experts."""
 
 
+class OutOfHostMemoryError(RetryLaterError):
+    """No room beside the loaded adapters: those that could leave are pinned or in use."""
+
+
+class AdapterBusyError(RetryLaterError):
+    """The adapter is being loaded, replaced or unloaded, and something else is asked for."""
+
+    http_status = 409
+
+
+class AdapterLoadTimeoutError(RetryLaterError):
+    """A request waited too long for its adapter to be loaded. The load goes on."""
+
+
 class KeyLimitError(RetryLaterError):
     """A key's concurrent requests, or its tokens of this minute, are used up."""
 
@@ -192,6 +231,22 @@ class RequestTimeoutError(RetryLaterError):
     """The answer took longer than --request-timeout."""
 
     http_status = 504
+
+
+class DrainingError(RetryLaterError):
+    """The server is about to end and takes no new requests; another one may."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DrainTimeoutError(RetryLaterError):
+    """The server ended, and --drain-timeout was up before the answer was whole."""
+
+
+class EngineLostError(RetryLaterError):
+    """A process of the engine died or hung, and the request with it."""
 
 
 class InternalError(EsftError):

@@ -7,13 +7,17 @@ installs them and refuses to serve when one is not in place.
 
 from __future__ import annotations
 
-from sgl_esft import memory_hooks, registry_hooks, schedule_hooks, weave_hooks
+from sgl_esft import memory_hooks, registry_hooks, request_hooks, schedule_hooks, weave_hooks
+from sgl_esft.health import beats, process
 from sgl_esft.hook_ledger import Hook, HookKind
+from sgl_esft.lifecycle import registry
+from sgl_esft.observe import engine_hooks, json_logs
 from sgl_esft.platform import collectives, cpu_hooks
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 CPU_HOOKS: tuple[Hook, ...] = (
@@ -132,10 +136,46 @@ CPU_HOOKS: tuple[Hook, ...] = (
     ),
 )
 
+# Wherever our launcher runs: with and without weaving, on any device.
+HEALTH_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
+        kind=HookKind.BEFORE,
+        function=beats.beat_rank,
+        parameters=("self",),
+        why="GET /readyz says whether the loop of every rank turns",
+        remove_when="SGLang shows the progress of its loops without running the model",
+    ),
+    Hook(
+        target=f"{_SIGNALS}.sigterm_handler",
+        kind=HookKind.REPLACE,
+        function=process.on_sigterm,
+        parameters=("self", "signum", "frame"),
+        why="SGLang takes new requests while it drains, waits for ever, and hears no SIGINT",
+        remove_when="SGLang's drain refuses new requests and has a time-out",
+    ),
+    Hook(
+        target=f"{_SIGNALS}.running_phase_sigquit_handler",
+        kind=HookKind.REPLACE,
+        function=process.on_sigquit,
+        parameters=("self", "signum", "frame"),
+        why="SGLang kills itself when a process has failed; its clients see broken connections",
+        remove_when="SGLang ends its streams with an error before it exits",
+    ),
+)
+
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _UNQUANT = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 
 WEAVE_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        kind=HookKind.BEFORE,
+        function=request_hooks.refuse_empty,
+        parameters=("self", "obj", "input_ids"),
+        why="a prompt without tokens, from a text or as ids, ends the scheduler and so the server",
+        remove_when="SGLang refuses it",
+    ),
     Hook(
         target=f"{_UNQUANT}.create_weights",
         kind=HookKind.AROUND,
@@ -179,6 +219,15 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         remove_when="SGLang lets a plugin supply a scheduling policy",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req",
+        kind=HookKind.AROUND,
+        function=schedule_hooks.hold_back_for_the_oldest,
+        parameters=("self", "req", "running_loras"),
+        why="SGLang admits requests of running adapters past one whose adapter has no slot, for as "
+        "long as they come",
+        remove_when="SGLang bounds how long a request waits for an adapter's slot",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         kind=HookKind.AFTER,
         function=memory_hooks.add_memory_report,
@@ -196,12 +245,12 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         target=f"{_CONTROL}.load_lora_adapter",
-        kind=HookKind.AROUND,
-        function=registry_hooks.check_then_load,
+        kind=HookKind.REPLACE,
+        function=registry_hooks.load,
         parameters=("self", "obj", "_"),
-        why="a folder is validated before any rank hears of it; under DP attention, where slots "
-        "are permanent, the least recently used adapter goes first",
-        remove_when="SGLang lets the adapter manager veto a load before it is broadcast",
+        why="loads go through lifecycle/sglang_engine.py, which validates a folder before any rank "
+        "hears of it, and makes room by idle adapters",
+        remove_when="SGLang lets a plugin supply the way an adapter is loaded",
     ),
     Hook(
         target=f"{_CONTROL}.load_lora_adapter_from_tensors",
@@ -213,11 +262,87 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         target=f"{_CONTROL}.unload_lora_adapter",
-        kind=HookKind.AROUND,
-        function=registry_hooks.unload_and_forget,
+        kind=HookKind.REPLACE,
+        function=registry_hooks.unload,
         parameters=("self", "obj", "_"),
         why="SGLang keeps the path of an unloaded adapter and loads it again when it is asked for",
         remove_when="an explicit unload clears lora_ref_cache",
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
+        kind=HookKind.AROUND,
+        function=registry_hooks.resolve_again,
+        parameters=("self", "obj"),
+        why="an adapter may leave host memory between its load for a request and its use by it",
+        remove_when="SGLang holds an adapter from its load to its use",
+    ),
+    Hook(
+        target="sglang.srt.lora.lora_registry.LoRARegistry.acquire",
+        kind=HookKind.REPLACE,
+        function=registry.acquire,
+        parameters=("self", "lora_name"),
+        why="SGLang looks a name up and counts the request in two steps, and an adapter that is "
+        "replaced or leaves between them ends the rank",
+        remove_when="SGLang counts a request under the registry's lock",
+    ),
+)
+
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_LOGGING = "sglang.srt.utils.common"
+
+# With weaving too.
+OBSERVE_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target=f"{_TOKENIZER}._init_req_state",
+        kind=HookKind.AFTER,
+        function=engine_hooks.note_sequences,
+        parameters=("self", "obj", "request"),
+        why="the log says which adapters a request used, and its tokens, which answers need not",
+        remove_when="SGLang's states of a request's sequences know its x-request-id",
+    ),
+    Hook(
+        target=f"{_TOKENIZER}._create_tokenized_object",
+        kind=HookKind.AFTER,
+        function=engine_hooks.note_prompt,
+        parameters=(
+            "self",
+            "obj",
+            "input_text",
+            "input_ids",
+            "input_embeds",
+            "mm_inputs",
+            "token_type_ids",
+        ),
+        why="the log says how many prompt tokens a request has, which answers need not",
+        remove_when="SGLang's states of a request's sequences have their prompts' lengths",
+    ),
+    Hook(
+        target=f"{_TOKENIZER}.collect_metrics",
+        kind=HookKind.BEFORE,
+        function=engine_hooks.observe_output,
+        parameters=("self", "state", "recv_obj", "i"),
+        why="metrics by adapter; SGLang's are of the whole server",
+        remove_when="SGLang's request metrics have a label for the adapter",
+    ),
+)
+
+# Only with --log-format json.
+JSON_LOG_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target=f"{_LOGGING}.configure_logger",
+        kind=HookKind.AFTER,
+        function=json_logs.use_json,
+        parameters=("server_args", "prefix"),
+        why="every process of SGLang sets up its own logging, as text",
+        remove_when="SGLang has a flag for JSON logs",
+    ),
+    Hook(
+        target=f"{_LOGGING}.set_uvicorn_logging_configs",
+        kind=HookKind.AFTER,
+        function=json_logs.use_json_in_uvicorn,
+        parameters=("server_args",),
+        why="the HTTP server's lines are text, and its access lines have no request id",
+        remove_when="SGLang has a flag for JSON logs",
     ),
 )
 

@@ -1,6 +1,7 @@
 """Which adapter an HTTP request means, settled before SGLang sees the request.
 
     client -> [AdapterMiddleware: adapter / lora_path / model -> one adapter or 404] -> SGLang
+                                  not loaded, but on disk -> library.ensure
 
 SGLang knows `lora_path` and `model="base:adapter"`, ignores fields and model
 names it does not know, and would then answer with the base model. Here
@@ -11,11 +12,19 @@ in /v1/models suggest, and what names nobody is a 404.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_esft.errors import AdapterNameError, ConfigError, EsftError, UnknownAdapterError
+from sgl_esft.access.answers import error_json
+from sgl_esft.errors import (
+    AdapterNameError,
+    ConfigError,
+    EsftError,
+    RetryLaterError,
+    UnknownAdapterError,
+)
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -23,6 +32,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Body = dict[str, Any]
+# Returns once a request may use all these adapters. Raises EsftError.
+Ensure = Callable[[Collection[str]], Awaitable[None]]
 
 # Routes on which SGLang 0.5.21 reads `lora_path`.
 ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/invocations"})
@@ -30,6 +41,8 @@ ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completion
 _PROMPT_FIELDS: Mapping[str, type] = {"text": int, "input_ids": int, "prompt": int}
 # Routes of SGLang 0.5.21 that read whole weights, so also slots that have no memory.
 ROUTES_OVER_ALL_SLOTS = frozenset({"/weights_checker", "/send_weights_to_remote_instance"})
+_RETRY_AFTER_S = 1.0
+_MAX_LISTED = 20
 # Names of the base model that clients send when they do not care.
 BASE_ALIASES = frozenset({"", "default", "base"})
 
@@ -38,7 +51,7 @@ BASE_ALIASES = frozenset({"", "default", "base"})
 class KnownNames:
     """Names a request may use at this moment."""
 
-    adapters: frozenset[str]
+    adapters: Collection[str]  # loaded, or loaded when a request asks for them
     base_models: frozenset[str]  # the served model's names, besides BASE_ALIASES
 
     def is_base(self, model: str) -> bool:
@@ -52,7 +65,7 @@ class KnownNames:
             raise AdapterNameError(f"an adapter is named by a string, not by {_shown(name)}")
         if name not in self.adapters:
             raise UnknownAdapterError(
-                f"adapter {_shown(name)} is not loaded; loaded: {self._listed()}"
+                f"adapter {_shown(name)} is not known; known: {self._listed()}"
             )
         return name
 
@@ -71,7 +84,9 @@ class KnownNames:
         return self.check_adapter(adapter.strip() or None)
 
     def _listed(self) -> str:
-        return ", ".join(sorted(self.adapters)) or "none"
+        names = sorted(self.adapters)
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        return (", ".join(names[:_MAX_LISTED]) or "none") + more
 
 
 def resolve_body(path: str, body: Body, names: KnownNames) -> Body | None:
@@ -95,6 +110,13 @@ def resolve_body(path: str, body: Body, names: KnownNames) -> Body | None:
     if body.get("lora_path") == asked[0] and "adapter" not in body:
         return None
     return {**{k: v for k, v in body.items() if k != "adapter"}, "lora_path": asked[0]}
+
+
+def adapters_of(path: str, resolved: Body) -> frozenset[str]:
+    """The adapters that a resolved body asks for."""
+    asked = resolved.get("lora_path") if path in ADAPTER_ROUTES else None
+    names = asked if isinstance(asked, list) else [asked]
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _asked_for(body: Mapping[str, Any], fields: tuple[str, ...], names: KnownNames) -> list[Any]:
@@ -139,10 +161,15 @@ def _shown(value: object) -> str:
     return repr(value)[:120]
 
 
+async def _nothing_to_load(names: Collection[str]) -> None:
+    """Where all that is known is loaded."""
+
+
 class AdapterMiddleware:
     """ASGI middleware: `resolve_body` for every JSON body that is posted or put.
 
-    `refused_routes` are answered with an error, whatever the method.
+    Then `ensure`, for the adapters that it asks for. `refused_routes` are answered with an error,
+    whatever the method.
     """
 
     def __init__(
@@ -150,9 +177,11 @@ class AdapterMiddleware:
         app: App,
         known_names: Callable[[], KnownNames],
         refused_routes: Collection[str] = (),
+        ensure: Ensure = _nothing_to_load,
     ) -> None:
         self.app = app
         self._known_names = known_names
+        self._ensure = ensure
         self._refused_routes = refused_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,6 +195,7 @@ class AdapterMiddleware:
         try:
             body = _parse_object(raw)
             changed = body and resolve_body(scope["path"], body, self._known_names())
+            await self._ensure(adapters_of(scope["path"], changed or body or {}))
         except EsftError as error:
             await _answer(send, error)
             return
@@ -219,16 +249,12 @@ def _with_length(scope: Scope, length: int) -> Scope:
 
 async def _answer(send: Send, error: EsftError) -> None:
     """An error in the shape of OpenAI's, which SGLang's own routes use too."""
-    described = {
-        "message": str(error),
-        "type": type(error).__name__,
-        "param": None,
-        "code": error.http_status,
-    }
-    raw = json.dumps({"error": described}).encode()
+    raw = error_json(error)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(raw)).encode()),
     ]
+    if isinstance(error, RetryLaterError):
+        headers.append((b"retry-after", b"%d" % math.ceil(_RETRY_AFTER_S)))
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": raw})

@@ -13,7 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from sgl_esft.errors import EsftError
+from sgl_esft.health import child, ending
 from sgl_esft.launch import flags, plan
+
+if __name__ == "__mp_main__":
+    child.leave_to_front()
 
 if __name__ == "__mp_main__" and plan.uses_data_parallel(sys.argv):
     # A child of SGLang under data parallelism. SGLang loads plugins in its schedulers but not
@@ -54,4 +58,4 @@ def _help() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.leave_after(main)

@@ -19,6 +19,9 @@ import torch
 from sgl_esft.adapters import AdapterPlane, AdapterSource
 from sgl_esft.batch_tags import BASE, BatchTags, tag_tokens
 from sgl_esft.errors import EsftError, UnsupportedModelError
+from sgl_esft.lifecycle.command_desk import ALONE, CommandDesk, RankGroup
+from sgl_esft.lifecycle.commands import Command, decode, is_command, reply_table
+from sgl_esft.observe.heat import HeatSampler
 
 
 class AdapterRef(Protocol):
@@ -32,7 +35,8 @@ class AdapterRef(Protocol):
 
 # (success, error message, loaded name -> path) -> SGLang's LoRAUpdateOutput
 MakeResult = Callable[[bool, str, dict[str, str]], Any]
-# local tags [n] -> tags of the whole DP gather, in the order of the gathered hidden states
+# local tags [n] -> tags of the whole DP gather, in the order of the gathered hidden states;
+# PADDING where no rank has a token
 GatherTags = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
@@ -50,10 +54,13 @@ class EsftManager:
         gather_tags: GatherTags | None,
         publish: Callable[[], None] | None = None,
         num_dp_ranks: int = 1,
+        group: RankGroup = ALONE,
+        heat: HeatSampler | None = None,
     ) -> None:
         """gather_tags: given under DP attention, where tokens of `num_dp_ranks` meet in the MoE.
 
-        publish: called whenever other adapters are on the device than before.
+        group: the ranks that get the same messages in the same order, this one among them.
+        publish: called whenever other adapters are on the device than before, or were looked up.
         """
         self.plane = plane
         self.tags = tags
@@ -61,7 +68,9 @@ class EsftManager:
         self._gather_tags = gather_tags
         self._publish = publish
         self._num_dp_ranks = num_dp_ranks
-        self._num_published = -1
+        self._desk = CommandDesk(plane, group)
+        self.heat = heat  # None = experts are not counted
+        self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
     @property
     def enable_dp_attention(self) -> bool:
@@ -76,8 +85,21 @@ class EsftManager:
         self._publish_changes()
 
     def load_lora_adapter(self, lora_ref: AdapterRef) -> Any:
-        """Load; a failure is reported to the caller by name and changes nothing."""
-        return self._report(lambda: self.plane.load(_source_of(lora_ref)))
+        """Load, pin or unpin what is loaded, or carry out a command (lifecycle/commands.py).
+
+        A failure is reported to the caller by name and changes nothing.
+        """
+        if is_command(lora_ref.lora_path):
+            return self._carry_out(decode(lora_ref.lora_path or ""))
+        return self._report(lambda: self._desk.take_in(_source_of(lora_ref)))
+
+    def _carry_out(self, command: Command) -> Any:
+        try:
+            reply = self._desk.answer(command)
+        except EsftError as error:
+            return self._make_result(False, f"{type(error).__name__}: {error}", self.plane.names)
+        self._publish_changes()
+        return self._make_result(True, "", reply_table(reply))
 
     def unload_lora_adapter(self, lora_ref: AdapterRef) -> Any:
         return self._report(lambda: self.plane.unload(lora_ref.lora_id))
@@ -97,9 +119,10 @@ class EsftManager:
         return self._make_result(True, "", self.plane.names)
 
     def _publish_changes(self) -> None:
-        if self._publish is not None and self._num_published != self.plane.num_changes:
+        now = (self.plane.num_changes, self.plane.uses.num_hits)
+        if self._publish is not None and self._published != now:
             self._publish()
-            self._num_published = self.plane.num_changes
+            self._published = now
 
     # ---- scheduling ----
 
@@ -127,10 +150,15 @@ class EsftManager:
         """
         slots = [BASE if i is None else self.plane.slot_of(i) for i in forward_batch.lora_ids or ()]
         local = tag_tokens(slots, _num_tokens_per_request(forward_batch, len(slots)))
+        real_tokens: int | torch.Tensor = local.shape[0]
         if self._gather_tags is None:
             self.tags.set(local)
         else:
-            self.tags.set(self._gather_tags(local, forward_batch))
+            gathered = self._gather_tags(local, forward_batch)
+            self.tags.set(gathered.clamp(min=BASE))
+            real_tokens = gathered >= BASE
+        if self.heat is not None:
+            self.heat.begin_step(real_tokens)
 
     # ---- CUDA graphs ----
 

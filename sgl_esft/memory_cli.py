@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from sgl_esft import server_client
 from sgl_esft.adapter_shapes import AdapterShape, profile_shapes, read_adapter_shape
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
@@ -23,25 +24,19 @@ if TYPE_CHECKING:  # run_plan imports it: only planning needs the extension modu
     from sgl_esft.memory_plan import MemoryPlan
 
 _EXIT_OK: Final = 0
+_TIMEOUT_S: Final = 10.0
 
 
 def configure_memory(parser: argparse.ArgumentParser) -> None:
     """Arguments of `sgl-esft memory`."""
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:30000", help="the server; default: %(default)s"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it into this file")
-    parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="S", help="seconds; default: %(default)s"
-    )
+    server_client.add_flags(parser, _TIMEOUT_S)
 
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Fetch, draw, print."""
-    if not arguments.timeout > 0:
-        raise ConfigError(f"--timeout is {arguments.timeout}, not a positive number of seconds.")
-    report = fetch_report(arguments.url, arguments.timeout)
+    report = fetch_report(server_client.read_flags(arguments))
     if arguments.svg:
         arguments.svg.write_text(report_svg(report), encoding="utf-8")
     if arguments.json:

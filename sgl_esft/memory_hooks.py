@@ -2,7 +2,8 @@
 
     GET /v1/memory -> SGLang's get_internal_state -> [add_memory_report] on every rank -> reply
 
-SGLang asks every scheduler for its state; the reports of all ranks travel in that reply.
+SGLang asks every scheduler for its state; the reports of all ranks travel in that reply, and the
+heat of the experts with them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from sgl_esft import sglang_api
 from sgl_esft.config import required_config
 from sgl_esft.memory_report import MemoryReport
 from sgl_esft.memory_usage import measure_device
+from sgl_esft.observe import heat_hooks
 
 STATE_KEY = "esft_memory"
 
@@ -30,6 +32,7 @@ def add_memory_report(reply: Any, scheduler: Any, recv_req: Any) -> Any:
     )
     reports = sglang_api.gather_bytes(json.dumps(own.to_json()).encode())
     reply.internal_state[STATE_KEY] = {"devices": [json.loads(report) for report in reports]}
+    heat_hooks.add_heat(reply, manager.heat)
     return reply
 
 

@@ -253,20 +253,18 @@ def layer_memory(
     layout: SlotLayout,
     slot_bytes: int,
     usage: SlotUsage,
-    adapter_runs: Mapping[int, range],
+    adapter_slots: Mapping[int, Iterable[int]],
+    base_slots: Iterable[int] | None = None,
 ) -> LayerMemory:
-    """Report one layer: all base slots, and each adapter slot's run of mapped slots.
+    """Report one layer: the mapped slots of the base (None: all of them) and of each adapter slot.
 
-    `slot_bytes` is of all the layer's tensors together. Empty runs are passed over. Raises
-    InvariantError when a run leaves its adapter slot's region.
+    `slot_bytes` is of all the layer's tensors together. Raises InvariantError when a slot is not in
+    its owner's region.
     """
-    runs = [SlotRun(0, layout.num_base, BASE_OWNER)]
-    for adapter_slot, run in sorted(adapter_runs.items()):
-        region = layout.adapter_range(adapter_slot)
-        if run and not (run[0] in region and run[-1] in region):
-            raise InvariantError(f"layer {layer_id}: adapter slot {adapter_slot} is in {run}")
-        if run:
-            runs.append(SlotRun(run.start, len(run), adapter_slot))
+    base = range(layout.num_base)
+    runs = _runs(layer_id, BASE_OWNER, base, base if base_slots is None else base_slots)
+    for owner, slots in sorted(adapter_slots.items()):
+        runs += _runs(layer_id, owner, layout.adapter_range(owner), slots)
     return LayerMemory(
         layer_id=layer_id,
         num_slots=layout.num_slots,
@@ -277,6 +275,19 @@ def layer_memory(
         shared_bytes=usage.shared_bytes,
         used_bytes=usage.used_bytes,
     )
+
+
+def _runs(layer_id: int, owner: int, region: range, slots: Iterable[int]) -> list[SlotRun]:
+    """Neighbouring slots together, ascending."""
+    runs: list[SlotRun] = []
+    for slot in sorted(slots):
+        if slot not in region:
+            raise InvariantError(f"layer {layer_id}: slot {slot} of owner {owner} is not its own")
+        if runs and slot == runs[-1].first + runs[-1].count:
+            runs[-1] = SlotRun(runs[-1].first, runs[-1].count + 1, owner)
+        else:
+            runs.append(SlotRun(slot, 1, owner))
+    return runs
 
 
 def _in_order(runs: Iterable[SlotRun], num_slots: int) -> bool:

@@ -40,7 +40,8 @@ def measure_device(
 def _layer_memory(layer: WovenLayer) -> LayerMemory:
     slot_bytes = layer.w13[0].nbytes + layer.w2[0].nbytes
     usage = layer.memory.usage()
-    return layer_memory(layer.layer_id, layer.layout, slot_bytes, usage, layer.adapter_runs)
+    adapters, base = layer.slots_by_adapter, layer.base_slots
+    return layer_memory(layer.layer_id, layer.layout, slot_bytes, usage, adapters, base)
 
 
 def _pool_memory(arena: ExpertArena) -> PoolMemory:

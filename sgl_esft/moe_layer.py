@@ -97,6 +97,16 @@ class WovenLayer:
         return self.memory.mapped_slots()
 
     @property
+    def base_slots(self) -> Collection[int]:
+        """Slots of the base's experts that are here."""
+        return range(self.layout.num_base)
+
+    @property
+    def slots_by_adapter(self) -> Mapping[int, Collection[int]]:
+        """Adapter slot -> slots of its experts that are here."""
+        return self.adapter_runs
+
+    @property
     def readable_shard(self) -> ExpertShard:
         """What is worth reading of an adapter: the experts that are here now."""
         return self.shard
@@ -136,6 +146,14 @@ class WovenLayer:
         if run:
             wait_for_readers(self.w13.device)
             self.memory.unmap(run)
+
+    def num_bytes_of(self, adapter_slot: int) -> int:
+        """Bytes of the experts in an adapter slot, on this rank."""
+        return len(self.adapter_runs.get(adapter_slot, ())) * self._bytes_per_slot
+
+    @property
+    def _bytes_per_slot(self) -> int:
+        return self.w13[0].nbytes + self.w2[0].nbytes
 
     def check_integrity(self) -> None:
         """Raises InvariantError when the map names an unmapped slot or the memory's books lie."""

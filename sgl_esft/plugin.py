@@ -43,15 +43,17 @@ def install() -> None:
 
 def select_hooks() -> tuple[Hook, ...]:
     """The ledger's entries that apply to this process."""
-    from sgl_esft import hooks
+    from sgl_esft import env, hooks
     from sgl_esft.config import current_config
 
-    selected: tuple[Hook, ...] = ()
+    selected: tuple[Hook, ...] = hooks.JSON_LOG_HOOKS if env.log_format() == "json" else ()
     if platform.is_active():
         selected += hooks.CPU_HOOKS
+    if env.health_board() is not None:
+        selected += hooks.HEALTH_HOOKS
     config = current_config()
     if config is not None:
-        selected += hooks.WEAVE_HOOKS
+        selected += hooks.WEAVE_HOOKS + hooks.OBSERVE_HOOKS
         selected += hooks.ROUTER_HOOKS if config.reroute == "router" else ()
     return selected
 

@@ -13,6 +13,7 @@ import torch
 from sgl_esft.batch_tags import BatchTags
 from sgl_esft.errors import InvariantError, UnsupportedDeviceError
 from sgl_esft.expert_map import ExpertMap
+from sgl_esft.observe.heat import LayerHeat
 from sgl_esft_kernels import (
     KernelUnavailableError,
     RerouteFunction,
@@ -28,15 +29,25 @@ _IMPLEMENTATIONS = {"unfused": "reference", "fused": None}
 class Rerouter:
     """One layer's step from expert ids to slot ids."""
 
-    def __init__(self, expert_map: ExpertMap, tags: BatchTags, reroute: RerouteFunction) -> None:
+    def __init__(
+        self,
+        expert_map: ExpertMap,
+        tags: BatchTags,
+        reroute: RerouteFunction,
+        heat: LayerHeat | None = None,
+    ) -> None:
+        """heat: counts what is routed, where experts are counted."""
         check_map_height(expert_map.table, expert_map.layout.num_adapters)
         self._table = expert_map.table
         self._tags = tags
         self._reroute = reroute
+        self._heat = heat
 
     def __call__(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, k] expert ids (-1 = none) -> slot ids of this rank (-1 = none here)."""
         tags = self._tags.token_adapter_slots(topk_ids.shape[0])
+        if self._heat is not None:
+            self._heat(topk_ids, tags)
         return self._reroute(topk_ids.contiguous(), tags, self._table)
 
 

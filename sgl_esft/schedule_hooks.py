@@ -1,7 +1,8 @@
 """Adapter-aware batches: SGLang's waiting queue, put into the order of adapter_batching.py.
 
     SGLang: calc_priority -> [prefer_running_adapters] -> waiting_queue, reordered in place
-                                                       -> SGLang admits from its front
+                                                       -> SGLang admits from its front,
+                                                          asking [hold_back_for_the_oldest]
 
 Every rank of a tensor parallel group runs its scheduler in lockstep with the others; the order is
 made from what all of them see alike: requests, adapters and the order they came in.
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sgl_esft import adapter_batching
 from sgl_esft.adapter_batching import AdapterId, ArrivalBook, Waiting
 from sgl_esft.config import required_config
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,21 @@ def prefer_running_adapters(
     composer.reorder(waiting_queue, () if running_batch is None else running_batch.reqs)
 
 
+def hold_back_for_the_oldest(
+    original: Callable[..., bool], scheduler: Any, req: Any, running_loras: set[str | None]
+) -> bool:
+    """Whether a waiting request may join the batch: SGLang's answer, and then ours."""
+    if not original(scheduler, req, running_loras):
+        return False
+    from sgl_esft import sglang_api
+
+    composer = getattr(scheduler.policy, "esft_composer", None)
+    fits = sglang_api.adapter_manager(scheduler).validate_lora_batch
+    return composer is None or adapter_batching.may_join(
+        req.lora_id, running_loras, composer.next_adapter, fits
+    )
+
+
 class Composer:
     """One scheduler's order, and what it has to remember from step to step."""
 
@@ -43,6 +62,7 @@ class Composer:
         self._max_overtakes = max_overtakes
         self._metrics = metrics
         self._book = ArrivalBook()
+        self.next_adapter: AdapterId = None  # of a request that has no overtakes left, if any
 
     def reorder(self, waiting_queue: list[Any], running: Any) -> None:
         """Put SGLang's `Req`s into the order to admit them in, in place.
@@ -62,6 +82,8 @@ class Composer:
             waiting.append(Waiting(by_key[key].lora_id, num_overtakes))
         order = adapter_batching.plan_order(waiting, num_running, self._max_overtakes)
         waiting_queue[:] = [requests[index] for index in order]
+        is_next = bool(waiting) and waiting[0].num_overtakes >= self._max_overtakes
+        self.next_adapter = waiting[0].adapter_id if is_next else None
         if self._metrics is not None:
             self._metrics.set(self._book.num_admissions_that_overtook)
 
@@ -69,15 +91,16 @@ class Composer:
 class BatchingMetrics:
     """What the order does, beside SGLang's own metrics at /metrics (with --enable-metrics)."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, registry: CollectorRegistry | None = None) -> None:
         # SGLang names the folder that its processes share before it starts a rank, and
         # prometheus_client reads that name when it is imported.
-        from prometheus_client import Counter
+        from prometheus_client import REGISTRY, Counter
 
         self._overtaking = Counter(
             "sgl_esft:overtaking_admissions",
             "Requests that left the waiting queue while an earlier one waited.",
             labelnames=("rank",),
+            registry=registry or REGISTRY,
         ).labels(str(rank))
         self._num_published = 0
 

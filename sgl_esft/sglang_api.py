@@ -18,7 +18,13 @@ from sglang.srt.layers.dp_attention import (
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
-from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.io_struct import (
+    LoadLoRAAdapterReqInput,
+    LoRAUpdateOutput,
+    ShutdownReq,
+    UnloadLoRAAdapterReqInput,
+)
 from sglang.srt.runtime_context import (
     get_exec,
     get_lora,
@@ -93,9 +99,37 @@ def make_lora_result(success: bool, message: str, loaded: dict[str, str]) -> Any
     return LoRAUpdateOutput(success=success, error_message=message, loaded_adapters=loaded)
 
 
-def make_unload_request(name: str) -> Any:
-    """SGLang's request to unload an adapter."""
-    return UnloadLoRAAdapterReqInput(lora_name=name)
+def make_adapter_ref(name: str, folder: str, pinned: bool, adapter_id: str | None = None) -> Any:
+    """SGLang's LoRARef, by default with a new id."""
+    if adapter_id is None:
+        return LoRARef(lora_name=name, lora_path=folder, pinned=pinned)
+    return LoRARef(lora_id=adapter_id, lora_name=name, lora_path=folder, pinned=pinned)
+
+
+def make_load_request(ref: Any) -> Any:
+    """SGLang's message that tells every rank to load an adapter."""
+    return LoadLoRAAdapterReqInput(
+        lora_name=ref.lora_name,
+        lora_path=ref.lora_path,
+        pinned=bool(ref.pinned),
+        lora_id=ref.lora_id,
+    )
+
+
+def make_command_request(command: str) -> Any:
+    """A load message with a command of lifecycle/commands.py for a path."""
+    return LoadLoRAAdapterReqInput(lora_name="", lora_path=command, lora_id="")
+
+
+def make_unload_request(ref: Any) -> Any:
+    """SGLang's message that tells every rank to unload an adapter."""
+    return UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id)
+
+
+def max_loaded_adapters() -> int | None:
+    """--max-loaded-loras."""
+    limit = get_lora().max_loaded_loras
+    return None if limit is None else int(limit)
 
 
 def is_dp_attention() -> bool:
@@ -150,9 +184,35 @@ def has_metrics() -> bool:
     return bool(get_observability().enable_metrics)
 
 
+def http_log_level() -> str:
+    """The level of the HTTP server's log, such as `info`."""
+    found = get_observability()
+    return str(found.log_level_http or found.log_level)
+
+
 def tp_rank() -> int:
     """This process's number among the ranks that share the experts."""
     return int(get_tp_group().rank_in_group)
+
+
+def rank_in_server() -> int:
+    """This process's number among all ranks of the server, replicas of DP included."""
+    parallel = get_parallel()
+    own = int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
+    replica = 0 if parallel.enable_dp_attention else parallel.dp_rank or 0
+    return int(replica * parallel.pp_size * parallel.tp_size) + own
+
+
+def num_ranks() -> int:
+    """Ranks of this machine, in the process that serves HTTP."""
+    parallel = get_parallel()
+    replicas = 1 if parallel.enable_dp_attention else parallel.dp_size
+    return int(replicas * parallel.pp_size * parallel.tp_size // parallel.nnodes)
+
+
+def make_shutdown_request() -> Any:
+    """SGLang's request that all ranks end."""
+    return ShutdownReq()
 
 
 def gather_bytes(payload: bytes) -> list[bytes]:

@@ -27,6 +27,14 @@ class SharedLayer(WovenLayer):
     adapter_experts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by adapter slot
 
     @property
+    def base_slots(self) -> Collection[int]:
+        return self.resident.union(range(self.layout.num_routed, self.layout.num_base))
+
+    @property
+    def slots_by_adapter(self) -> Mapping[int, Collection[int]]:
+        return {owner: self.slots_of(owner).values() for owner in self.adapter_experts}
+
+    @property
     def readable_shard(self) -> ExpertShard:
         return replace(self.shard, expert_ids=self.resident)
 
@@ -61,6 +69,9 @@ class SharedLayer(WovenLayer):
             raise
         self.adapter_experts[adapter_slot] = tuple(adapter_expert_ids)
         self.expert_map.write(adapter_slot, slots)
+
+    def num_bytes_of(self, adapter_slot: int) -> int:
+        return len(self.slots_of(adapter_slot)) * self._bytes_per_slot
 
     def displace(self, adapter_slot: int) -> None:
         slots = self.slots_of(adapter_slot)

@@ -25,6 +25,15 @@ class Placement:
     evicted_slots: tuple[int, ...] = ()
 
 
+@dataclass
+class SlotUses:
+    """What the slots did as a cache, since the start."""
+
+    num_hits: int = 0  # adapters of a batch, and not of the one before, that had a slot
+    num_misses: int = 0  # those that had none
+    num_evictions: int = 0  # adapters that lost their slot to others
+
+
 class SlotTable:
     """N adapter slots, who is in them, and in which order they were last used.
 
@@ -108,6 +117,10 @@ class SlotTable:
         if adapter_id not in self._slot_of:
             raise InvariantError(f"cannot pin {adapter_id}: it has no slot")
         self._pinned.add(adapter_id)
+
+    def unpin(self, adapter_id: str) -> None:
+        """The adapter may be evicted from now on."""
+        self._pinned.discard(adapter_id)
 
     def remove(self, adapter_id: str) -> int | None:
         """Forget the adapter. Returns the slot it leaves, None if it had none."""

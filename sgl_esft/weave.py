@@ -16,14 +16,18 @@ from sgl_esft import expert_tensor, page_source, sglang_api
 from sgl_esft.adapter_format import read_manifest
 from sgl_esft.adapter_pages import bound_pages
 from sgl_esft.adapters import AdapterPlane
-from sgl_esft.batch_tags import BatchTags
+from sgl_esft.batch_tags import PADDING, BatchTags
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.lifecycle.command_desk import RankGroup
 from sgl_esft.lora_seat import EsftManager, GatherTags
 from sgl_esft.memory_metrics import MemoryMetrics
 from sgl_esft.memory_usage import measure_device
 from sgl_esft.model_spec import MoeSpec
 from sgl_esft.moe_layer import WovenLayer
+from sgl_esft.observe import heat_hooks
+from sgl_esft.observe.heat import HeatSampler
+from sgl_esft.observe.tier_metrics import DeviceTierMetrics
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import verify
 from sgl_esft.reroute import Rerouter, load_reroute
@@ -60,12 +64,14 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         gather,
         publish,
         num_dp_ranks=sglang_api.num_dp_ranks(),
+        group=RankGroup(sglang_api.tp_rank(), sglang_api.gather_bytes),
+        heat=heat_hooks.sampler_of(plane, config, device),
     )
     if source is None:
         manager.load_initial(sglang_api.initial_adapters())
     else:
         source.woven(manager)
-    attach_rerouting(runner.model, layers, tags, config.reroute)
+    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat)
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
 
@@ -81,8 +87,18 @@ def _adapter_pages(
 
 
 def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) -> Callable[[], None]:
-    metrics, rank = MemoryMetrics(), sglang_api.tp_rank()
-    return lambda: metrics.set(measure_device(plane, config.expert_memory, rank, device, None))
+    rank = sglang_api.tp_rank()
+    memory, tier = MemoryMetrics(), DeviceTierMetrics(rank)
+    num_measured = -1
+
+    def publish() -> None:
+        nonlocal num_measured
+        tier.set(plane.uses)
+        if num_measured != plane.num_changes:  # measuring goes through all layers
+            memory.set(measure_device(plane, config.expert_memory, rank, device, None))
+            num_measured = plane.num_changes
+
+    return publish
 
 
 def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
@@ -121,7 +137,11 @@ def _layout_of(fused_moe: Any) -> SlotLayout:
 
 
 def attach_rerouting(
-    model: torch.nn.Module, layers: dict[int, WovenLayer], tags: BatchTags, kind: str
+    model: torch.nn.Module,
+    layers: dict[int, WovenLayer],
+    tags: BatchTags,
+    kind: str,
+    heat: HeatSampler | None = None,
 ) -> None:
     """From now on these layers reroute, as `--reroute kind` says.
 
@@ -139,7 +159,8 @@ def attach_rerouting(
     reroute = load_reroute(kind, device)
     for module in sglang_api.fused_moe_modules(model):
         layer = layers[module.layer_id]
-        module.dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, reroute)
+        counted = None if heat is None else heat.layer(module.layer_id)
+        module.dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, reroute, counted)
 
 
 def _attach_routers(
@@ -165,12 +186,12 @@ def _gather_tags() -> GatherTags:
 
     def gather(local: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         num_local, num_global = sglang_api.dp_buffer_lengths()
-        # Zero is what the gather fills gaps with, so a tag travels as tag + 1.
+        # Zero is what the gather fills gaps with, so a tag travels as its distance from PADDING.
         shifted = torch.zeros((num_local, 1), dtype=torch.float32)
-        shifted[: local.shape[0], 0] = local.to(torch.float32) + 1
+        shifted[: local.shape[0], 0] = local.to(torch.float32) - PADDING
         shifted = shifted.to(forward_batch.input_ids.device)
         gathered = shifted.new_zeros((num_global, 1))
         sglang_api.dp_gather(gathered, shifted, forward_batch)
-        return (gathered[:, 0] - 1).to(torch.int32)
+        return (gathered[:, 0] + PADDING).to(torch.int32)
 
     return gather

@@ -16,6 +16,7 @@ from sgl_esft import expert_tensor, moe_layer, sglang_api, weave
 from sgl_esft.adapter_format import content_digest
 from sgl_esft.config import required_config
 from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.lifecycle.content import remember_digest
 from sgl_esft.platform import device_memory
 
 
@@ -102,4 +103,6 @@ def adapter_id_with_content(
 
     The prefix cache is keyed by this id, and may outlive the server.
     """
-    return original(lora_name, f"{lora_path}\0{content_digest(Path(lora_path))}")
+    digest = content_digest(Path(lora_path))
+    remember_digest(lora_path, digest)
+    return original(lora_name, f"{lora_path}\0{digest}")

@@ -11,7 +11,7 @@ from hypothesis import settings
 settings.register_profile("repo", deadline=None, derandomize=True)
 settings.load_profile("repo")
 
-pytest_plugins = ["tests.servers", "tests.families", "tests.one_rank"]
+pytest_plugins = ["tests.servers", "tests.families", "tests.one_rank", "tests.guarded"]
 
 
 @pytest.fixture

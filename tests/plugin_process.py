@@ -55,7 +55,7 @@ def in_place(ledger: tuple[Hook, ...]) -> dict[str, bool]:
 
 
 WEAVING = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS
-EVERYTHING = WEAVING + ENGINE_HOOKS + FRONT_HOOKS
+EVERYTHING = WEAVING + hooks.HEALTH_HOOKS + ENGINE_HOOKS + FRONT_HOOKS
 
 
 def everything_in_place() -> dict[str, bool]:
@@ -102,6 +102,15 @@ def weaving_with_sglangs_router() -> Any:
 @scenario
 def weaving_off() -> Any:
     os.environ["ESFT_PLATFORM"] = "cpu"
+    load()
+    return {"in_place": everything_in_place(), "complaint": complaint()}
+
+
+@scenario
+def our_launcher_without_weaving() -> Any:
+    """It names a board on which loops show that they turn."""
+    os.environ["ESFT_PLATFORM"] = "cpu"
+    os.environ["ESFT_HEALTH_BOARD"] = "/nowhere"
     load()
     return {"in_place": everything_in_place(), "complaint": complaint()}
 

@@ -24,6 +24,7 @@ from sgl_esft.launch.ports import pick_free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 240.0
+WEIGHTS_ROUTE = "/update_weights_from_disk"  # off unless it is named
 MAX_ALIVE = 2  # a server takes about 2 GB
 
 TP2_EP2 = ("--tp-size", "2", "--ep-size", "2")
@@ -44,7 +45,7 @@ class ServerSpec:
         if self.model_path is not None:
             argv += ["--model-path", str(self.model_path)]
         if not self.weave:
-            argv.append("--no-esft")
+            argv += ["--no-esft", "--enable-route", WEIGHTS_ROUTE]
         if self.adapters:
             argv += ["--esft-adapters", *(f"{name}={path}" for name, path in self.adapters)]
         argv += ["--log-level", "warning", "--skip-server-warmup"]
@@ -145,7 +146,7 @@ class Server:
 
     def use_weights(self, model_path: Path) -> None:
         """Replace all weights by another checkpoint's of the same shape (plain SGLang's route)."""
-        response = self.post("/update_weights_from_disk", {"model_path": str(model_path)})
+        response = self.post(WEIGHTS_ROUTE, {"model_path": str(model_path)})
         assert response.status_code == 200, response.text
         assert response.json()["success"], response.text
 

@@ -12,6 +12,7 @@ from typing import Any
 from sgl_elastic.engine import config, loader, rank, sglang_api
 from sgl_elastic.instance.messages import PAUSE_TO_PARK
 from sgl_esft.hook_ledger import Hook, HookKind
+from sgl_esft.lifecycle.commands import is_command
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
@@ -103,7 +104,9 @@ def resume_request(scheduler: Any, req: Any, is_retracted: bool = False) -> None
 
 
 def report_after_load(result: Any, scheduler: Any, recv_req: Any) -> None:
-    """The adapters in memory have changed."""
+    """The adapters in memory have changed, or one of them is pinned now or no longer."""
+    if is_command(getattr(recv_req, "lora_path", None)):
+        return
     rank.current().report_adapters()
 
 

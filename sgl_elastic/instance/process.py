@@ -23,6 +23,8 @@ from typing import Any
 import sgl_esft  # noqa: F401 - its __init__ must run before sglang, in spawned children too
 from sgl_elastic.engine import config
 from sgl_elastic.instance import devices
+from sgl_esft import env
+from sgl_esft.health import child
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ def main() -> int:
     spec = InstanceSpec.from_json(sys.stdin.readline())
     os.environ[config.VARIABLE] = spec.engine
     engine = config.EngineConfig.from_json(spec.engine)
+    os.environ[env.HEALTH_BOARD] = f"{engine.directory}/{engine.instance}.beats"
     os.environ.update(devices.rank_environment(engine.backend, engine.device_ids, os.environ))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the front says when to end
+    child.ignore_ends()  # a terminal's, a service manager's; the front says when to end
     return _run(spec, devices.start_method(engine.backend))
 
 

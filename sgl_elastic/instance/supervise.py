@@ -105,6 +105,6 @@ def is_stopped(pid: int) -> bool:
 
 
 def remove_sockets(directory: Path, instance: str) -> None:
-    """What an instance's sockets leave behind in the file system."""
-    for path in directory.glob(f"{instance}.in*"):
+    """What an instance's sockets, and its ranks' board, leave behind in the file system."""
+    for path in (*directory.glob(f"{instance}.in*"), directory / f"{instance}.beats"):
         path.unlink(missing_ok=True)

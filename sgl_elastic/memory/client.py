@@ -139,27 +139,6 @@ class DeviceClient:
         """xxh3 of a slot's bytes, in hexadecimal."""
         return self._call(messages.AskDigest(region, slot), messages.Digest).digest
 
-    def put_document(self, name: str, data: bytes) -> None:
-        """Keep bytes under a name, in place of what is there. At most MAX_DOCUMENT_BYTES."""
-        if len(data) > messages.MAX_DOCUMENT_BYTES:
-            raise MemoryWorkerError(
-                f"document {name!r} has {len(data)} bytes, at most {messages.MAX_DOCUMENT_BYTES} "
-                "are kept: split it"
-            )
-        self._call(messages.PutDocument(name, data), messages.Done)
-
-    def get_document(self, name: str) -> bytes:
-        """The bytes under a name. Raises MemoryWorkerError when there are none."""
-        return self._call(messages.GetDocument(name), messages.Document).data
-
-    def delete_document(self, name: str) -> None:
-        """Forget a document; harmless when there is none."""
-        self._call(messages.DeleteDocument(name), messages.Done)
-
-    def list_documents(self) -> tuple[str, ...]:
-        """All documents' names, ascending."""
-        return self._call(messages.ListDocuments(), messages.DocumentNames).names
-
     def stop(self) -> None:
         """Ask the worker to end; it has not ended yet when this returns."""
         self._call(messages.Stop(), messages.Done)

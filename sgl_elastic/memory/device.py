@@ -20,7 +20,6 @@ import sgl_vmm
 import xxhash
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, StepFailedError
-from sgl_elastic.memory.documents import Documents
 from sgl_elastic.memory.messages import Move, Usage
 from sgl_elastic.memory.runs import (
     Run,
@@ -69,7 +68,6 @@ class DeviceMemory:
         self._page_bytes = page_bytes
         self._regions: dict[str, _RegionState] = {}
         self._shape: MemoryShape | None = None
-        self.documents = Documents()
         with self._named("opening it"):
             self._backend = sgl_vmm.open_backend(
                 backend_name,
@@ -263,7 +261,6 @@ class DeviceMemory:
             pages=self._by_kind({n: s.tensor.state().num_pages for n, s in self._regions.items()}),
             mapped_slots=self._by_kind({n: num_slots(s.mapped) for n, s in self._regions.items()}),
             loaded_slots=self._by_kind({n: num_slots(s.loaded) for n, s in self._regions.items()}),
-            document_bytes=self.documents.num_bytes,
             resident_bytes=-1 if resident is None else resident,
         )
 

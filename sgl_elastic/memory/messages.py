@@ -20,10 +20,6 @@ from typing import Annotated
 import msgspec
 
 from sgl_elastic.types import MemoryShape
-from sgl_elastic.wire import MAX_PAYLOAD_BYTES
-
-MAX_DOCUMENT_BYTES = MAX_PAYLOAD_BYTES - 4096  # of one document; its name travels beside it
-MAX_DOCUMENTS = 256
 
 Number = Annotated[int, msgspec.Meta(ge=1)]
 Position = Annotated[int, msgspec.Meta(ge=0)]
@@ -31,7 +27,6 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 RunField = tuple[Position, Count]
 SlotsField = dict[str, tuple[RunField, ...]]
 Move = tuple[Position, Position, Count]  # source slot, destination slot, slots
-DocumentName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -107,29 +102,6 @@ class AskDigest(Message, frozen=True):
     slot: Position
 
 
-class PutDocument(Message, frozen=True):
-    """Keep these bytes under this name, in place of what is there."""
-
-    name: DocumentName
-    data: bytes
-
-
-class GetDocument(Message, frozen=True):
-    """The bytes under this name."""
-
-    name: DocumentName
-
-
-class DeleteDocument(Message, frozen=True):
-    """Forget a document; harmless when there is none."""
-
-    name: DocumentName
-
-
-class ListDocuments(Message, frozen=True):
-    """Names of all documents."""
-
-
 class Stop(Message, frozen=True):
     """Answer Done, then end the worker."""
 
@@ -202,7 +174,6 @@ class Usage(Message, frozen=True):
     pages: dict[str, int]
     mapped_slots: dict[str, int]
     loaded_slots: dict[str, int]
-    document_bytes: int
     resident_bytes: int
 
 
@@ -210,18 +181,6 @@ class Digest(Message, frozen=True):
     """xxh3 of 64 bits, in hexadecimal."""
 
     digest: str
-
-
-class Document(Message, frozen=True):
-    """A document's bytes."""
-
-    data: bytes
-
-
-class DocumentNames(Message, frozen=True):
-    """Names, ascending."""
-
-    names: tuple[str, ...]
 
 
 Request = (
@@ -236,13 +195,9 @@ Request = (
     | CopyKv
     | AskUsage
     | AskDigest
-    | PutDocument
-    | GetDocument
-    | DeleteDocument
-    | ListDocuments
     | Stop
 )
-Reply = Done | Failure | Hello | Changed | Pages | Usage | Digest | Document | DocumentNames
+Reply = Done | Failure | Hello | Changed | Pages | Usage | Digest
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sgl_elastic.memory.runs import Runs, of_slots
-from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, RegionKind
+from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
 
 
 def trunk_slots(shape: MemoryShape) -> dict[str, Runs]:
@@ -50,17 +50,6 @@ def adapter_slots(
         for region in shape.of_kind(RegionKind.EXPERT)
     }
     return {name: runs for name, runs in found.items() if runs}
-
-
-def placement_slots(
-    shape: MemoryShape, adapters: Sequence[AdapterEntry], placement: Placement, device_id: int
-) -> dict[str, Runs]:
-    """All that a rank on `device_id` sees: trunk, its experts, its KV."""
-    return {
-        **trunk_slots(shape),
-        **expert_slots(shape, adapters, placement.experts_of(device_id)),
-        **kv_slots(shape, placement.kv_tokens_of(device_id)),
-    }
 
 
 def _woven_slots(

@@ -91,10 +91,6 @@ class Worker:
             messages.MarkLoaded: self._mark_loaded,
             messages.AskUsage: lambda _: memory.usage(),
             messages.AskDigest: lambda r: messages.Digest(memory.digest(r.region, r.slot)),
-            messages.PutDocument: self._put_document,
-            messages.GetDocument: lambda r: messages.Document(memory.documents.get(r.name)),
-            messages.DeleteDocument: self._delete_document,
-            messages.ListDocuments: lambda _: messages.DocumentNames(memory.documents.names()),
             messages.Stop: lambda _: messages.Done(),
         }
 
@@ -142,14 +138,6 @@ class Worker:
 
     def _mark_loaded(self, request: messages.MarkLoaded) -> Reply:
         self._memory.mark_loaded(request.slots, is_loaded=request.is_loaded)
-        return messages.Done()
-
-    def _put_document(self, request: messages.PutDocument) -> Reply:
-        self._memory.documents.put(request.name, request.data)
-        return messages.Done()
-
-    def _delete_document(self, request: messages.DeleteDocument) -> Reply:
-        self._memory.documents.delete(request.name)
         return messages.Done()
 
     def _copy_from(self, request: messages.CopyFrom) -> dict[str, Runs]:

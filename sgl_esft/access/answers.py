@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from sgl_esft.errors import (
     BodyTooLargeError,
+    DrainingError,
     EsftError,
     HeadersTooLargeError,
     KeyLimitError,
@@ -39,7 +40,7 @@ def error_json(error: EsftError) -> bytes:
 
 def _headers(error: EsftError, length: int) -> list[tuple[bytes, bytes]]:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
-    if isinstance(error, KeyLimitError):
+    if isinstance(error, KeyLimitError | DrainingError):
         headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
     if isinstance(error, NoKeyError):
         headers.append((b"www-authenticate", b"Bearer"))

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from sgl_esft.access.patterns import check_patterns
+from sgl_esft.access.sampling import check_session, check_types
 from sgl_esft.errors import BadBodyError, BodyTooLargeError, HeadersTooLargeError
 
 Document: TypeAlias = Mapping[str, Any]
@@ -114,7 +116,7 @@ _RANGES: Mapping[str, tuple[int, int | str]] = {
     "n": (0, 128),
     "num_predict": (-2, _CONTEXT),
     "routed_experts_start_len": (0, _CONTEXT),
-    "stream_interval": (0, _CONTEXT),
+    "stream_interval": (0, 1 << 30),
     "top_k": (-1, 1 << 30),
     "top_logprobs": (0, 100),
     "top_logprobs_num": (0, 100),
@@ -188,8 +190,11 @@ def check_client_body(
 ) -> Ask:
     """Check a body of a route for clients. Raises BadBodyError."""
     if not isinstance(document, dict):
-        return Ask(1, 1 + num_bytes // _BYTES_PER_TOKEN)
+        raise BadBodyError("the body must be a JSON object")
     parts = list(_parts(document))
+    for inner in parts[1:]:
+        check_types(inner, takes_custom=rules.takes_logit_processors)
+    check_session(document.get("session_params"))
     for part in parts:
         _check_refused(part, rules)
         for field in part.keys() & _RANGES.keys():
@@ -198,6 +203,7 @@ def check_client_body(
             _check_ids(field, part.get(field), bounds.vocab_size)
         _check_texts(part)
         _check_logit_bias(part.get("logit_bias"), bounds.vocab_size)
+    _check_request_ids(document)
     if not rules.takes_media:
         _check_no_media_parts(document)
     return _ask(document, parts, num_bytes)
@@ -269,6 +275,17 @@ def _check_refused(part: Document, rules: BodyRules) -> None:
         )
 
 
+def _check_request_ids(document: Document) -> None:
+    """One for each prompt; SGLang fails on a list for a single prompt."""
+    ids = document.get("rid")
+    if isinstance(ids, list) and (
+        len(ids) != _prompts(document)[0]
+        or not any(isinstance(document.get(field), list) for field in _PROMPTS)
+        or len(set(map(str, ids))) != len(ids)
+    ):
+        raise BadBodyError("rid is a text, or with a list of prompts a list of different texts")
+
+
 def _check_range(field: str, value: object, bounds: ModelBounds) -> None:
     low, high = _RANGES[field]
     if isinstance(high, str):
@@ -281,6 +298,8 @@ def _check_range(field: str, value: object, bounds: ModelBounds) -> None:
 
 
 def _check_ids(field: str, value: object, vocab_size: int) -> None:
+    if field in _PROMPTS and (value == [] or (isinstance(value, list) and [] in value)):
+        raise BadBodyError(f"{field} must not be empty")
     if isinstance(value, list) and set(map(type, value)) == {int}:
         value = [min(value), max(value)]
     for each in _flat(value):
@@ -306,6 +325,7 @@ def _check_texts(part: Document) -> None:
             raise BadBodyError(f"{field} has too many entries")
         if any(isinstance(each, str) and len(each) > limit for each in _flat(value)):
             raise BadBodyError(f"{field} may have {limit} characters")
+    check_patterns(each for each in _flat(part.get("stop_regex")) if isinstance(each, str))
 
 
 def _check_logit_bias(value: object, vocab_size: int) -> None:

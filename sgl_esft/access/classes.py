@@ -17,6 +17,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
 
+from sgl_esft.dashboard.pages import FILES as DASHBOARD_FILES
 from sgl_esft.errors import UndeclaredRouteError, UnknownMethodError, UnknownRouteError
 
 
@@ -37,19 +38,19 @@ _GET = ("GET",)
 _POST = ("POST",)
 _GET_HEAD = ("GET", "HEAD")
 _GET_POST = ("GET", "POST")
+_GET_PATCH_DELETE = ("DELETE", "GET", "PATCH")
 _POST_PUT = ("POST", "PUT")
 
 _PUBLIC: Mapping[str, tuple[str, ...]] = {
     "/": _GET_HEAD,
+    **dict.fromkeys(DASHBOARD_FILES, _GET_HEAD),  # they hold no data
     "/health": _GET,
+    "/healthz": _GET,
     "/ping": _GET,
     "/ready": _GET,
+    "/readyz": _GET,
 }
 _CLIENT: Mapping[str, tuple[str, ...]] = {
-    "/api/chat": _POST,
-    "/api/generate": _POST,
-    "/api/show": _POST,
-    "/api/tags": _GET,
     "/classify": _POST_PUT,
     "/detokenize": _POST,
     "/docs": _GET_HEAD,
@@ -104,15 +105,29 @@ _ADMIN: Mapping[str, tuple[str, ...]] = {
     "/set_internal_state": _POST_PUT,
     "/set_trace_level": _GET_POST,
     "/unload_lora_adapter": _POST,
+    # Folders, digests and who is asked for: an operator's. Clients have /v1/models.
+    "/v1/adapters": _GET_POST,
+    "/v1/adapters/{name}": _GET_PATCH_DELETE,
+    "/v1/drain": _POST,
+    "/v1/heat": _GET,
     "/v1/instances": _GET,
+    "/v1/load_lora_adapter": _POST,
     "/v1/memory": _GET,
     "/v1/scale": _GET_POST,
     "/v1/scale/{operation_id}": _GET,
+    "/v1/unload_lora_adapter": _POST,
 }
+# Of these a client's GET is answered, less what its key is not to see (visible.py).
+_READ_BY_CLIENTS = frozenset({"/v1/adapters", "/v1/adapters/{name}"})
 # They unpickle, write files, fetch from addresses, load code, run a model's own template, replace
-# weights, stop the engine, or take an adapter's name where it would not be seen.
+# weights, stop the engine, take an adapter's name where it would not be seen, or (Ollama's) can
+# name no adapter and end a stream that fails without a word.
 _OFF: Mapping[str, tuple[str, ...]] = {
     "/add_external_corpus": _POST,
+    "/api/chat": _POST,
+    "/api/generate": _POST,
+    "/api/show": _POST,
+    "/api/tags": _GET,
     "/begin_weight_update": _POST,
     "/configure_logging": _GET_POST,
     "/destroy_weights_update_group": _POST,
@@ -156,6 +171,11 @@ class Declared:
     path: str
     methods: frozenset[str]
     route_class: RouteClass
+
+    def class_for(self, method: str) -> RouteClass:
+        """The class of one method: of some routes for admins reading is for clients."""
+        is_read = method in _GET_HEAD and self.path in _READ_BY_CLIENTS
+        return RouteClass.CLIENT if is_read else self.route_class
 
 
 def _declared() -> Mapping[str, Declared]:
@@ -205,7 +225,7 @@ class RouteTable:
     def find(self, method: str, path: str) -> RouteClass:
         """The class of a request. Raises UnknownRouteError, UnknownMethodError."""
         declared = self._declared_for(path)
-        route_class = self._class_of(declared)
+        route_class = self._class_of(declared, method)
         if route_class is RouteClass.OFF:
             raise UnknownRouteError(
                 f"{declared.path} is off: start the server with --enable-route {declared.path}"
@@ -233,10 +253,10 @@ class RouteTable:
                 return self._paths[template]
         raise UnknownRouteError("there is no such route; GET /openapi.json lists the routes")
 
-    def _class_of(self, declared: Declared) -> RouteClass:
+    def _class_of(self, declared: Declared, method: str) -> RouteClass:
         if declared.route_class is RouteClass.OFF and declared.path in self.enabled:
             return RouteClass.ADMIN
-        return declared.route_class
+        return declared.class_for(method)
 
     def _has(self, method: str, path: str) -> bool:
         declared = self._paths.get(path)

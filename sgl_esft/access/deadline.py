@@ -1,6 +1,7 @@
 """A request has a time to be answered in.
 
     gate --> [run_within] --> app: past the deadline it hears that the client has gone
+    admission (health) --> [run_until] --> app: the same, when the server must end
 
 SGLang aborts a request whose client has gone, within seconds, so that is what it is told. If it
 does not end then, its task is cancelled.
@@ -9,9 +10,10 @@ does not end then, its task is cancelled.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from sgl_esft.access.answers import App, Message, Receive, Scope, Send, end_stream, send_error
-from sgl_esft.errors import RequestTimeoutError
+from sgl_esft.errors import EsftError, RequestTimeoutError
 
 # SGLang looks every 4 s whether a client is still there.
 GRACE_S = 6.0
@@ -56,11 +58,31 @@ async def run_within(
     seconds: float, app: App, scope: Scope, receive: Receive, send: Send, grace_s: float = GRACE_S
 ) -> None:
     """Run the application; past the time, answer 504 or end its stream with an error."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[EsftError] = loop.create_future()
+    error = RequestTimeoutError(f"no whole answer within {seconds:g} s: ask for less, or again")
+    timer = loop.call_later(seconds, over.set_result, error)
+    try:
+        await run_until(over, app, scope, receive, send, grace_s)
+    finally:
+        timer.cancel()
+
+
+async def run_until(
+    over: asyncio.Future[EsftError],
+    app: App,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Run the application; when `over` has an error, answer that or end its stream with it."""
     watched = _Watched(receive, send)
     task = asyncio.ensure_future(app(scope, watched.receive, watched.send))
+    waited: set[asyncio.Future[Any]] = {task, over}
     try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-        if done:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
             task.result()
             return
         watched.is_over = True
@@ -71,11 +93,10 @@ async def run_within(
             await asyncio.wait({task})
     if not task.cancelled():
         task.exception()  # whatever it was, it came of being told that the client has gone
-    await _say_over(watched, send, seconds)
+    await _say_over(watched, send, over.result())
 
 
-async def _say_over(watched: _Watched, send: Send, seconds: float) -> None:
-    error = RequestTimeoutError(f"no whole answer within {seconds:g} s: ask for less, or again")
+async def _say_over(watched: _Watched, send: Send, error: EsftError) -> None:
     if not watched.has_started:
         await send_error(send, error)
     elif watched.is_stream and not watched.has_ended:

@@ -25,6 +25,7 @@ from sgl_esft.access.deadline import is_event_stream, run_within
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits, Ticket
 from sgl_esft.access.usage import UsageReader
+from sgl_esft.access.visible import VisibleSend, check_visible, sees_less
 from sgl_esft.errors import (
     BadBodyError,
     EsftError,
@@ -33,6 +34,7 @@ from sgl_esft.errors import (
     SlowBodyError,
     UnknownAdapterError,
 )
+from sgl_esft.observe import record
 
 # (path, body) -> the adapters a request asks for, None for the base. Raises EsftError.
 AdaptersOf: TypeAlias = Callable[[str, Mapping[str, Any]], Collection[str | None]]
@@ -43,9 +45,8 @@ PUBLIC = Caller("(public)", max_concurrency=64)  # probes of a server with keys
 STARTING = Caller("(start-up)", is_admin=True)
 
 # Routes for clients that take a body and do not run the model.
-_WITHOUT_MODEL = frozenset(
+WITHOUT_MODEL = frozenset(
     {
-        "/api/show",
         "/detokenize",
         "/parse_function_call",
         "/separate_reasoning",
@@ -101,6 +102,7 @@ class Gate:
         bounds: Callable[[], ModelBounds],
         adapters_of: AdaptersOf,
         inner_key: InnerKey | None = None,
+        keys: Callable[[], KeyRing] | None = None,
     ) -> None:
         self._app = app
         self._policy = policy
@@ -108,6 +110,7 @@ class Gate:
         self._bounds = bounds
         self._adapters_of = adapters_of
         self._inner_key = inner_key
+        self._keys = keys or (lambda: policy.keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -125,6 +128,7 @@ class Gate:
                 await self._app(scope, receive, send)
                 return
             route_class, caller = self._admit(scope, scope["method"])
+            send = _as_seen_by(caller, scope, send)
             ticket = self._limits.enter(caller)
             if route_class is not RouteClass.PUBLIC:  # those take no body, and leave it unread
                 raw = await self._body(scope["headers"], receive)
@@ -166,31 +170,34 @@ class Gate:
     def _check_where_from(self, scope: Scope) -> None:
         headers: Headers = scope["headers"]
         bodies.check_headers(headers)
-        origins.check_host(headers, has_keys=len(self._policy.keys) > 0)
+        origins.check_host(headers, has_keys=len(self._keys()) > 0)
         origins.check_origin(headers, self._policy.allowed_origins)
 
     def _admit(self, scope: Scope, method: str) -> tuple[RouteClass, Caller]:
         """Raises UnknownRouteError, UnknownMethodError, NoKeyError, NotAllowedError."""
         route_class = self._policy.table.find(method, routed_path(scope))
-        if not self._policy.keys:
+        keys = self._keys()
+        if not keys:
             return route_class, ANYONE
         if route_class is RouteClass.PUBLIC:
             return route_class, PUBLIC
-        caller = self._caller(scope["headers"])
+        caller = self._caller(scope["headers"], keys)
         if route_class is RouteClass.ADMIN and not caller.is_admin:
             raise NotAllowedError(
                 "this route is for the admin key"
-                + ("" if self._policy.keys.has_admin else ", and the server has none")
+                + ("" if keys.has_admin else ", and the server has none")
             )
+        check_visible(caller, routed_path(scope))
         return route_class, caller
 
-    def _caller(self, headers: Headers) -> Caller:
+    def _caller(self, headers: Headers, keys: KeyRing) -> Caller:
         key = _presented_key(headers)
         if self._inner_key is not None and self._inner_key.opens(key):
             return STARTING
-        caller = self._policy.keys.find(key)
+        caller = keys.find(key)
         if caller is None:
             raise NoKeyError("the key is not known")
+        _note_key(caller)
         return caller
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
@@ -220,7 +227,7 @@ class Gate:
         if route_class is RouteClass.ADMIN:
             return None
         ask = bodies.check_client_body(document, len(raw), self._policy.rules, self._bounds())
-        if scope["method"] not in ("POST", "PUT") or path in _WITHOUT_MODEL:
+        if scope["method"] not in ("POST", "PUT") or path in WITHOUT_MODEL:
             return None
         if caller.is_restricted:
             self._check_adapters(caller, path, document if isinstance(document, dict) else {})
@@ -264,6 +271,17 @@ class _UsageSend:
     def tokens(self) -> int | None:
         """Tokens used; None if not known."""
         return 0 if self._is_refusal else self._reader.tokens()
+
+
+def _as_seen_by(caller: Caller, scope: Scope, send: Send) -> Send:
+    path = routed_path(scope)
+    return VisibleSend(send, caller, path) if sees_less(caller, scope["method"], path) else send
+
+
+def _note_key(caller: Caller) -> None:
+    request = record.current()
+    if request is not None:
+        request.key_name = caller.name
 
 
 def _presented_key(headers: Headers) -> str:

@@ -80,11 +80,23 @@ class KeyLimits:
 
     def _used_by(self, caller: Caller) -> _Used:
         used = self._used.get(caller.name)
+        rate = caller.tokens_per_minute
         if used is None:
-            rate = caller.tokens_per_minute
             bucket = None if rate is None else TokenBucket(rate, at=self._clock())
             used = self._used[caller.name] = _Used(bucket=bucket)
+        elif rate != (None if used.bucket is None else used.bucket.per_minute):
+            used.bucket = self._changed(used.bucket, rate)
         return used
+
+    def _changed(self, bucket: TokenBucket | None, rate: int | None) -> TokenBucket | None:
+        """The key has another rate now: its debt stays, and what it may have in advance shrinks."""
+        if rate is None:
+            return None
+        changed = TokenBucket(rate, at=self._clock())
+        if bucket is not None:
+            bucket.take(0, self._clock())
+            changed.level = min(changed.level, bucket.level)
+        return changed
 
 
 class Ticket:

@@ -19,9 +19,11 @@ from sgl_esft.access import keys
 from sgl_esft.access.bodies import DEFAULT_MAX_BODY_BYTES, BodyRules, ModelBounds
 from sgl_esft.access.classes import RouteTable, check_routes, routes_of
 from sgl_esft.access.gate import AdaptersOf, Gate, InnerKey, Policy
+from sgl_esft.access.key_source import WatchedKeys
 from sgl_esft.access.keys import Caller, KeyEntry, KeyRing
 from sgl_esft.access.limits import KeyLimits
 from sgl_esft.access.origins import is_loopback
+from sgl_esft.access.unfit import answer_unfit
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
 from sgl_esft.http_adapters import ADAPTER_ROUTES, KnownNames, resolve_body
@@ -54,12 +56,6 @@ class AccessFlags:
     allowed_origins: tuple[str, ...]
     enabled_routes: tuple[str, ...]
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is to be a gate. Without one SGLang's own two keys are all there is."""
-        own = (self.api_keys_file, self.admin_key_env)
-        return any(each is not None for each in own) or bool(self.enabled_routes)
-
 
 @dataclass(frozen=True)
 class AccessPlan:
@@ -67,6 +63,7 @@ class AccessPlan:
 
     policy: Policy
     inner_key: InnerKey | None  # what SGLang is started with; None without keys
+    keys: Callable[[], KeyRing]  # those of now
     forgotten: tuple[str, ...] = ()  # variables that no child process may inherit
 
 
@@ -155,14 +152,12 @@ def plan_access(
     environment: Mapping[str, str] = os.environ,
 ) -> AccessPlan:
     """Read the keys and check who could reach the server. Raises ConfigError."""
-    ring = KeyRing(_entries(flags, environment))
+    ring = _ring(flags, environment, weave)
     if not ring and not is_loopback(host):
         raise ConfigError(
             f"--host {host} can be reached from elsewhere, and there are no keys: give "
             "--api-keys-file or --api-key (and --admin-key-env), or leave --host out"
         )
-    if not weave and ring.is_restricted:
-        raise ConfigError("--no-esft has no adapters, and --api-keys-file has keys for some only")
     if any(arg.split("=")[0] == _GRPC_PORT for arg in sglang_argv):
         raise ConfigError(f"{_GRPC_PORT}: there is no access control on gRPC; leave it out")
     if environment.get(_RUST_SERVER, "").lower() not in ("", "0", "false", "no"):
@@ -180,7 +175,31 @@ def plan_access(
         allowed_origins=flags.allowed_origins,
     )
     forgotten = () if flags.admin_key_env is None else (flags.admin_key_env,)
-    return AccessPlan(policy, InnerKey() if ring else None, forgotten)
+    current = _watched(ring, flags, dict(environment), weave)
+    return AccessPlan(policy, InnerKey() if ring else None, current, forgotten)
+
+
+def _ring(flags: AccessFlags, environment: Mapping[str, str], weave: bool) -> KeyRing:
+    ring = KeyRing(_entries(flags, environment))
+    if not weave and ring.is_restricted:
+        raise ConfigError("--no-esft has no adapters, and --api-keys-file has keys for some only")
+    return ring
+
+
+def _watched(
+    ring: KeyRing, flags: AccessFlags, environment: Mapping[str, str], weave: bool
+) -> Callable[[], KeyRing]:
+    """The keys, followed where they come from a file."""
+    if flags.api_keys_file is None:
+        return lambda: ring
+    name = flags.admin_key_env or ""
+    given = {name: environment[name]} if name in environment else {}
+    return WatchedKeys(
+        Path(flags.api_keys_file).absolute(),
+        ring,
+        lambda: _ring(flags, given, weave),
+        time.monotonic,
+    ).current
 
 
 def _entries(flags: AccessFlags, environment: Mapping[str, str]) -> list[KeyEntry]:
@@ -197,14 +216,8 @@ def _entries(flags: AccessFlags, environment: Mapping[str, str]) -> list[KeyEntr
     return found
 
 
-def argv_without_gate(flags: AccessFlags) -> tuple[str, ...]:
-    """SGLang's own keys as they were given, where it has no gate in front of it."""
-    given = (("--api-key", flags.api_key), ("--admin-api-key", flags.admin_api_key))
-    return tuple(f"{flag}={key}" for flag, key in given if key is not None)
-
-
 def argv_of(plan: AccessPlan) -> tuple[str, ...]:
-    """SGLang's own keys: with ours in front of it, one that nobody else knows."""
+    """SGLang's own two keys: one that nobody else knows, or none without keys."""
     if plan.inner_key is None:
         return ()
     # In one word each: a key may begin with a dash.
@@ -243,12 +256,13 @@ def install(
     `build_middleware_stack`, when it is first called.
     """
     check_routes(routes_of(app.router.routes), plan.policy.table)
+    app.add_exception_handler(ValueError, answer_unfit)
     build = app.build_middleware_stack
     limits = KeyLimits(time.monotonic)
 
     def build_behind_gate() -> Gate:
         adapters = adapters_of(known_names)
-        return Gate(build(), plan.policy, limits, bounds, adapters, plan.inner_key)
+        return Gate(build(), plan.policy, limits, bounds, adapters, plan.inner_key, plan.keys)
 
     app.build_middleware_stack = build_behind_gate
 

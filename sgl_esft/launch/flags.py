@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from sgl_esft.byte_size import parse_bytes
-from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EXPERT_MEMORY_KINDS, REROUTE_KINDS
+from sgl_esft.config import (
+    DEFAULT_HEAT_EVERY,
+    DEFAULT_MAX_OVERTAKES,
+    EXPERT_MEMORY_KINDS,
+    REROUTE_KINDS,
+)
+from sgl_esft.env import LogFormat
 from sgl_esft.errors import ConfigError
-from sgl_esft.launch import access
+from sgl_esft.launch import access, health
 from sgl_esft.launch.access import AccessFlags
+from sgl_esft.launch.health import HealthFlags
 
 DEFAULT_PORT = 30000
 DEFAULT_HOST = "127.0.0.1"
@@ -40,6 +48,7 @@ class LaunchFlags:
     expert_memory: str
     expert_page_bytes: int | None
     adapter_memory_bytes: int | None
+    adapter_host_bytes: int | None
     reroute: str
     max_overtakes: int | None
     adapter_root: str | None
@@ -51,6 +60,9 @@ class LaunchFlags:
     tp_size: int
     dp_size: int
     access: AccessFlags
+    heat_every: int
+    log_format: str
+    health: HealthFlags
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,6 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_esft_flags(parser.add_argument_group("ESFT"))
     access.add_flags(parser.add_argument_group("access"))
+    _add_observe_flags(parser.add_argument_group("to be seen"))
+    health.add_flags(parser.add_argument_group("health"))
     _add_device_flags(parser.add_argument_group("the CPU reference platform"))
     _add_shared_flags(parser.add_argument_group("SGLang flags that the launcher reads too"))
     return parser
@@ -108,6 +122,13 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
         "--esft-adapters need, or all slots without any)",
     )
     group.add_argument(
+        "--adapter-host-memory",
+        metavar="SIZE",
+        help="host memory for loaded adapters' experts, of all ranks together, such as 16GiB: the "
+        "idle adapter used longest ago leaves for a new one, and is read again when a request "
+        "names it (default: no limit)",
+    )
+    group.add_argument(
         "--expert-page-size",
         metavar="SIZE",
         help="page size of virtual expert memory on a CPU, 4KiB to 2MiB (default: the largest "
@@ -135,6 +156,24 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--no-esft", action="store_true", help="serve the base model only, as plain SGLang does"
+    )
+
+
+def _add_observe_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--heat-every",
+        type=int,
+        metavar="N",
+        default=DEFAULT_HEAT_EVERY,
+        help="count the tokens of every expert in every Nth step, for GET /v1/heat "
+        "(default: %(default)s; 0: never)",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=get_args(LogFormat),
+        default="text",
+        help="text (default): SGLang's lines; json: a JSON object a line, and one for each request "
+        "with its id, adapters, tokens and times",
     )
 
 
@@ -179,12 +218,14 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     if found.no_esft and found.esft_adapters:
         raise ConfigError("--no-esft and --esft-adapters exclude each other")
     found.access = access.read_flags(found)
+    found.health = health.read_flags(found)
     fields = {name: getattr(found, name) for name in _COPIED}
     flags = LaunchFlags(
         esft_adapters=tuple(found.esft_adapters),
         weave=not found.no_esft,
         expert_page_bytes=_bytes_of("--expert-page-size", found.expert_page_size),
         adapter_memory_bytes=_bytes_of("--adapter-memory", found.adapter_memory),
+        adapter_host_bytes=_bytes_of("--adapter-host-memory", found.adapter_host_memory),
         device_memory_bytes=_bytes_of("--device-memory", found.device_memory),
         **fields,
     )
@@ -209,4 +250,7 @@ _COPIED = (
     "tp_size",
     "dp_size",
     "access",
+    "heat_every",
+    "log_format",
+    "health",
 )

@@ -13,8 +13,9 @@ from pathlib import Path
 from sgl_esft import adapter_format, env, platform, zoo
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.launch.access import AccessPlan, argv_without_gate, plan_access
+from sgl_esft.launch.access import AccessPlan, plan_access
 from sgl_esft.launch.flags import LaunchFlags
+from sgl_esft.launch.health import HealthFlags
 from sgl_esft.launch.ports import check_port_free
 from sgl_esft.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.platform.device_ledger import DeviceLedger
@@ -66,7 +67,9 @@ class LaunchPlan:
     device_environment: Mapping[str, str]  # set whatever the user has
     host: str
     port: int
-    access: AccessPlan | None  # None = no gate in front of SGLang
+    access: AccessPlan
+    health: HealthFlags
+    log_format: str = "text"  # or json
 
 
 def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
@@ -74,13 +77,13 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     _refuse(sglang_argv, flags.weave)
     _check_sizes(flags)
     check_port_free(flags.host, flags.port)
-    access = _access(flags, sglang_argv)
+    access = plan_access(flags.access, flags.host, sglang_argv, weave=flags.weave)
     device_environment = _device_environment(flags)
     model_path = flags.model_path or str(zoo.base_path())
     adapters = _named_adapters(flags)
     config = None
     if flags.weave:
-        spec = _base_spec(model_path)
+        spec = base_spec(model_path)
         _check_parallelism(spec, sglang_argv)
         _check_schedule(flags, sglang_argv)
         config = _weaving(flags, spec, adapters)
@@ -91,7 +94,6 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         config=config,
         sglang_argv=(
             *_own_argv(flags, model_path),
-            *(() if access else argv_without_gate(flags.access)),
             *(_weave_argv(config, adapters) if config else ()),
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *sglang_argv,
@@ -101,13 +103,9 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         host=flags.host,
         port=flags.port,
         access=access,
+        log_format=flags.log_format,
+        health=flags.health,
     )
-
-
-def _access(flags: LaunchFlags, sglang_argv: Sequence[str]) -> AccessPlan | None:
-    if not flags.access.is_on:
-        return None
-    return plan_access(flags.access, flags.host, sglang_argv, weave=flags.weave)
 
 
 def uses_data_parallel(argv: Sequence[str]) -> bool:
@@ -192,8 +190,10 @@ def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) ->
         expert_memory=flags.expert_memory,
         expert_page_bytes=flags.expert_page_bytes,
         adapter_memory_bytes=flags.adapter_memory_bytes,
+        adapter_host_bytes=flags.adapter_host_bytes,
         reroute=flags.reroute,
         max_overtakes=_given(flags.max_overtakes, DEFAULT_MAX_OVERTAKES),
+        heat_every=flags.heat_every,
         adapter_root=None
         if flags.adapter_root is None
         else str(Path(flags.adapter_root).resolve()),
@@ -205,7 +205,7 @@ def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) ->
     return config
 
 
-def _base_spec(model_path: str) -> MoeSpec:
+def base_spec(model_path: str) -> MoeSpec:
     """From the folder, or from the hub or its cache. Raises ConfigError, UnsupportedModelError."""
     if Path(model_path).is_dir():
         return read_moe_spec(Path(model_path))

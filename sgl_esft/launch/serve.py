@@ -9,18 +9,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sgl_esft import platform, plugin, zoo
+from sgl_esft import env, platform, plugin, zoo
 from sgl_esft.access.bodies import ModelBounds
+from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
+from sgl_esft.health import process
+from sgl_esft.health.board import Board
+from sgl_esft.health.engine import Engine
 from sgl_esft.http_adapters import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
-from sgl_esft.launch import access, resolved
+from sgl_esft.launch import access, adapters, health, observe, resolved
 from sgl_esft.launch.plan import LaunchPlan
 
 
 def serve(launch: LaunchPlan) -> int:
     """Serve until stopped. Returns the exit status."""
     started = time.monotonic()
-    prepare_environment(launch)
+    board = prepare_environment(launch)
     say(f"1/3 loading SGLang for {launch.model_path}")
     from sglang.srt.plugins import load_plugins
 
@@ -29,7 +33,7 @@ def serve(launch: LaunchPlan) -> int:
         plugin.verify()
         server_args = resolve(launch)
         say(f"2/3 starting the engine{_described(launch)}")
-        return run(launch, server_args, started)
+        return run(launch, server_args, started, board)
     except EsftError as error:
         print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -40,11 +44,9 @@ def resolve(launch: LaunchPlan) -> object:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import prepare_server_args
 
-    gate = launch.access
-    keys = access.argv_of(gate) if gate else ()
-    server_args = prepare_server_args([*keys, *launch.sglang_argv])
+    server_args = prepare_server_args([*access.argv_of(launch.access), *launch.sglang_argv])
     server_args.resolve_once()
-    needed = resolved.SERVER + (access.needed(launch.host) if gate else ())
+    needed = resolved.SERVER + access.needed(launch.host)
     if launch.config is not None:
         needed += resolved.WEAVING
         if launch.config.expert_memory == "virtual":
@@ -53,8 +55,7 @@ def resolve(launch: LaunchPlan) -> object:
         needed += resolved.CPU
     view = resolving_view(server_args)
     resolved.check_resolved(view, needed)
-    if gate:
-        access.check_keys(view, gate)
+    access.check_keys(view, launch.access)
     return server_args
 
 
@@ -62,19 +63,29 @@ def run(
     launch: LaunchPlan,
     server_args: object,
     started: float,
+    board: Board,
     when_ready: Callable[[], None] = lambda: None,
+    engine: Engine | None = None,
 ) -> int:
     """SGLang's HTTP server with our routes, until it is stopped. Returns the exit status.
 
-    `when_ready` is called as soon as requests can be served. Raises UndeclaredRouteError.
+    `when_ready` is called as soon as requests can be served. `engine` None: SGLang's own ranks.
+    Raises UndeclaredRouteError.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
+    from sgl_esft.health.detokenizer import run_beating_detokenizer
+
+    seat: adapters.Seat | None = None
     if launch.config is not None:
+        seat = adapters.install(http_server.app, launch, launch.config, tokenizer_manager)
         refused = ROUTES_OVER_ALL_SLOTS if launch.config.expert_memory == "virtual" else frozenset()
         http_server.app.add_middleware(
-            AdapterMiddleware, known_names=_known_names, refused_routes=refused
+            AdapterMiddleware,
+            known_names=seat.known_names,
+            ensure=seat.ensure,
+            refused_routes=refused,
         )
         http_server.app.add_api_route(
             "/v1/memory",
@@ -83,60 +94,76 @@ def run(
             summary="Expert memory of every device: reserved, mapped, shared; who has which slots",
         )
 
-    if launch.access:
-        access.install(http_server.app, launch.access, _bounds, _known_names)
+        observe.add_routes(http_server.app)
+
+    pages.add_routes(http_server.app)
+    service = health.install(http_server.app, launch.health, board, tokenizer_manager, engine)
+    names = seat.known_names if seat else _no_adapters
+    access.install(http_server.app, launch.access, _bounds, names)
+
+    observe.install(
+        http_server.app,
+        launch.log_format,
+        weave=launch.config is not None,
+        is_ready=lambda: service.readiness().is_ready,
+    )
 
     def ready() -> None:
-        if launch.access and launch.access.inner_key is not None:
+        if launch.access.inner_key is not None:
             launch.access.inner_key.close()
+        if seat is not None:
+            seat.watch()
         when_ready()
+        service.started()
         _announce(launch, time.monotonic() - started)
 
+    process.hear_ends()
     try:
-        http_server.launch_server(server_args, launch_callback=ready)
+        http_server.launch_server(
+            server_args,
+            run_detokenizer_process_func=run_beating_detokenizer,
+            launch_callback=ready,
+        )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-    return 0
+    return service.life.exit_status
 
 
 async def _memory() -> dict[str, object]:
     """The memory report; `sgl-esft memory` shows it as a table or a picture."""
     from sgl_esft import memory_hooks
 
-    return (await memory_hooks.fetch_report(_tokenizer_manager())).to_json()
+    return (await memory_hooks.fetch_report(tokenizer_manager())).to_json()
 
 
-def _tokenizer_manager() -> Any:
+def tokenizer_manager() -> Any:
+    """SGLang's, once the engine has started."""
     from sglang.srt.entrypoints import http_server
 
     return http_server._global_state.tokenizer_manager
 
 
 def _bounds() -> ModelBounds:
-    model = _tokenizer_manager().model_config
+    model = tokenizer_manager().model_config
     return ModelBounds(vocab_size=model.vocab_size, context_length=model.context_len)
 
 
-def _known_names() -> KnownNames:
-    """What requests may name now, from SGLang's own registry in this process."""
-    manager = _tokenizer_manager()
-    loaded = manager.lora_registry.get_all_adapters()
-    return KnownNames(
-        # lora_ref_cache holds adapters that were evicted; SGLang loads them again on demand.
-        adapters=frozenset(loaded) | frozenset(manager.lora_ref_cache),
-        base_models=frozenset({manager.served_model_name, manager.model_path}),
-    )
+def _no_adapters() -> KnownNames:
+    """What requests may name while weaving is off."""
+    manager = tokenizer_manager()
+    return KnownNames(frozenset(), frozenset({manager.served_model_name, manager.model_path}))
 
 
-def prepare_environment(launch: LaunchPlan) -> None:
-    """What SGLang and its children read from the environment."""
+def prepare_environment(launch: LaunchPlan) -> Board:
+    """What SGLang and its children read from the environment. Returns the board that is in it."""
     for name, value in launch.environment.items():
         os.environ.setdefault(name, value)
     os.environ.update(launch.device_environment)
-    if launch.access:
-        access.forget(launch.access)
+    access.forget(launch.access)
+    os.environ[env.LOG_FORMAT] = launch.log_format
     if launch.config is not None:
         launch.config.export()
+    return health.prepare()
 
 
 def _described(launch: LaunchPlan) -> str:
@@ -158,7 +185,7 @@ def _announce(launch: LaunchPlan, seconds: float) -> None:
     if launch.adapters:
         body["adapter"] = next(iter(launch.adapters))
     headers = "-H 'Content-Type: application/json'"
-    if launch.access and launch.access.policy.keys:
+    if launch.access.policy.keys:
         headers += ' -H "Authorization: Bearer $KEY"'
     print(f"  curl {url}/generate {headers} -d '{json.dumps(body)}'", flush=True)
 

@@ -1,23 +1,32 @@
-"""Command line of the demo zoo: `train` makes it, `evaluate` measures it, `prompts` shows it."""
+"""Command line of the demo zoo: `train` makes it, `evaluate` measures it, `prompts` shows it.
+
+`score` and `tune` are the two steps of ESFT that need a trainer, for examples of your own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from sgl_esft import zoo
+from sgl_esft.errors import EsftError
+from sgl_esft.select import SCORE_KINDS
 from sgl_esft.zoo.taskset import TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
     options = _parser().parse_args(arguments)
-    command = {"train": _train, "evaluate": _evaluate, "prompts": _prompts}[options.command]
-    return command(options)
+    command = _COMMANDS[options.command]
+    try:
+        return command(options)
+    except (EsftError, OSError) as error:
+        print(f"sgl_esft.zoo: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +59,28 @@ def _parser() -> argparse.ArgumentParser:
 
     prompts = commands.add_parser("prompts", help="print held-out prompts and right answers")
     prompts.add_argument("--count", type=int, default=5)
+    _add_own_task(commands)
     return parser
+
+
+def _add_own_task(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    score = commands.add_parser("score", help="score the experts on your own examples")
+    score.add_argument("--kind", choices=SCORE_KINDS, default="gate")
+    tune = commands.add_parser("tune", help="train the chosen experts on your own examples")
+    tune.add_argument("--experts", type=Path, required=True, metavar="FILE", help="expert_cfg.json")
+    tune.add_argument("--steps", type=int, default=100, help="default: %(default)s")
+    for command, out in ((score, "JSON file"), (tune, "checkpoint folder")):
+        command.add_argument(
+            "--examples",
+            type=Path,
+            required=True,
+            metavar="FILE",
+            help='lines of {"prompt": "cat -> ", "answer": "cats"}',
+        )
+        command.add_argument("--out", type=Path, required=True, help=f"{out} to make")
+        command.add_argument(
+            "--base", type=Path, default=zoo.base_path(), help="default: the demo's"
+        )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -79,12 +109,37 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _score(options: argparse.Namespace) -> int:
+    from sgl_esft.zoo.own_task import score
+
+    count = score(options.base, options.examples, options.kind, options.out)
+    print(f"scored the experts on {count} examples, wrote {options.out}")
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from sgl_esft.zoo.own_task import tune
+
+    tune(options.base, options.examples, options.experts, options.steps, options.out, _report)
+    print(f"trained {options.steps} steps, wrote the checkpoint to {options.out}")
+    return 0
+
+
 def _prompts(options: argparse.Namespace) -> int:
     for name in zoo.tasks():
         print(f"{name}: {TASKS[name].summary}")
         for example in zoo.held_out(name, options.count):
             print(f"  {example.prompt}{example.answer}")
     return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "score": _score,
+    "tune": _tune,
+    "prompts": _prompts,
+}
 
 
 def _report(line: str) -> None:

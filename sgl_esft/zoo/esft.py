@@ -93,7 +93,7 @@ def freeze_all_but(model: DeepseekV2ForCausalLM, experts: Experts) -> list[nn.Pa
         for name in ("experts.gate_up_proj", "experts.down_proj"):
             parameter = block.get_parameter(name)
             mask = torch.zeros(parameter.shape[0], 1, 1)
-            mask[list(experts[layer])] = 1.0
+            mask[list(experts.get(layer, ()))] = 1.0
             parameter.requires_grad_(True)
             parameter.register_hook(lambda grad, mask=mask: grad * mask)
             trainable.append(parameter)

@@ -24,6 +24,7 @@ from sgl_esft.select import ScoreKind, select_experts
 from sgl_esft.zoo.batches import Batch, batches, by_length, to_batch
 from sgl_esft.zoo.corpus import corpus
 from sgl_esft.zoo.esft import (
+    Experts,
     Routing,
     expert_scores,
     freeze_all_but,
@@ -134,13 +135,22 @@ def finetune(
     scores = expert_scores(base, (to_batch(group).ids for group in sample), recipe.score)
     selected = select_experts(scores, recipe.threshold)
     experts = {layer: tuple(sorted(ids)) for layer, ids in selected.items()}
-    model = copy.deepcopy(base).train()
-    optimiser = torch.optim.Adam(
-        freeze_all_but(model, experts), lr=recipe.phase.peak, betas=(0.9, 0.98)
-    )
     lines = batches(training_examples(task, seed), recipe.phase.tokens, 0.0, seed)
-    _fit(model, optimiser, lines, recipe.phase, 0.0, report)
-    return model.eval(), experts
+    return tune_experts(base, experts, lines, recipe.phase, report), experts
+
+
+def tune_experts(
+    base: DeepseekV2ForCausalLM,
+    experts: Experts,
+    lines: Iterator[Batch],
+    phase: Phase,
+    report: Report,
+) -> DeepseekV2ForCausalLM:
+    """A copy of `base` in which only `experts` were trained, `phase.steps` steps on `lines`."""
+    model = copy.deepcopy(base).train()
+    optimiser = torch.optim.Adam(freeze_all_but(model, experts), lr=phase.peak, betas=(0.9, 0.98))
+    _fit(model, optimiser, lines, phase, 0.0, report)
+    return model.eval()
 
 
 def _make_adapter(

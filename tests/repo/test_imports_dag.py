@@ -17,6 +17,7 @@ MAY_IMPORT_SGLANG = {
     "sgl_elastic.engine.",
     "sgl_elastic.instance.process",
     "sgl_elastic.launch",
+    "sgl_esft.health.detokenizer",
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",
     "sgl_esft.launch.",
@@ -39,6 +40,11 @@ FORBIDDEN = {
 HANDED_OVER = {
     "sgl_esft.launch_server": {"sgl_elastic.launch", "sgl_elastic.options"},
     "sgl_elastic.coordinator.front_hooks": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.coordinator.readiness": {
+        "sgl_esft.health.board",
+        "sgl_esft.health.engine",
+        "sgl_esft.health.readiness",
+    },
     "sgl_elastic.engine.disk": {
         "sgl_esft.adapter_format",
         "sgl_esft.adapters",
@@ -46,13 +52,18 @@ HANDED_OVER = {
         "sgl_esft.host_cache",
         "sgl_esft.model_spec",
     },
-    "sgl_elastic.engine.hooks": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.engine.hooks": {"sgl_esft.hook_ledger", "sgl_esft.lifecycle.commands"},
     "sgl_elastic.engine.loader": {"sgl_esft.model_spec", "sgl_esft.page_source"},
     "sgl_elastic.engine.memory": {"sgl_esft.config", "sgl_esft.slot_layout"},
     "sgl_elastic.engine.plugin": {"sgl_esft.hook_ledger"},
     "sgl_elastic.engine.rank": {"sgl_esft.adapters"},
     "sgl_elastic.engine.slots": {"sgl_esft.errors", "sgl_esft.expert_memory"},
-    "sgl_elastic.instance.process": {"sgl_esft", "sgl_esft.launch.ports"},
+    "sgl_elastic.instance.process": {
+        "sgl_esft",
+        "sgl_esft.env",
+        "sgl_esft.health.child",
+        "sgl_esft.launch.ports",
+    },
     "sgl_elastic.launch": {
         "sgl_esft.adapter_format",
         "sgl_esft.errors",

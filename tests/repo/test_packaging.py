@@ -14,6 +14,7 @@ import pytest
 
 import sgl_esft
 import sgl_esft_kernels
+from tests.browser import BROWSERS
 from tests.repo.tree import ROOT, project_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,14 +35,15 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return set(zipfile.ZipFile(next(out.glob("*.whl"))).namelist())
 
 
-def test_wheel_holds_every_module_and_checkpoint(wheel_names: set[str]) -> None:
+def test_wheel_holds_every_module_checkpoint_and_page(wheel_names: set[str]) -> None:
     folders = {"sgl_esft/": "sgl_esft/", "sgl_elastic/": "sgl_elastic/"}
     folders["kernels/"] = "sgl_esft_kernels/"
     wanted = {
         installed + path.removeprefix(folder)
         for path in project_files()
         for folder, installed in folders.items()
-        if path.startswith(folder) and (path.endswith(".py") or "/checkpoints/" in path)
+        if path.startswith(folder)
+        and (path.endswith(".py") or "/checkpoints/" in path or "/static/" in path)
     }
     assert sorted(wanted - wheel_names) == []
     assert not any(name.startswith(("tests/", "bench/", "kernels/")) for name in wheel_names)
@@ -113,6 +115,27 @@ def test_setup_does_nothing_when_the_stamp_fits(checkout: Path) -> None:
 
     (checkout / "requirements/cpu.txt").write_text("other==1\n")
     assert run_setup(checkout, python="/bin/false").returncode == 1
+
+
+def test_the_script_and_the_tests_look_for_the_same_browsers() -> None:
+    script = (ROOT / "scripts/browser.sh").read_text()
+    assert f"readonly BROWSERS=({' '.join(BROWSERS)})" in script
+
+
+def test_without_a_browser_and_root_the_remedy_is_said(tmp_path: Path) -> None:
+    tools = tmp_path / "id"  # the only tool there is
+    tools.write_text("#!/bin/sh\necho 1000\n")
+    tools.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", "scripts/browser.sh"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "apt-get install chromium" in done.stderr
 
 
 def run_setup(checkout: Path, python: str) -> subprocess.CompletedProcess[str]:

@@ -49,6 +49,9 @@ class Elastic:
         self.server.stop()
         self.server = self._started()
 
+    def is_ready(self) -> bool:
+        return requests.get(f"{self.server.url}/readyz", timeout=30).status_code == 200
+
     def placement(self) -> dict[str, Any]:
         """That of the instance that serves."""
         found = requests.get(f"{self.server.url}/v1/instances", timeout=30).json()

@@ -21,6 +21,10 @@ import requests
 
 from bench.elastic_load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_esft import zoo
+from tests import browser as browsers
+from tests.browser import Dashboard
+from tests.docs import session
+from tests.docs.blocks import pages_run_with, run_blocks
 from tests.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
@@ -251,6 +255,43 @@ def test_an_adapter_loaded_at_one_size_is_there_at_another(
     assert refused.status_code == 404, refused.text
 
 
+@pytest.mark.parametrize("page", pages_run_with("elastic server"))
+def test_the_documents_commands(elastic: Server, page: str, tmp_path: Path) -> None:
+    steps = session.steps_of(run_blocks(page))
+    assert session.run(steps, tmp_path, f"127.0.0.1:{elastic.port}") == []
+    deadline = time.monotonic() + 60
+    while (shown := requests.get(f"{elastic.url}/v1/scale", timeout=30).json())["running"]:
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.1)
+    assert shown["operations"][0]["state"] == "succeeded", shown["operations"][0]
+    assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
+
+
+def test_a_replaced_adapter_is_the_new_version_at_another_size(
+    elastic: Server, asks: list[Ask], later_asks: list[Ask], expected: Expected
+) -> None:
+    name = FIRST[0]
+    later = [ask for ask in later_asks if ask.adapter == LATER]
+    renamed = {replace(ask, adapter=name): expected[ask] for ask in later}
+    replace_adapter(elastic, name, LATER)
+    for size in (2, 1):
+        assert asyncio.run(scale(elastic.url, {"dp_size": size}))["state"] == "succeeded"
+        assert_all_equal(asyncio.run(steady(elastic.url, list(renamed), 4)), renamed)
+    replace_adapter(elastic, name, name)
+    own = [ask for ask in asks if ask.adapter == name]
+    assert_all_equal(asyncio.run(steady(elastic.url, own, 4)), expected)
+
+
+def replace_adapter(server: Server, name: str, version: str) -> None:
+    """Give a loaded adapter the content of another of the demo's."""
+    response = requests.patch(
+        f"{server.url}/v1/adapters/{name}?wait=true",
+        json={"path": str(zoo.adapter_paths()[version])},
+        timeout=60,
+    )
+    assert response.status_code == 200, response.text
+
+
 def test_a_grammar_goes_on_across_a_scale(
     elastic: Server, constrained: list[Ask], expected: Expected
 ) -> None:
@@ -316,6 +357,42 @@ def test_a_dry_run_changes_nothing_and_nonsense_is_refused(elastic: Server) -> N
     for body in ({"dp_size": 0}, {"dp_size": 5}, {"dp_size": 2, "leave": [9]}, {"size": 2}):
         assert elastic.post("/v1/scale", body).status_code in (400, 422), body
     assert instances(elastic) == before
+
+
+def test_the_page_shows_devices_and_scales(elastic: Server) -> None:
+    """No asyncio.run while the browser is open: see tests/browser.py."""
+    before = len(serving(elastic)["device_ids"])
+    size = 3 - before  # of one and two devices the other
+    with browsers.opened() as browser:
+        board = Dashboard(browser, elastic.url).open()
+        board.until_text("#devices", str(before))
+        board.page.fill("#scale-form [name=dp_size]", str(size))
+        board.page.press("#scale-form [name=dp_size]", "Enter")  # a dry run
+        board.until_text("#scale-plan", "Nothing was done")
+        assert len(serving(elastic)["device_ids"]) == before
+        board.page.click("#scale-start")
+        board.page.click("#confirm-yes")
+        board.page.wait_for_selector("#operations li:first-child[data-state=succeeded]")
+        (operation,) = requests.get(f"{elastic.url}/v1/scale?limit=1", timeout=30).json()[
+            "operations"
+        ]
+        placement = serving(elastic)
+        board.until_text("#devices", str(size))
+        board.until(lambda: board.count("#placement .home") == len(placement["homes"]), "homes")
+        assert board.count("#placement .cell") == len(placement["homes"]) * size
+        shown = [f"{tokens:,} KV tokens" for tokens in placement["kv_tokens"]]
+        board.until(lambda: all(each in board.text("#placement") for each in shown), "KV tokens")
+        newest = "#operations li:first-child"
+        assert f"{before} → {size}" in board.text(newest)
+        assert board.page.locator(f"{newest} tbody tr").count() == len(operation["steps"])
+        assert board.page.locator(f"{newest} .phase").count() == len(operation["phases"])
+        # This server has no metrics, and a browser itself complains of a 404.
+        assert [each for each in board.complaints if "404 (Not Found)" not in each] == []
+
+
+def serving(server: Server) -> dict[str, Any]:
+    found = requests.get(f"{server.url}/v1/instances", timeout=30).json()["serving"]["placement"]
+    return dict(found)
 
 
 def test_vllm_clients_scale_too(elastic: Server, asks: list[Ask], expected: Expected) -> None:

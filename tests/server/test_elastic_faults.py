@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -48,6 +49,7 @@ def test_a_rank_is_killed(elastic: Elastic) -> None:
     with elastic.load():
         os.kill(elastic.rank(name), signal.SIGKILL)
         assert elastic.wait_for_another(name, SOON_S) < SOON_S
+        elastic.wait_for(elastic.is_ready, SOON_S)
     assert name not in elastic.instances()[1]
 
 
@@ -96,7 +98,11 @@ def test_one_of_two_ranks_is_stopped(elastic: Elastic) -> None:
     name, _ = elastic.instances()
     with elastic.load():
         os.kill(elastic.rank(name, 1), signal.SIGSTOP)
-        assert elastic.wait_for_another(name, HANG_S * 2 + SOON_S) > HANG_S / 2
+        began = time.monotonic()
+        elastic.wait_for(lambda: not elastic.is_ready(), SOON_S)
+        elastic.wait_for_another(name, HANG_S * 2 + SOON_S)
+        assert time.monotonic() - began > HANG_S / 2
+        elastic.wait_for(elastic.is_ready, SOON_S)
     assert name not in elastic.instances()[1]
 
 

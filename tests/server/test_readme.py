@@ -1,7 +1,6 @@
-"""The README and docs/ say what is so: sessions are run, commands parsed, generated parts compared.
+"""The README and docs/ say what is so: programs are run, commands parsed, generated parts compared.
 
-Blocks of the README: `console` holds commands (`$ `) and their output, `python` prints what its
-comments say, and a block without a language holds commands.
+Commands are run by tests/docs. A `python` block prints what its comments say.
 """
 
 from __future__ import annotations
@@ -9,73 +8,29 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from scripts import draw_pictures, hooks_page, readme_tables
 from sgl_elastic import errors as elastic_errors
+from sgl_elastic import options
 from sgl_esft import cli, errors
 from sgl_esft.launch import flags
 from sgl_esft.model_spec import SUPPORTED
+from tests.docs import session
+from tests.docs.blocks import BLOCKS, COMMAND_LANGUAGES, DOCUMENTS, README
 from tests.server.test_equality import CASES, LAYOUTS
 from tests.servers import ROOT, Server, ServerPool, ServerSpec
 
-README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-ADDRESS = "127.0.0.1:30000"
-END = "--end of output--"
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
-
-@dataclass(frozen=True)
-class Session:
-    """A console block: commands, each with the output it must print."""
-
-    steps: tuple[tuple[str, str], ...]
-
-    @classmethod
-    def parse(cls, block: str) -> Session:
-        parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
-        return cls(tuple((cmd, out) for cmd, _, out in (part.partition("\n") for part in parts)))
-
-    @property
-    def is_remote(self) -> bool:
-        return any(ADDRESS in command for command, _ in self.steps)
-
-    def outputs(self, address: str) -> list[str]:
-        """What bash really prints for each command, with the checkout's folder as `...`."""
-        script = "".join(f"{command}\necho {END}\n" for command, _ in self.steps)
-        script = script.replace(ADDRESS, address).replace(".venv/bin", str(bin_folder()))
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        return done.stdout.replace(str(ROOT), "...").split(f"{END}\n")[:-1]
-
-
-def bin_folder() -> Path:
-    return Path(sys.executable).parent
-
-
-def blocks(language: str, text: str) -> list[str]:
-    return [body for name, body in BLOCK.findall(text) if name == language]
-
-
-TEXTS = [document.read_text() for document in DOCUMENTS]
-SESSIONS = [Session.parse(block) for text in TEXTS for block in blocks("console", text)]
-PROGRAMS = [block for text in TEXTS for block in blocks("python", text)]
+PROGRAMS = [block.text for block in BLOCKS if block.language == "python"]
 
 
 @pytest.fixture
@@ -91,25 +46,14 @@ def address(server: Server) -> str:
 def test_the_first_session_gives_the_shown_answers(server: Server) -> None:
     """The requests themselves, as JSON, whatever client sends them."""
     shown, given = [], []
-    for command, output in SESSIONS[0].steps:
-        if command.startswith("ask '"):
-            body = json.loads(shlex.split(command)[1])
-            shown.append(json.loads(f"{{{output}}}")["text"])
+    first = next(block for block in BLOCKS if block.page == "README.md" and block.kind)
+    for step in session.steps_of([first]):
+        if step.command.startswith("ask '"):
+            body = json.loads(shlex.split(step.command)[1])
+            shown.append(json.loads(f"{{{step.shown}}}")["text"])
             given.append(server.post("/generate", body).json()["text"])
     assert given == shown
     assert len(set(shown)) == len(shown) == 3
-
-
-@pytest.mark.server
-@pytest.mark.skipif(shutil.which("curl") is None, reason="the README's commands use curl")
-@pytest.mark.parametrize("session", [s for s in SESSIONS if s.is_remote])
-def test_sessions_with_the_server(session: Session, server: Server) -> None:
-    assert session.outputs(address(server)) == [output for _, output in session.steps]
-
-
-@pytest.mark.parametrize("session", [s for s in SESSIONS if not s.is_remote])
-def test_sessions_without_a_server(session: Session) -> None:
-    assert session.outputs(ADDRESS) == [output for _, output in session.steps]
 
 
 @pytest.mark.server
@@ -117,7 +61,7 @@ def test_sessions_without_a_server(session: Session) -> None:
 def test_python_prints_what_its_comments_say(code: str, server: Server) -> None:
     shown = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code.replace(ADDRESS, address(server))],
+        [sys.executable, "-W", "ignore", "-c", code.replace(session.ADDRESS, address(server))],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -131,13 +75,13 @@ def test_python_prints_what_its_comments_say(code: str, server: Server) -> None:
 
 def commands() -> Iterator[str]:
     """Every command of all documents, in a block or between backticks."""
+    for block in BLOCKS:
+        if block.language in ("", *COMMAND_LANGUAGES):
+            for step in session.steps_of([block]):
+                for line in step.command.replace("\\\n", " ").splitlines():
+                    yield line.partition("  #")[0].partition(" | ")[0]
     for document in DOCUMENTS:
-        text = document.read_text()
-        for line in "\n".join(blocks("", text)).splitlines():
-            yield line.partition("  #")[0]
-        for session in map(Session.parse, blocks("console", text)):
-            yield from (command for command, _ in session.steps)
-        yield from INLINE.findall(BLOCK.sub("", text))
+        yield from INLINE.findall(FENCED.sub("", document.read_text()))
 
 
 def arguments_of(program: str) -> list[list[str]]:
@@ -151,13 +95,14 @@ def test_launcher_commands_parse() -> None:
     lines = arguments_of("python -m sgl_esft.launch_server")
     assert len(lines) > 2
     for arguments in lines:
-        assert flags.parse(arguments)[1] == []
+        rest = options.parse(arguments)[1] if "--elastic" in arguments else arguments
+        assert set(flags.parse(rest)[1]) <= {"--enable-metrics"}  # SGLang's own
 
 
 def test_tool_commands_parse() -> None:
     lines = arguments_of("sgl-esft")
     named = {arguments[0] for arguments in lines}
-    assert named == {"inspect", "merge", "extract", "select", "memory", "plan"}
+    assert named == {command.name for command in cli._COMMANDS}
     for arguments in lines:
         if len(arguments) > 1:
             cli.build_parser().parse_args(arguments)

@@ -274,7 +274,39 @@ def elastic_gap() -> dict[str, Any]:
     return {**ORIGIN, "is_complete": True, "requests": 1234, "failed": 0, "rows": rows}
 
 
+def lifecycle_load() -> dict[str, Any]:
+    grown = {"early": 100.0, "late": 101.0}
+    rows = [
+        {
+            "pattern": pattern,
+            "seconds": 300.0,
+            "requests": 1000,
+            "failed": 0,
+            "refused": 1,
+            "wrong": 0,
+            "operations": {"load": 3, "replace": 9},
+            "failed_operations": 0,
+            "load_s": spread(0.3),
+            "p99_during_loads_s": 0.15,
+            "p99_without_s": 0.1,
+            "loads_over_none": 1.5,
+            "busy_over_quiet": spread(1.2),
+            "wait_median_s": 0.2,
+            "wait_p99_s": 1.0,
+            "longest_wait_s": {"a": 1.25, "b": 2.5},
+            "overtakes_p99": 8.0,
+            "most_overtakes": 12,
+            "memory": dict.fromkeys(("rss_bytes", "num_fds", "num_threads", "mapped_bytes"), grown),
+        }
+        for pattern in ("zipf", "round_robin")
+    ]
+    crowding = {"adapters": 8, "all_over_slots": spread(0.8)}
+    whole = {"is_complete": True, "slots": 3, "adapters": 8}
+    return {**ORIGIN, **whole, "crowding": crowding, "rows": rows}
+
+
 SAMPLES = {
+    "lifecycle_load": lifecycle_load,
     "elastic_gap": elastic_gap,
     "figure5": figure5,
     "figure6": figure6,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sgl_esft import errors
+from sgl_esft.adapter_check import check_loadable
 from sgl_esft.adapters import AdapterSource
 from sgl_esft.config import EsftConfig
 from sgl_esft.model_spec import MoeSpec, read_moe_spec
@@ -190,13 +191,35 @@ def test_other_weights_under_the_same_name(
         device.plane.ensure_on_device(["math"])
 
 
-def test_a_taken_name_is_refused(make_device: MakeDevice, root: Path) -> None:
+def test_two_versions_of_a_name_stand_side_by_side(
+    make_device: MakeDevice, root: Path, spec: MoeSpec
+) -> None:
     device = make_device(2)
     device.load(root / "math")
+    device.load(root / "math", adapter_id="another")
+    assert device.slots() == {"math": 0, "another": 1}
+    device.plane.unload("math")
+    device.check(root / "math", "another")
+    with pytest.raises(errors.AdapterExistsError, match="'math' is already loaded"):
+        check_loadable("math", str(root / "math"), ["math"], spec, EsftConfig(2, MAX_EXPERTS))
+
+
+def test_pins_change_while_loaded(make_device: MakeDevice, root: Path) -> None:
+    device = make_device(2)
+    for name in ("math", "law"):
+        device.load(root / name)
+    device.plane.set_pinned("math", True)
     before = device.snapshot()
-    with pytest.raises(errors.AdapterExistsError, match="'math' is loaded already"):
-        device.load(root / "math", adapter_id="another")
+    with pytest.raises(errors.NoFreeSlotError, match="'law' cannot be pinned"):
+        device.plane.set_pinned("law", True)
     assert device.snapshot() == before
+    device.plane.ensure_on_device(["math"])
+    device.load(root / "code")
+    device.plane.ensure_on_device(["code"])
+    assert set(device.slots()) == {"math", "code"}
+    device.plane.set_pinned("math", False)
+    device.plane.ensure_on_device(["law"])
+    assert set(device.slots()) == {"law", "code"}
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 65])

@@ -69,6 +69,11 @@ def test_figures_7_and_8_have_a_line_a_system_and_the_noise() -> None:
     assert {"goal: 1.03", "goal: 1.01"} <= words
 
 
+def test_the_load_test_has_a_goal_and_a_line_an_adapter() -> None:
+    words = words_in(plots.svg("lifecycle_load", SAMPLES["lifecycle_load"]()))
+    assert {"zipf", "round robin", "goal: 2", "longest wait [s]"} <= words
+
+
 def test_a_sweep_that_was_cut_short_is_drawn() -> None:
     sample = SAMPLES["figure8"]()
     sample["rows"] = [row for row in sample["rows"] if row["metric"] == "ttft"]

@@ -18,8 +18,18 @@ from sgl_esft.hook_ledger import Hook, HookKind
 from tests.processes import run_module
 
 ROOT = Path(__file__).resolve().parents[2]
-LEDGER = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS + ENGINE_HOOKS + FRONT_HOOKS
+OBSERVE_HOOKS = hooks.OBSERVE_HOOKS + hooks.JSON_LOG_HOOKS
+LEDGER = (
+    hooks.CPU_HOOKS
+    + hooks.HEALTH_HOOKS
+    + hooks.WEAVE_HOOKS
+    + OBSERVE_HOOKS
+    + hooks.ROUTER_HOOKS
+    + ENGINE_HOOKS
+    + FRONT_HOOKS
+)
 CPU_TARGETS = {hook.target for hook in hooks.CPU_HOOKS}
+HEALTH_TARGETS = {hook.target for hook in hooks.HEALTH_HOOKS}
 WEAVE_TARGETS = {hook.target for hook in hooks.WEAVE_HOOKS}
 ROUTER_TARGETS = {hook.target for hook in hooks.ROUTER_HOOKS}
 ENGINE_TARGETS = {hook.target for hook in ENGINE_HOOKS}
@@ -101,6 +111,7 @@ def answer_of(results: dict[str, Any], scenario: str) -> Any:
         ("weaving_on_an_accelerator", WEAVE_TARGETS | ROUTER_TARGETS),
         ("weaving_with_sglangs_router", CPU_TARGETS | WEAVE_TARGETS),
         ("weaving_off", CPU_TARGETS),
+        ("our_launcher_without_weaving", CPU_TARGETS | HEALTH_TARGETS),
     ],
 )
 def test_the_right_hooks_are_in_place(

@@ -23,6 +23,7 @@ from sgl_esft.errors import (
     AdapterNameError,
     AdapterPathError,
     ConfigError,
+    UnknownRouteError,
     UnsupportedModelError,
 )
 from sgl_esft.launch import flags, plan
@@ -153,6 +154,22 @@ def test_the_demo(make: Make, root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     off = make("--no-esft")
     assert off.config is None
     assert off.adapters == {}
+
+
+def test_every_launch_has_a_gate(make: Make) -> None:
+    for line in ("--model-path BASE", "--model-path BASE --no-esft"):
+        policy = make(line).access.policy
+        assert len(policy.keys) == 0
+        with pytest.raises(UnknownRouteError):
+            policy.table.find("POST", "/update_weights_from_disk")
+    with pytest.raises(ConfigError, match="there are no keys"):
+        make("--model-path BASE --host 0.0.0.0")
+
+
+def test_sglang_is_not_given_the_clients_keys(make: Make) -> None:
+    launch = make("--model-path BASE --api-key a-clients-key-0123456789")
+    assert not [arg for arg in launch.sglang_argv if "key" in arg]
+    assert len(launch.access.policy.keys) == 1
 
 
 def test_what_the_launcher_reads_reaches_sglang_once(make: Make, port: int) -> None:
@@ -391,6 +408,7 @@ def test_flags_fill_every_field() -> None:
         "weave",
         "expert_page_bytes",
         "adapter_memory_bytes",
+        "adapter_host_bytes",
         "device_memory_bytes",
     }
 

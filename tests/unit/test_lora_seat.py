@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_esft.batch_tags import BatchTags
+from sgl_esft.batch_tags import BASE, PADDING, BatchTags
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import (
     AdapterMismatchError,
@@ -158,6 +158,35 @@ def test_dp_attention_tags_by_the_gather(root: Path) -> None:
     assert seen == [[0], []]
 
 
+class Steps:
+    """In place of a sampler: which rows of each step are tokens."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def begin_step(self, real_tokens: int | torch.Tensor) -> None:
+        self.seen.append(
+            real_tokens.tolist() if isinstance(real_tokens, torch.Tensor) else real_tokens
+        )
+
+
+def test_padding_runs_as_base_and_counts_for_nobody(root: Path) -> None:
+    def gather(local: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        return torch.cat([local, torch.tensor([PADDING, BASE], dtype=torch.int32)])
+
+    manager = make_manager(root, gather)
+    manager.load_initial([ref(root, "math")])
+    manager.heat = steps = Steps()  # type: ignore[assignment]
+    assert tags_after(manager, batch("DECODE", ["id-math"]), 3) == [0, -1, -1]
+    assert steps.seen == [[True, False, True]]
+
+
+def test_without_dp_attention_all_that_is_tagged_is_tokens(manager: EsftManager) -> None:
+    manager.heat = steps = Steps()  # type: ignore[assignment]
+    manager.prepare_lora_batch(batch("DECODE", ["id-math", None]))
+    assert steps.seen == [2]
+
+
 def test_without_dp_attention_nothing_is_gathered(manager: EsftManager) -> None:
     assert not manager.enable_dp_attention
 
@@ -192,7 +221,6 @@ def test_load_and_unload_report_what_is_loaded(manager: EsftManager, root: Path)
     ("bad", "error"),
     [
         (Ref("id", "large", "large"), "AdapterMismatchError: "),
-        (Ref("id", "math", "math"), "AdapterExistsError: adapter 'math'"),
         (Ref("id", "a b", "code"), "AdapterNameError: "),
         (Ref("id", None, "code"), "AdapterNameError: adapter name ''"),
         (Ref("id", "x", "nowhere"), "AdapterPathError: "),

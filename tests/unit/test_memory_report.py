@@ -81,6 +81,18 @@ def test_layer_memory_refuses_a_run_outside_its_region() -> None:
     assert layer_memory(1, LAYOUT, SLOT, usage, {0: range(0)}).runs == (SlotRun(0, 8, -1),)
 
 
+def test_layer_memory_joins_neighbouring_slots_only() -> None:
+    """On a device of several only some of the base's experts are there."""
+    usage = SlotUsage(0, 0, 0, 0)
+    found = layer_memory(1, LAYOUT, SLOT, usage, {0: (10, 8)}, base_slots=(5, 0, 1))
+    assert found.runs == (
+        SlotRun(0, 2, -1),
+        SlotRun(5, 1, -1),
+        SlotRun(8, 1, 0),
+        SlotRun(10, 1, 0),
+    )
+
+
 def layer(value: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = value["devices"][0]["layers"][0]
     return found

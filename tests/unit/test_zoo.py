@@ -19,9 +19,12 @@ import torch
 from safetensors import safe_open
 
 from sgl_esft import zoo
-from sgl_esft.select import ScoreKind
+from sgl_esft.adapter_config import write_expert_config
+from sgl_esft.errors import ConfigError
+from sgl_esft.extract import extract_adapter
+from sgl_esft.select import ScoreKind, read_scores
 from sgl_esft.zoo import corpus as base_corpus
-from sgl_esft.zoo import esft, evaluate, lexicon, serving, taskset, tokenizer, train
+from sgl_esft.zoo import esft, evaluate, lexicon, own_task, serving, taskset, tokenizer, train
 from sgl_esft.zoo.batches import batches, by_length, to_batch
 from sgl_esft.zoo.model import exact_match, greedy_answers, load_model, moe_layers, new_model
 
@@ -366,3 +369,66 @@ def test_ending_a_server_ends_the_processes_it_started() -> None:
         time.sleep(0.05)
     else:
         assert not Path(f"/proc/{child}").exists()
+
+
+OWN = [{"prompt": f"{word} -> ", "answer": f"{word}s"} for word in ("cat", "house", "tree")]
+
+
+def write_lines(path: Path, lines: list[object]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_own_examples_are_scored(tmp_path: Path) -> None:
+    examples = write_lines(tmp_path / "own.jsonl", [*OWN])
+    out = tmp_path / "scores.json"
+    assert own_task.score(zoo.base_path(), examples, "token", out) == 3
+    scores = read_scores(out, "token")
+    assert sorted(scores) == [1, 2, 3]
+    assert all(sum(layer.values()) == pytest.approx(1) for layer in scores.values())
+    with pytest.raises(ConfigError, match="exists"):
+        own_task.score(zoo.base_path(), examples, "token", out)
+
+
+def test_own_examples_train_the_listed_experts_only(tmp_path: Path) -> None:
+    """A layer may have none; `extract` finds exactly those that were listed."""
+    examples = write_lines(tmp_path / "own.jsonl", [*OWN])
+    # Those that the examples do use: an expert that no token visits does not change.
+    own_task.score(zoo.base_path(), examples, "token", tmp_path / "scores.json")
+    scores = read_scores(tmp_path / "scores.json", "token")
+    best = {layer: max(scores[layer], key=lambda e: scores[layer][e]) for layer in (1, 3)}
+    experts = {layer: (expert,) for layer, expert in best.items()}
+    write_expert_config(tmp_path / "expert_cfg.json", experts)
+    said: list[str] = []
+    tuned = tmp_path / "tuned"
+    own_task.tune(zoo.base_path(), examples, tmp_path / "expert_cfg.json", 2, tuned, said.append)
+    found = extract_adapter(zoo.base_path(), tuned, tmp_path / "adapter")
+    assert dict(found.experts) == experts
+    with pytest.raises(ConfigError, match="exists"):
+        own_task.tune(
+            zoo.base_path(), examples, tmp_path / "expert_cfg.json", 2, tuned, said.append
+        )
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("not json", "line 2"),
+        ('{"prompt": "a"}', "line 2"),
+        ('["prompt", "answer"]', "line 2"),
+        ('{"prompt": "a", "answer": 1}', "line 2"),
+        ('{"prompt": "", "answer": "a"}', "line 2"),
+        ('{"prompt": "caf\u00e9", "answer": "a"}', "ASCII"),
+    ],
+)
+def test_bad_examples_are_refused(line: str, reason: str, tmp_path: Path) -> None:
+    examples = tmp_path / "own.jsonl"
+    examples.write_text(f"{json.dumps(OWN[0])}\n{line}\n")
+    with pytest.raises(ConfigError, match=reason):
+        list(own_task.read_examples(examples))
+
+
+def test_no_examples_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no examples"):
+        list(own_task.read_examples(tmp_path / "own.jsonl"))

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from starlette._utils import get_route_path
 from starlette.routing import Mount, compile_path
 
-from sgl_elastic.coordinator.app import ROUTES
+from sgl_elastic.coordinator import app as elastic_app
 from sgl_esft.access import classes
 from sgl_esft.access.classes import TABLE, AppRoute, RouteClass, RouteTable
+from sgl_esft.dashboard.pages import FILES
 from sgl_esft.errors import UndeclaredRouteError, UnknownMethodError, UnknownRouteError
+from sgl_esft.lifecycle import api, compat
 
 METHODS = {"get", "post", "put", "delete", "head", "patch"}
 # Set by SGLang's environment variables; their defaults are in the table.
@@ -74,11 +76,16 @@ def declared() -> set[tuple[str, str]]:
 
 # FastAPI's own, the metrics' application, and this package's.
 NOT_SGLANGS = {
+    *FILES,
     "/docs",
     "/docs/oauth2-redirect",
+    "/healthz",
     "/metrics",
     "/openapi.json",
+    "/readyz",
     "/redoc",
+    "/v1/heat",
+    "/v1/drain",
     "/v1/memory",
 }
 
@@ -86,10 +93,11 @@ NOT_SGLANGS = {
 def test_the_table_is_what_sglang_and_we_have() -> None:
     sglang = sglang_routes()
     assert len(sglang) > 100
-    elastic = {(route.method, route.path) for route in ROUTES}
+    routes = (*elastic_app.ROUTES, *api.ROUTES, *compat.COMPAT_ROUTES)
+    ours = {(route.method, route.path) for route in routes}
     assert sglang - declared() == set()
-    assert elastic - declared() == set()
-    unneeded = declared() - sglang - elastic
+    assert ours - declared() == set()
+    unneeded = declared() - sglang - ours
     assert {path for _, path in unneeded} == NOT_SGLANGS
 
 
@@ -124,7 +132,7 @@ def test_classes(method: str, path: str, expected: RouteClass) -> None:
         "//generate",
         "/Generate",
         "/health/x",
-        "/healthz",
+        "/healthz2",
         "/v1/scale/a/b",
         "/v1/scale/{operation_id}/x",
         "/v1/models",

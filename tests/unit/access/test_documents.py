@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import errors
-from sgl_esft.access import bodies, keys
+from sgl_esft.access import bodies, keys, patterns
 from sgl_esft.access.classes import TABLE, RouteClass
 from sgl_esft.launch import access, flags
 
@@ -75,11 +75,13 @@ def test_bounds() -> None:
         f"0 to {bodies._RANGES['top_logprobs'][1]}",
         f"| {bodies.MAX_STOPS}, of {bodies._TEXT_LENGTHS['stop']} and "
         f"{bodies._TEXT_LENGTHS['stop_regex']} characters",
+        f"{patterns.MAX_WAYS} ways to match, of {patterns.MAX_MATCH_LENGTH} characters",
         f"{bodies._TEXT_LENGTHS['regex']}, {bodies._TEXT_LENGTHS['ebnf'] >> 10} Ki and "
         f"{bodies._TEXT_LENGTHS['json_schema'] >> 10} Ki characters",
     ):
         assert part in text, part
     known = {*bodies._RANGES, *bodies._TOKEN_IDS, *bodies._TEXT_LENGTHS, *bodies._INTERNAL}
+    known |= {*bodies._NESTED, "session_params"}
     known |= {*bodies._MEDIA, *bodies._MEDIA_PARTS, "logit_bias", bodies._LOGIT_PROCESSOR}
     named = set(re.findall(r"`([a-z_]+)`", " ".join(first_cells("Bodies"))))
     assert named - known == set()

@@ -9,10 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
+from sgl_esft.access import classes
 from sgl_esft.access.bodies import BodyRules
 from sgl_esft.access.classes import TABLE, RouteClass, RouteTable
 from sgl_esft.access.gate import InnerKey, Policy
 from sgl_esft.access.keys import KeyRing
+from sgl_esft.observe import record
+from sgl_esft.observe.record import RequestRecord
 from tests.unit.access.asgi import (
     ADMIN_KEY,
     CLIENT_KEY,
@@ -42,7 +45,7 @@ CASES: list[tuple[str, str, str | None, Any, int, str | None]] = [
     ("GET", "/health", None, None, 200, None),
     ("GET", "/health", "wrong-key-0123456789", None, 200, None),
     ("GET", "/health_generate", None, None, 401, "NoKeyError"),
-    ("GET", "/healthz", CLIENT_KEY, None, 404, "UnknownRouteError"),
+    ("GET", "/healthz2", CLIENT_KEY, None, 404, "UnknownRouteError"),
     ("DELETE", "/health", None, None, 405, "UnknownMethodError"),
     ("POST", "/generate", None, TEXT, 401, "NoKeyError"),
     ("POST", "/generate", "wrong-key-0123456789", TEXT, 401, "NoKeyError"),
@@ -70,7 +73,7 @@ CASES: list[tuple[str, str, str | None, Any, int, str | None]] = [
     ("POST", "/generate", TENANT_KEY, {**TEXT, "adapter": "nobody"}, 403, "NotAllowedError"),
     ("POST", "/generate", TENANT_KEY, TEXT, 403, "NotAllowedError"),
     ("POST", "/generate", TENANT_KEY, None, 403, "NotAllowedError"),
-    ("POST", "/generate", TENANT_KEY, [], 403, "NotAllowedError"),
+    ("POST", "/generate", TENANT_KEY, [], 400, "BadBodyError"),
     ("POST", "/v1/responses", TENANT_KEY, {"input": "x"}, 403, "NotAllowedError"),
     ("POST", "/tokenize", TENANT_KEY, {"prompt": "x"}, 200, None),
     ("GET", "/v1/models", TENANT_KEY, None, 200, None),
@@ -108,7 +111,9 @@ def test_every_route_by_class(path: str) -> None:
         asked = path.replace("{", "").replace("}", "").replace(":path", "")
         for key, status in zip((None, CLIENT_KEY, ADMIN_KEY), expected, strict=True):
             headers = bearer(key) if key else {}
-            assert call(gate(Inner()), method, asked, headers).status == status
+            is_read = path in classes._READ_BY_CLIENTS and method == "GET" and key
+            wanted = 200 if is_read else status
+            assert call(gate(Inner()), method, asked, headers).status == wanted
         opened = call(gate(Inner(), OPEN), method, asked).status
         assert opened == (404 if declared.route_class is RouteClass.OFF else 200)
 
@@ -483,3 +488,22 @@ def test_over_a_real_client(inner: Inner) -> None:
             ]
 
     assert asyncio.run(run()) == [200, 401, 200, 403, 404, 400]
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "name"),
+    [
+        ("/generate", CLIENT_KEY, "client"),
+        ("/v1/memory", CLIENT_KEY, "client"),  # refused, and still known
+        ("/v1/memory", ADMIN_KEY, "admin"),
+        ("/generate", "a-key-that-nobody-has", None),
+        ("/health", CLIENT_KEY, None),  # nobody asks for a key there
+    ],
+)
+def test_the_log_knows_the_keys_name(path: str, key: str, name: str | None, inner: Inner) -> None:
+    request = RequestRecord("id", 0.0)
+    record.begin(request)
+    method = "POST" if path == "/generate" else "GET"
+    call(gate(inner), method, path, bearer(key), {} if method == "POST" else None)
+    assert request.key_name == name
+    assert key not in repr(request)

@@ -249,21 +249,22 @@ def test_an_undeclared_route_stops_the_start() -> None:
     installed(app, make("--enable-route", "/surprise"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "is_on"),
-    [
-        ((), False),
-        ((f"--api-key={KEY}", f"--admin-api-key={ADMIN}"), False),
-        (("--api-keys-file", "keys.json"), True),
-        (("--admin-key-env", "ADMIN_KEY"), True),
-        (("--enable-route", "/start_profile"), True),
-    ],
-)
-def test_what_turns_the_gate_on(argv: tuple[str, ...], is_on: bool) -> None:
-    assert flags.parse(argv)[0].access.is_on == is_on
+def test_a_value_that_a_route_cannot_use_is_the_clients_error() -> None:
+    """Never a 500, and never the route's own text, which may repeat what was sent."""
+    app = application()
 
+    def refuse() -> None:
+        raise ValueError("no parser named secret")
 
-def test_without_a_gate_sglang_gets_the_keys_that_were_given() -> None:
-    parsed = flags.parse([f"--api-key={KEY}", f"--admin-api-key={ADMIN}"])[0].access
-    assert access.argv_without_gate(parsed) == (f"--api-key={KEY}", f"--admin-api-key={ADMIN}")
-    assert access.argv_without_gate(flags.parse([])[0].access) == ()
+    app.add_api_route("/separate_reasoning", refuse, methods=["POST"])
+    installed(app, make())
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/separate_reasoning", json={"text": "x"})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadBodyError"
+    assert "secret" not in answer.text

@@ -149,3 +149,18 @@ def test_sequences_never_pass_the_limit(steps: list[tuple[int, int]]) -> None:
     for ticket in inside:
         ticket.leave()
     assert limits.sequences("a") == 0
+
+
+def test_a_key_whose_rate_has_changed(clock: Clock) -> None:
+    limits = KeyLimits(clock)
+    ticket = limits.enter(Caller("a", tokens_per_minute=600))
+    ticket.reserve(590)
+    more = limits.enter(Caller("a", tokens_per_minute=6000))
+    assert refused_for(lambda: more.reserve(20)) == 1  # what was used stays used
+    clock.now += 1
+    more.reserve(100)
+    unlimited = limits.enter(Caller("a"))
+    unlimited.reserve(10**9)
+    limited = limits.enter(Caller("a", tokens_per_minute=60))
+    limited.reserve(60)
+    assert refused_for(lambda: limited.reserve(1)) == 1

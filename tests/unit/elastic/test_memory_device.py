@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
-from sgl_elastic.memory import messages
 from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.types import Region, RegionKind
 from tests.unit.elastic.memory_workers import PAGE, SHAPE, pattern, region_of
@@ -177,27 +176,6 @@ def test_kv_moves_that_depend_on_order_are_refused(device):
     for moves in ([(1, 60, 1)], [(60, 1, 1)]):
         with pytest.raises(MemoryWorkerError, match="no pages"):
             device.copy_kv_rows(moves)
-
-
-def test_documents_are_kept_up_to_their_caps(device):
-    documents = device.documents
-    documents.put("b", b"1")
-    documents.put("a", b"22")
-    documents.put("b", b"333")
-    assert documents.names() == ("a", "b")
-    assert documents.get("b") == b"333"
-    assert device.usage().document_bytes == 5
-    documents.delete("b")
-    documents.delete("b")
-    with pytest.raises(MemoryWorkerError, match="no document 'b'"):
-        documents.get("b")
-    with pytest.raises(MemoryWorkerError, match="split it"):
-        documents.put("c", bytes(messages.MAX_DOCUMENT_BYTES + 1))
-    for number in range(messages.MAX_DOCUMENTS - 1):
-        documents.put(f"n{number}", b"")
-    documents.put("a", b"again")
-    with pytest.raises(MemoryWorkerError, match="delete some"):
-        documents.put("one more", b"")
 
 
 class SlotsLikeSets(RuleBasedStateMachine):

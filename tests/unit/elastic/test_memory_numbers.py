@@ -49,7 +49,7 @@ def ask(channel: wire.Channel[m.Answered], number: int, request: m.Request) -> m
 
 def test_an_answer_repeats_the_number_of_its_request(channel: wire.Channel[m.Answered]) -> None:
     for number in (1, 2, 7, 1 << 40):
-        assert ask(channel, number, m.ListDocuments()).number == number
+        assert ask(channel, number, m.AskUsage()).number == number
 
 
 def test_a_request_that_comes_twice_is_done_once(
@@ -64,13 +64,13 @@ def test_a_request_that_comes_twice_is_done_once(
 
 
 def test_a_failure_that_comes_twice_is_the_same(channel: wire.Channel[m.Answered]) -> None:
-    first = ask(channel, 1, m.GetDocument("kv"))
+    first = ask(channel, 1, m.AskDigest(W13, 0))
     assert isinstance(first.reply, m.Failure)
     other = channel_of(wire.connect(path_of(channel), MemoryWorkerError, 5.0), m.REPLIES)
-    ask(other, 1, m.PutDocument("kv", b"x"))
+    ask(other, 1, m.MapSlots(FOUR))
     other.close()
-    assert ask(channel, 1, m.GetDocument("kv")) == first
-    assert ask(channel, 2, m.GetDocument("kv")) == m.Answered(2, m.Document(b"x"))
+    assert ask(channel, 1, m.AskDigest(W13, 0)) == first
+    assert isinstance(ask(channel, 2, m.AskDigest(W13, 0)).reply, m.Digest)
 
 
 def path_of(channel: wire.Channel[m.Answered]) -> Path:
@@ -135,11 +135,11 @@ def worker_that_says(directory: Path, say: Say) -> Iterator[DeviceClient]:
 
 def test_answers_to_earlier_requests_are_dropped(tmp_path: Path) -> None:
     def late_first(number: int, _: m.Request) -> list[m.Answered]:
-        late = [m.Answered(old, m.DocumentNames(("late",))) for old in range(1, number)]
-        return [*late, m.Answered(number, m.DocumentNames((f"{number}",)))]
+        late = [m.Answered(old, m.Digest("late")) for old in range(1, number)]
+        return [*late, m.Answered(number, m.Digest(f"{number}"))]
 
     with worker_that_says(tmp_path, late_first) as client:
-        assert [client.list_documents() for _ in range(3)] == [("2",), ("3",), ("4",)]
+        assert [client.digest(W13, 0) for _ in range(3)] == ["2", "3", "4"]
         assert not client.is_in_doubt
 
 
@@ -152,7 +152,7 @@ def test_late_answers_without_end_meet_the_deadline(tmp_path: Path) -> None:
     with worker_that_says(tmp_path, only_late) as client:
         began = time.monotonic()
         with pytest.raises(MemoryWorkerError, match=r"longer than 0\.5 s"):
-            client.list_documents()
+            client.digest(W13, 0)
         assert time.monotonic() - began < 1.5
         assert client.is_in_doubt
 
@@ -160,23 +160,23 @@ def test_late_answers_without_end_meet_the_deadline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ahead", [1, 1000])
 def test_an_answer_to_a_request_that_was_never_sent_is_refused(tmp_path: Path, ahead: int) -> None:
     def newer(number: int, _: m.Request) -> list[m.Answered]:
-        return [m.Answered(number + ahead, m.DocumentNames(()))]
+        return [m.Answered(number + ahead, m.Digest("0"))]
 
     with worker_that_says(tmp_path, newer) as client:
         with pytest.raises(
             MemoryWorkerError, match=f"answered request {2 + ahead}; 2 was the last"
         ):
-            client.list_documents()
+            client.digest(W13, 0)
         assert client.is_in_doubt
 
 
 def test_an_answer_of_another_kind_leaves_the_caller_in_doubt(tmp_path: Path) -> None:
     def other(number: int, _: m.Request) -> list[m.Answered]:
-        return [m.Answered(number, m.Digest("0"))]
+        return [m.Answered(number, m.Changed({}))]
 
     with worker_that_says(tmp_path, other) as client:
-        with pytest.raises(WireError, match="answered Digest, not DocumentNames"):
-            client.list_documents()
+        with pytest.raises(WireError, match="answered Changed, not Digest"):
+            client.digest(W13, 0)
         assert client.is_in_doubt
 
 

@@ -204,23 +204,6 @@ def raw_channel(hmm, timeout_s=5.0):
     )
 
 
-def test_documents_outlive_the_client_that_wrote_them(one):
-    large = os.urandom(3_000_000)
-    with DeviceClient(one.socket_path(0), 5.0) as writer:
-        writer.put_document("kv/0", large)
-        writer.put_document("requests", b"x")
-    client = one.client(0)
-    assert client.list_documents() == ("kv/0", "requests")
-    assert client.get_document("kv/0") == large
-    client.delete_document("kv/0")
-    with pytest.raises(MemoryWorkerError, match="no document 'kv/0'"):
-        client.get_document("kv/0")
-    with pytest.raises(MemoryWorkerError, match="split it"):
-        client.put_document("big", bytes(messages.MAX_DOCUMENT_BYTES + 1))
-    client.put_document("big", bytes(messages.MAX_DOCUMENT_BYTES))
-    assert client.list_documents() == ("big", "requests")
-
-
 @pytest.mark.parametrize(
     "garbage",
     [

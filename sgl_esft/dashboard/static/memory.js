@@ -1,0 +1,116 @@
+// The expert tensor of every device: a row for each MoE layer, a cell for each slot.
+
+import { request } from "./api.js";
+import { CellGrid } from "./cells.js";
+import { byId, el, keyed, redraw, text } from "./dom.js";
+import { bytes, count, plural } from "./format.js";
+import { showDevices } from "./header.js";
+import { BASE_COLOUR, Panel, setSlots, slotColour } from "./panels.js";
+
+const panel = new Panel("memory", "This server has no expert memory of ours: it runs without weaving.");
+
+function makeDevice() {
+  const parts = {
+    title: el("h3"),
+    facts: el("p", { class: "facts" }),
+    bar: el("div", { class: "bar" }),
+    legend: el("div", { class: "legend" }),
+    map: el("div"),
+  };
+  const node = el("section", { class: "device" }, Object.values(parts));
+  node.parts = parts;
+  node.grid = new CellGrid(parts.map, "Expert slots");
+  return node;
+}
+
+function facts(device) {
+  const words = [
+    `${bytes(device.mapped_bytes)} mapped, ${bytes(device.shared_bytes)} of it on pages that slots share`,
+    `F_mem ${device.fragmentation.toFixed(3)}`,
+    `with padding ${bytes(device.padded_bytes)}, F_mem ${device.padded_fragmentation.toFixed(3)}`,
+  ];
+  if (device.pool) words.push(`pages of ${bytes(device.pool.page_bytes)}, ${bytes(device.pool.free_bytes)} free`);
+  if (device.kv) words.push(`KV ${count(device.kv.num_tokens)} tokens`);
+  return words.join(" · ");
+}
+
+// What the mapped bytes are, as shares of what padding would map.
+function drawBar(device) {
+  const owners = new Map();
+  for (const layer of device.layers) {
+    for (const run of layer.runs) {
+      owners.set(run.owner, (owners.get(run.owner) ?? 0) + run.count * layer.slot_bytes);
+    }
+  }
+  const whole = Math.max(device.padded_bytes, device.mapped_bytes, 1);
+  return [...owners]
+    .sort(([a], [b]) => a - b)
+    .map(([owner, size]) => {
+      const part = el("i", { title: `${bytes(size)}` });
+      part.style.inlineSize = `${(100 * size) / whole}%`;
+      part.style.background = slotColour(owner);
+      return part;
+    });
+}
+
+function drawLegend(device) {
+  const named = Object.entries(device.adapters).sort(([, a], [, b]) => a - b);
+  const sizes = (owner) =>
+    device.layers.reduce(
+      (sum, layer) => sum + layer.runs.filter((run) => run.owner === owner).reduce((n, run) => n + run.count * layer.slot_bytes, 0),
+      0,
+    );
+  const entries = [["base", -1, BASE_COLOUR], ...named.map(([name, slot]) => [name, slot, slotColour(slot)])];
+  const swatches = entries.map(([name, slot, colour]) => {
+    const swatch = el("i", { class: "swatch" });
+    swatch.style.background = colour;
+    return el("span", { class: "entry" }, swatch, `${name} ${bytes(sizes(slot))}`);
+  });
+  return [...swatches, el("span", { class: "entry" }, el("i", { class: "swatch hollow" }), "no memory of its own")];
+}
+
+function rowOf(layer, names) {
+  const cells = Array.from({ length: layer.num_slots }, (_, slot) => ({
+    kind: "hollow",
+    words: `layer ${layer.layer_id}, slot ${slot}: no memory of its own`,
+  }));
+  for (const run of layer.runs) {
+    const whose = names.get(run.owner) ?? `adapter slot ${run.owner}`;
+    for (let slot = run.first; slot < run.first + run.count; slot += 1) {
+      const words = `layer ${layer.layer_id}, slot ${slot}: ${whose}, ${bytes(layer.slot_bytes)}`;
+      cells[slot] = { fill: slotColour(run.owner), kind: run.owner < 0 ? "of-base" : "of-adapter", words };
+    }
+  }
+  return { key: layer.layer_id, left: `layer ${layer.layer_id}`, right: bytes(layer.mapped_bytes), cells };
+}
+
+function showDevice(node, device) {
+  const { title, bar, legend } = node.parts;
+  text(title, `rank ${device.rank} · ${device.device} · ${device.expert_memory}`);
+  text(node.parts.facts, facts(device));
+  redraw(bar, [device.layers, device.padded_bytes], () => drawBar(device));
+  redraw(legend, [device.layers, device.adapters], () => drawLegend(device));
+  const signature = JSON.stringify([device.layers, device.adapters]);
+  if (node.signature === signature) return;
+  node.signature = signature;
+  const names = new Map([[-1, "base"], ...Object.entries(device.adapters).map(([name, slot]) => [slot, name])]);
+  const slots = device.layers[0]?.num_slots ?? 0;
+  node.grid.show(
+    device.layers.map((layer) => rowOf(layer, names)),
+    `${plural(device.layers.length, "MoE layer")} of ${plural(slots, "slot")}; point at one, or use the arrow keys`,
+  );
+}
+
+export const source = {
+  name: "memory",
+  ask: () => request("GET", "/v1/memory"),
+  show({ devices }) {
+    panel.shown();
+    setSlots(devices[0]?.adapters ?? {});
+    showDevices(devices.length);
+    keyed(byId("memory-devices"), devices, (device) => device.rank, makeDevice, showDevice);
+  },
+  fail(error) {
+    panel.failed(error);
+  },
+};

@@ -1,0 +1,263 @@
+"""The life of the process that serves HTTP: ready, draining, stopping, failed.
+
+    signals, POST /v1/drain, watch.py, admission.py --events--> phases.advance --> [Service] acts
+
+Everything here runs in the event loop, but for what is said to be called from threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_esft.errors import DrainingError, DrainTimeoutError, EngineLostError, EsftError
+from sgl_esft.health import phases, readiness
+from sgl_esft.health.board import DETOKENIZER, Board
+from sgl_esft.health.engine import Engine
+from sgl_esft.health.phases import Act, Event, Life, Phase
+from sgl_esft.health.processes import kill_children
+from sgl_esft.health.readiness import Loop, Readiness
+from sgl_esft.health.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+FAIL_S = 5.0  # for the event loop, to end what is in flight when the engine has failed
+STOP_S = 15.0  # for an orderly end once nothing is in flight
+_CUT_S = 1.0  # for requests that are cut, to say so
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of flags, in seconds."""
+
+    ready_s: float
+    drain_s: float
+    hang_s: float
+
+
+class Service:
+    """`stop_server` makes the HTTP server end; `exit_` ends the process at once."""
+
+    def __init__(
+        self,
+        times: Times,
+        board: Board,
+        engine: Engine,
+        stop_server: Callable[[], None],
+        *,
+        exit_: Callable[[int], None] = os._exit,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.life = Life()
+        self._times = times
+        self._board = board
+        self._engine = engine
+        self._stop_server = stop_server
+        self._exit = exit_
+        self._clock_ns = clock_ns
+        self._fault = ""
+        self._closed = threading.Event()
+        self._num_in_flight = 0
+        self._deadline_ns = 0  # of the drain
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch = Watch(engine, self.detokenizer, self.note_fault, times.hang_s)
+
+    # ---- what admission.py asks ----
+
+    def begin(self) -> None:
+        """In the event loop, before the server listens: hear signals, watch processes."""
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[EsftError] = self._loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self.on_signal, number)
+        self._loop.add_signal_handler(signal.SIGQUIT, self.on_quit)
+        self._engine.begin()
+        self._watch.start()
+
+    def close(self) -> None:
+        """No more threads that look after anything."""
+        self._watch.stop()
+        self._closed.set()
+
+    def refusal(self) -> EsftError | None:
+        """503 once the server ends, with how long that may take."""
+        if self.life.phase in (Phase.STARTING, Phase.SERVING):
+            return None
+        if self.life.phase is Phase.FAILED:
+            return EngineLostError(f"the server ends: {self._fault}")
+        left_s = max((self._deadline_ns - self._clock_ns()) / 1e9, 1.0)
+        return DrainingError("the server is draining: ask another one, or again later", left_s)
+
+    @contextmanager
+    def in_flight(self) -> Iterator[asyncio.Future[EsftError]]:
+        """One more request that is to be answered before the end."""
+        self._num_in_flight += 1
+        try:
+            yield self._over
+        finally:
+            self._num_in_flight -= 1
+
+    # ---- what routes and others ask ----
+
+    def detokenizer(self) -> Loop:
+        """Its loop. From any thread."""
+        return Loop("the detokenizer", self._board.read(DETOKENIZER))
+
+    def readiness(self) -> Readiness:
+        """The answer of GET /readyz. From any thread."""
+        trouble = self._fault or self._engine.trouble()
+        ranks, detokenizer, now_ns = self._engine.ranks(), self.detokenizer(), self._clock_ns()
+        return readiness.judge(
+            self.life.phase, trouble, ranks, detokenizer, now_ns, self._times.ready_s
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are being answered."""
+        return self._num_in_flight
+
+    def drain_left_s(self) -> float:
+        """Seconds until what is in flight is cut; 0 when the server does not drain."""
+        if self.life.phase is not Phase.DRAINING:
+            return 0.0
+        return max((self._deadline_ns - self._clock_ns()) / 1e9, 0.0)
+
+    # ---- events ----
+
+    def started(self) -> None:
+        """Requests can be served. From any thread."""
+        self._from_thread(lambda: self._take(Event.STARTED))
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """POST /v1/drain; of several times the last one counts."""
+        self._take(Event.DRAIN, timeout_s)
+
+    def on_signal(self, number: int) -> None:
+        """SIGINT or SIGTERM; the second one forces."""
+        logger.warning("health: %s", signal.Signals(number).name)
+        self._take(Event.SIGNAL, signum=number)
+
+    def on_quit(self) -> None:
+        """SIGQUIT: by it SGLang's processes, and the elastic runtime, say that one has failed."""
+        self.note_fault("a process of the engine has failed; its reason is in the log above")
+
+    def note_fault(self, fault: str) -> None:
+        """A process has died or hangs. From any thread; this one ends within FAIL_S.
+
+        Not when it ends anyway: then others end too.
+        """
+        if self._fault or self.life.phase in (Phase.STOPPING, Phase.FAILED):
+            return
+        self._fault = fault
+        self._exit_after(FAIL_S, phases.EXIT_FAILED)
+        self._from_thread(lambda: self._take(Event.FAULT))
+
+    def _take(self, event: Event, timeout_s: float | None = None, signum: int = 0) -> None:
+        was = self.life.phase
+        self.life, act = phases.advance(self.life, event)
+        if self.life.phase is not was:
+            logger.warning(
+                "health: %s, after %s; %d requests in flight",
+                self.life.phase,
+                event,
+                self._num_in_flight,
+            )
+        match act:
+            case Act.DRAIN:
+                self._begin_drain(self._times.drain_s if timeout_s is None else timeout_s)
+            case Act.STOP:
+                self._run(self._stop())
+            case Act.CUT:
+                self._run(self._cut_and_stop(self._drain_error()))
+            case Act.FAIL:
+                self._run(self._fail())
+            case Act.FORCE:
+                self._force(128 + signum)
+            case Act.NOTHING:
+                pass
+
+    # ---- acts ----
+
+    def _begin_drain(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        is_first = self._deadline_ns == 0
+        self._deadline_ns = self._clock_ns() + int(timeout_s * 1e9)
+        if is_first:
+            self._run(self._wait_until_idle())
+
+    async def _wait_until_idle(self) -> None:
+        while self.life.phase is Phase.DRAINING:
+            if self._num_in_flight == 0:
+                self._take(Event.IDLE)
+            elif self._clock_ns() >= self._deadline_ns:
+                self._take(Event.TIMED_OUT)
+            else:
+                await asyncio.sleep(_POLL_S)
+
+    def _drain_error(self) -> EsftError:
+        return DrainTimeoutError(
+            f"the server ends and waited {self._timeout_s:g} s for this request: send it to "
+            "another server, or again later"
+        )
+
+    async def _cut_and_stop(self, error: EsftError) -> None:
+        await self._end_requests(error)
+        await self._stop()
+
+    async def _fail(self) -> None:
+        await self._end_requests(EngineLostError(f"the request is lost: {self._fault}"))
+        kill_children()
+        self._stop_server()
+
+    async def _end_requests(self, error: EsftError) -> None:
+        if not self._over.done():
+            self._over.set_result(error)
+        deadline = time.monotonic() + _CUT_S
+        while self._num_in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+
+    async def _stop(self) -> None:
+        self._watch.stop()
+        self._exit_after(STOP_S, self.life.exit_status)
+        try:
+            await self._engine.end()
+        except Exception:  # the server ends all the same
+            logger.exception("health: the engine did not end in an orderly way")
+        self._stop_server()
+
+    def _force(self, status: int) -> None:
+        logger.warning("health: a second signal, so %d requests are lost", self._num_in_flight)
+        kill_children()
+        self._exit(status)
+
+    def _exit_after(self, seconds: float, status: int) -> None:
+        """Whatever hangs: the process ends by then."""
+
+        def end() -> None:
+            if self._closed.wait(seconds):
+                return
+            logger.error("health: no orderly end after %g s", seconds)
+            kill_children()
+            self._exit(status)
+
+        threading.Thread(target=end, name="health-exit", daemon=True).start()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _from_thread(self, call: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            logger.warning("health: the event loop has ended already")

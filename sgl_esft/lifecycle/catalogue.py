@@ -1,0 +1,131 @@
+"""The adapters that lie below --adapter-root, whether or not they are loaded.
+
+    root --scan, in a thread--> [Catalogue] --> library.py: what a request may be loaded for
+
+Each direct sub-folder with an expert_cfg.json and a legal name is an adapter. A folder is checked
+(headers only) when it is new or has changed, and what is wrong with it is kept beside its name.
+A snapshot is one frozen value, so a thread may replace it while others read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+from sgl_esft.adapter_config import EXPERT_CONFIG_NAME
+from sgl_esft.adapter_format import AdapterManifest
+from sgl_esft.adapter_paths import resolve_adapter_path, validate_adapter_name
+from sgl_esft.errors import AdapterNameError, EsftError
+from sgl_esft.http_adapters import BASE_ALIASES
+from sgl_esft.lifecycle.folders import Fingerprint, fingerprint
+
+logger = logging.getLogger(__name__)
+
+# A folder -> what it holds. Raises one of the Adapter* errors.
+Check: TypeAlias = Callable[[Path], AdapterManifest]
+
+
+@dataclass(frozen=True)
+class FolderEntry:
+    """One adapter on disk."""
+
+    name: str
+    folder: Path
+    seen: Fingerprint | None
+    num_experts: int | None = None
+    num_bytes: int | None = None
+    error: EsftError | None = None  # why it cannot be loaded
+
+
+def check_name(name: object) -> str:
+    """The name, if an adapter may have it. Raises AdapterNameError."""
+    checked = validate_adapter_name(name)
+    if checked in BASE_ALIASES:
+        raise AdapterNameError(f"adapter name {checked!r} means the base model: choose another one")
+    return checked
+
+
+Snapshot: TypeAlias = Mapping[str, FolderEntry]
+EMPTY: Snapshot = MappingProxyType({})
+
+
+def scan(root: Path, check: Check, previous: Snapshot = EMPTY) -> Snapshot:
+    """Every adapter below the root; what has not changed since `previous` is not checked again.
+
+    Raises OSError if the root itself cannot be read.
+    """
+    with os.scandir(root) as entries:
+        names = sorted(entry.name for entry in entries if _may_be_adapter(entry))
+    return MappingProxyType({name: _entry(root, name, check, previous.get(name)) for name in names})
+
+
+def _may_be_adapter(entry: os.DirEntry[str]) -> bool:
+    try:
+        validate_adapter_name(entry.name)
+    except AdapterNameError:
+        return False
+    # By lexists: a link that leads out of the root, or nowhere, is listed with what is wrong.
+    return os.path.lexists(os.path.join(entry.path, EXPERT_CONFIG_NAME))  # noqa: PTH118
+
+
+def _entry(root: Path, name: str, check: Check, previous: FolderEntry | None) -> FolderEntry:
+    folder = root / name
+    seen = fingerprint(folder)
+    if previous is not None and previous.seen == seen and seen is not None:
+        return previous
+    try:
+        check_name(name)
+        folder = resolve_adapter_path(name, root)
+        manifest = check(folder)
+    except EsftError as error:
+        return FolderEntry(name, folder, seen, error=error.with_traceback(None))
+    except OSError as error:  # it vanished or was cut off meanwhile; the next scan will tell
+        logger.info("adapter folder %s cannot be read now: %s", name, error)
+        return FolderEntry(name, folder, None, error=None)
+    return FolderEntry(name, folder, seen, manifest.num_experts, manifest.num_bytes)
+
+
+class Catalogue:
+    """The newest snapshot. `refresh` may be called by any thread."""
+
+    def __init__(self, root: Path | None, check: Check) -> None:
+        self.root = root
+        self._check = check
+        self._snapshot: Snapshot = EMPTY
+        self._lock = threading.Lock()
+
+    @property
+    def entries(self) -> Snapshot:
+        """Adapter name -> its folder, as it was seen last."""
+        return self._snapshot
+
+    def refresh(self) -> None:
+        """Scan again. A root that cannot be read leaves what was seen before."""
+        if self.root is None:
+            return
+        with self._lock:
+            try:
+                found = scan(self.root, self._check, self._snapshot)
+            except OSError as error:
+                logger.warning("--adapter-root cannot be read: %s", error)
+                return
+            _log_changes(self._snapshot, found)
+            self._snapshot = found
+
+
+def _log_changes(before: Snapshot, after: Snapshot) -> None:
+    for name in sorted(before.keys() - after.keys()):
+        logger.info("adapter folder %s is gone", name)
+    for name, entry in after.items():
+        if before.get(name) is entry:
+            continue
+        if entry.error is None:
+            logger.info("adapter folder %s: %s experts", name, entry.num_experts)
+        else:
+            logger.warning("adapter folder %s: %s", name, entry.error)

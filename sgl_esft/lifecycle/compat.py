@@ -1,0 +1,147 @@
+"""The adapter routes of vLLM and of SGLang, for tools that know them.
+
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter (vLLM)   plain text, or an error's JSON
+    POST /load_lora_adapter, /unload_lora_adapter (SGLang)       success, error_message, loaded_...
+
+They answer when the work has ended. What they do is what the routes of api.py do.
+"""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from sgl_esft.errors import (
+    AdapterExistsError,
+    AdapterNotLoadedError,
+    AdapterPathError,
+    EsftError,
+    UnknownAdapterError,
+    UserError,
+)
+from sgl_esft.lifecycle.api import WAIT_TIMEOUT_S, Route, answer_error, backing
+from sgl_esft.lifecycle.library import AdapterLibrary
+from sgl_esft.lifecycle.schemas import (
+    SglangLoadBody,
+    UnloadBody,
+    VllmLoadBody,
+    error_example,
+    example,
+)
+
+
+async def vllm_load(request: Request, body: VllmLoadBody) -> Response:
+    """As vLLM: 200 and a line of text; 400 if it is loaded already, 404 if there is no folder."""
+    library = backing(request).library
+    try:
+        if body.load_inplace and body.lora_name in library.loaded():
+            job = await library.replace(body.lora_name, body.lora_path)
+        else:
+            _refuse_loaded(library, body.lora_name)
+            job = await library.load(body.lora_name, body.lora_path)
+        if job is not None:
+            await job.wait(WAIT_TIMEOUT_S)
+    except EsftError as error:
+        return answer_error(error, _vllm_status(error))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def vllm_unload(request: Request, body: UnloadBody) -> Response:
+    """As vLLM: 200 and a line of text; 404 if it is not loaded."""
+    try:
+        await _unload(backing(request).library, body.lora_name)
+    except EsftError as error:
+        return answer_error(error, _vllm_status(error))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def sglang_load(request: Request, body: SglangLoadBody) -> Response:
+    """As SGLang: 200 or 400, with all that is loaded."""
+    library = backing(request).library
+    try:
+        _refuse_loaded(library, body.lora_name)
+        job = await library.load(body.lora_name, body.lora_path, pinned=bool(body.pinned))
+        if job is not None:
+            await job.wait(WAIT_TIMEOUT_S)
+    except EsftError as error:
+        return _sglang_answer(library, error)
+    return _sglang_answer(library)
+
+
+async def sglang_unload(request: Request, body: UnloadBody) -> Response:
+    """As SGLang: 200 after the last request that uses it has ended, 400 if it is not loaded."""
+    library = backing(request).library
+    try:
+        await _unload(library, body.lora_name)
+    except EsftError as error:
+        return _sglang_answer(library, error)
+    return _sglang_answer(library)
+
+
+def _refuse_loaded(library: AdapterLibrary, name: str) -> None:
+    """These clients do not expect a second load of a name to succeed."""
+    if name in library.loaded():
+        raise AdapterExistsError(
+            f"adapter {name!r} is loaded already: unload it first, or choose another name"
+        )
+
+
+async def _unload(library: AdapterLibrary, name: str) -> None:
+    """Of what is not loaded, only what was evicted is still there to be unloaded."""
+    if name not in library.loaded() and name not in library.jobs and not library.was_loaded(name):
+        raise UnknownAdapterError(f"adapter {name!r} is not loaded")
+    job = library.unload(name)
+    if job is not None:
+        await job.wait(WAIT_TIMEOUT_S)
+
+
+def _vllm_status(error: EsftError) -> int:
+    if isinstance(error, AdapterPathError | UnknownAdapterError | AdapterNotLoadedError):
+        return 404
+    return 400 if isinstance(error, UserError) else error.http_status
+
+
+def _sglang_answer(library: AdapterLibrary, error: EsftError | None = None) -> Response:
+    loaded = {name: str(each.folder) for name, each in library.loaded().items()}
+    message = "" if error is None else f"{type(error).__name__}: {error}"
+    said = {"success": error is None, "error_message": message, "loaded_adapters": loaded}
+    return JSONResponse(said, status_code=200 if error is None else 400)
+
+
+_ADDED = {"description": "Loaded", "content": {"text/plain": {"example": "Success: ..."}}}
+_BAD = error_example("Refused", "AdapterExistsError", 400, "adapter 'math' is loaded already")
+_UNKNOWN = error_example("No such adapter or folder", "UnknownAdapterError", 404, "...")
+_SGLANG = {"success": True, "error_message": "", "loaded_adapters": {"math": "/adapters/math"}}
+_OK = example("Done", _SGLANG)
+_FAILED = example("Refused", {**_SGLANG, "success": False, "error_message": "..."})
+
+COMPAT_ROUTES: tuple[Route, ...] = (
+    Route(
+        "POST",
+        "/v1/load_lora_adapter",
+        vllm_load,
+        "Load an adapter, as vLLM's clients ask",
+        {200: _ADDED, 400: _BAD, 404: _UNKNOWN},
+    ),
+    Route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        vllm_unload,
+        "Unload an adapter, as vLLM's clients ask",
+        {200: {**_ADDED, "description": "Unloaded"}, 404: _UNKNOWN},
+    ),
+    Route(
+        "POST",
+        "/load_lora_adapter",
+        sglang_load,
+        "Load an adapter, as SGLang's clients ask",
+        {200: _OK, 400: _FAILED},
+    ),
+    Route(
+        "POST",
+        "/unload_lora_adapter",
+        sglang_unload,
+        "Unload an adapter, as SGLang's clients ask",
+        {200: _OK, 400: _FAILED},
+    ),
+)

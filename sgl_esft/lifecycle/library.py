@@ -1,0 +1,385 @@
+"""The adapters of one server: every change and every question goes through one object.
+
+    /v1/adapters, /load_lora_adapter --command--> [AdapterLibrary] --job--> AdapterEngine -> ranks
+    a request that names an adapter --ensure---->      |
+                                                  Catalogue: what lies on disk
+
+It lives in one event loop. Between two awaits its view does not change, so each command is decided
+by the table in states.py and begun without an await in between. A name has one job at a time; many
+may wait for it, and none of them can cancel it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sgl_esft.adapter_paths import resolve_adapter_path
+from sgl_esft.errors import (
+    AdapterBusyError,
+    AdapterExistsError,
+    AdapterNotLoadedError,
+    AdapterPathError,
+    EsftError,
+    InternalError,
+    RetryLaterError,
+    UnknownAdapterError,
+)
+from sgl_esft.lifecycle.catalogue import Catalogue, check_name
+from sgl_esft.lifecycle.engine import AdapterEngine, LoadedAdapter
+from sgl_esft.lifecycle.folders import DigestCache, Fingerprint, fingerprint
+from sgl_esft.lifecycle.jobs import Job, JobKind
+from sgl_esft.lifecycle.states import Action, Command, Situation, decide
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ENSURE_TIMEOUT_S: Final = 120.0
+_MAX_FAILURES: Final = 256  # of names that are not below the root
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The last work on a name that failed."""
+
+    kind: JobKind
+    folder: Path
+    seen: Fingerprint | None
+    error: EsftError
+
+
+class UsableNames(Collection[str]):
+    """The names of a library that a request may say, looked up one by one: there may be many."""
+
+    def __init__(self, library: AdapterLibrary) -> None:
+        self._library = library
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._library.is_usable(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._library.names() if self._library.is_usable(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class AdapterLibrary:
+    """All adapters that are known, loaded or not.
+
+    Commands return the job to wait for, None if nothing was left to do, and raise EsftError for
+    what cannot be: AdapterNameError, AdapterPathError, UnknownAdapterError, AdapterExistsError,
+    AdapterNotLoadedError, AdapterBusyError. A job's own error comes from waiting for it.
+    """
+
+    def __init__(
+        self,
+        engine: AdapterEngine,
+        catalogue: Catalogue,
+        digests: DigestCache | None = None,
+        *,
+        ensure_timeout_s: float = DEFAULT_ENSURE_TIMEOUT_S,
+    ) -> None:
+        self.engine = engine
+        self.catalogue = catalogue
+        self.digests = DigestCache() if digests is None else digests
+        self._ensure_timeout_s = ensure_timeout_s
+        self._jobs: dict[str, Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._folders: dict[str, Path] = {}  # of what was loaded once; it may have been evicted
+        self._failures: OrderedDict[str, Failure] = OrderedDict()
+        # Unloaded on purpose: no request brings it back until its folder changes or somebody asks.
+        self._held: dict[str, Fingerprint | None] = {}
+
+    @property
+    def jobs(self) -> dict[str, Job]:
+        """What goes on, by name."""
+        return dict(self._jobs)
+
+    def loaded(self) -> dict[str, LoadedAdapter]:
+        """What the engine serves now, by name."""
+        found = {each.name: each for each in self.engine.loaded()}
+        self._folders.update((name, each.folder) for name, each in found.items())
+        return found
+
+    def names(self) -> list[str]:
+        """Every name that anything is known of."""
+        known = (self.loaded(), self._folders, self._jobs, self._failures, self.catalogue.entries)
+        return sorted({name for each in known for name in each})
+
+    @property
+    def usable(self) -> Collection[str]:
+        """Names that a request may say: loaded, or loaded for it by `ensure`. Always as of now."""
+        return UsableNames(self)
+
+    def situation(self, name: str) -> Situation:
+        """Where the table of states.py finds a name."""
+        job = self._jobs.get(name)
+        if job is not None:
+            if job.kind is JobKind.UNLOAD:
+                return Situation.DRAINING
+            if job.unload_next is not None:
+                return Situation.LEAVING
+            return Situation.LOADING if job.kind is JobKind.LOAD else Situation.REPLACING
+        if name in self.loaded():
+            return Situation.LOADED
+        known = (self._folders, self._failures, self.catalogue.entries)
+        return Situation.ON_DISK if any(name in each for each in known) else Situation.ABSENT
+
+    def is_usable(self, name: str) -> bool:
+        """Whether `ensure` answers for a name, if only with the error of its load."""
+        action = decide(Command.USE, self.situation(name))
+        return action is not Action.UNKNOWN and not (action is Action.START and self.is_held(name))
+
+    def is_held(self, name: str) -> bool:
+        """Whether it was unloaded on purpose, and its folder is what it was then."""
+        if name not in self._held:
+            return False
+        entry = self.catalogue.entries.get(name)
+        return entry is None or entry.seen == self._held[name]
+
+    def was_loaded(self, name: str) -> bool:
+        """Whether it was loaded once, and nobody has unloaded it since; it may be evicted."""
+        return name in self._folders
+
+    def failure_of(self, name: str) -> EsftError | None:
+        """What went wrong last with a name, or what is wrong with its folder."""
+        entry = self.catalogue.entries.get(name)
+        failure = self._failures.get(name)
+        if failure is not None and (
+            entry is None or failure.folder != entry.folder or failure.seen == entry.seen
+        ):
+            return failure.error
+        return None if entry is None else entry.error
+
+    def _obstacle_of(self, name: str) -> EsftError | None:
+        """Why loading it again would fail again: nothing has changed since."""
+        failure = self._failures.get(name)
+        if failure is not None and failure.kind is not JobKind.LOAD:
+            entry = self.catalogue.entries.get(name)
+            return None if entry is None else entry.error
+        error = self.failure_of(name)
+        return None if isinstance(error, RetryLaterError) else error
+
+    def folder_of(self, name: str) -> Path | None:
+        """Where a load without a path would read from."""
+        entry = self.catalogue.entries.get(name)
+        job, failure = self._jobs.get(name), self._failures.get(name)
+        for known in (job, entry, failure):
+            if known is not None:
+                return known.folder
+        return self._folders.get(name)
+
+    async def load(self, name: str, path: str | None = None, *, pinned: bool = False) -> Job | None:
+        """Load a name; of what is loaded with this content already, at most pin it."""
+        check_name(name)
+        folder = await self._resolve(name, path)
+        digest: str | None = None
+        while decide(Command.LOAD, self.situation(name)) is Action.COMPARE and digest is None:
+            digest = await self.digests.read(folder)
+        action = decide(Command.LOAD, self.situation(name))
+        if action is Action.START:
+            self._held.pop(name, None)
+            return self._start(Job(JobKind.LOAD, name, folder, pinned))
+        if action is not Action.COMPARE:
+            return self._join(action, name, folder, pinned or None)
+        if self.loaded()[name].digest != digest:
+            raise AdapterExistsError(
+                f"adapter {name!r} is loaded with other content: replace it by PATCH "
+                f"/v1/adapters/{name}, or unload it first"
+            )
+        if pinned and not self.loaded()[name].pinned:
+            await self._pin(name, True)
+        return None
+
+    async def replace(
+        self, name: str, path: str | None = None, *, pinned: bool | None = None
+    ) -> Job | None:
+        """Load another version, or the folder as it is now, in place of what is loaded."""
+        if decide(Command.REPLACE, self.situation(name)) in (Action.UNKNOWN, Action.NOT_LOADED):
+            self._join(decide(Command.REPLACE, self.situation(name)), name)
+        folder = await self._resolve(name, path)
+        digest = await self.digests.read(folder)
+        action = decide(Command.REPLACE, self.situation(name))
+        if action is not Action.START:
+            return self._join(action, name, folder, pinned)
+        old = self.loaded()[name]
+        pinned = old.pinned if pinned is None else pinned
+        if old.digest != digest:
+            return self._start(Job(JobKind.REPLACE, name, folder, pinned))
+        if pinned != old.pinned:
+            await self._pin(name, pinned)
+        return None
+
+    async def set_pinned(self, name: str, pinned: bool) -> None:
+        """Pin or unpin a loaded adapter."""
+        action = decide(Command.PIN, self.situation(name))
+        if action is not Action.START:
+            self._join(action, name)
+        if self.loaded()[name].pinned != pinned:
+            await self._pin(name, pinned)
+
+    async def _pin(self, name: str, pinned: bool) -> None:
+        """Whoever asked may leave; the ranks must not be told by halves."""
+        await asyncio.shield(self.engine.set_pinned(name, pinned))
+
+    def unload(self, name: str) -> Job | None:
+        """Let a name go. A load or a replacement that goes on ends first."""
+        action = decide(Command.UNLOAD, self.situation(name))
+        job = self._jobs.get(name)
+        if action is Action.START:
+            return self._start(Job(JobKind.UNLOAD, name, self.loaded()[name].folder))
+        if action is Action.QUEUE and job is not None:
+            job.unload_next = Job(JobKind.UNLOAD, name, job.folder)
+            return job.unload_next
+        if action is Action.JOIN and job is not None:
+            return job.unload_next or job
+        if action is Action.FORGET:
+            return self._let_go(name)
+        return self._join(action, name)
+
+    def _let_go(self, name: str) -> Job | None:
+        """Of what was evicted the engine may keep something."""
+        folder = self._folders.get(name)
+        if folder is not None:
+            return self._start(Job(JobKind.UNLOAD, name, folder))
+        self._forget(name)
+        return None
+
+    async def ensure(self, names: Iterable[str]) -> None:
+        """Return once a request may use all of these.
+
+        Loads what is on disk, each name once however many ask. Raises the load's error,
+        UnknownAdapterError, or AdapterLoadTimeoutError when it takes too long.
+        """
+        jobs = [job for name in sorted(set(names)) if (job := self._use(name)) is not None]
+        if jobs:
+            await asyncio.gather(*(job.wait(self._ensure_timeout_s) for job in jobs))
+
+    def _use(self, name: str) -> Job | None:
+        action = decide(Command.USE, self.situation(name))
+        if action is Action.NOTHING:
+            return None
+        if action is Action.JOIN:
+            return self._jobs[name]
+        if action is not Action.START or self.is_held(name):
+            return self._join(Action.UNKNOWN, name)
+        obstacle = self._obstacle_of(name)
+        if obstacle is not None:
+            raise obstacle.with_traceback(None)
+        folder = self.folder_of(name)
+        if folder is None:
+            return self._join(Action.UNKNOWN, name)
+        return self._start(Job(JobKind.LOAD, name, folder))
+
+    async def _resolve(self, name: str, path: str | None) -> Path:
+        """The real folder of a command. Raises AdapterPathError."""
+        root = self.catalogue.root
+        loaded = self.loaded().get(name)
+        folder = self.folder_of(name) if loaded is None else loaded.folder
+        if path is None and folder is None:
+            if root is None:
+                raise AdapterPathError(
+                    f'adapter {name!r}: say where it is, by "path"; only with --adapter-root is '
+                    "there a folder to look in"
+                )
+            path = name
+        return await asyncio.to_thread(resolve_adapter_path, path or str(folder), root)
+
+    def _join(
+        self, action: Action, name: str, folder: Path | None = None, pinned: bool | None = None
+    ) -> Job:
+        """The job to wait for; raises what the action stands for."""
+        job = self._jobs.get(name)
+        if action in (Action.JOIN, Action.JOIN_IF_SAME) and job is not None:
+            is_same = job.folder == folder and pinned in (None, job.pinned)
+            if action is Action.JOIN or is_same:
+                return job
+        if action is Action.UNKNOWN:
+            raise UnknownAdapterError(f"adapter {name!r} is not known; loaded: {self._listed()}")
+        situation = self.situation(name).value
+        if action is Action.NOT_LOADED:
+            raise AdapterNotLoadedError(
+                f"adapter {name!r} is {situation}, not loaded: load it by POST /v1/adapters first"
+            )
+        raise AdapterBusyError(f"adapter {name!r} is {situation}: ask again when that has ended")
+
+    def _listed(self) -> str:
+        return ", ".join(sorted(self.loaded())[:20]) or "none"
+
+    def _start(self, job: Job) -> Job:
+        """Begin now: nothing may come between a decision and this."""
+        self._jobs[job.name] = job
+        task = asyncio.create_task(self._run(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return job
+
+    async def _run(self, job: Job) -> None:
+        seen: Fingerprint | None = None
+        try:
+            seen = await asyncio.to_thread(fingerprint, job.folder)
+            result = await self._work(job)
+        except EsftError as error:
+            self._settle(job, seen, error)
+        except Exception as error:  # those who wait must hear of it
+            logger.exception("the %s of adapter %s failed", job.kind.value, job.name)
+            self._settle(job, seen, InternalError(f"{type(error).__name__}: {error}"))
+        else:
+            self._settle(job, seen, result)
+
+    async def _work(self, job: Job) -> LoadedAdapter | None:
+        if job.kind is JobKind.UNLOAD:
+            with contextlib.suppress(UnknownAdapterError):  # it was evicted, and is gone
+                await self.engine.unload(job.name)
+            return None
+        begin = self.engine.load if job.kind is JobKind.LOAD else self.engine.replace
+        return await begin(job.name, job.folder, pinned=job.pinned, on_progress=job.note)
+
+    def _settle(
+        self, job: Job, seen: Fingerprint | None, result: LoadedAdapter | EsftError | None
+    ) -> None:
+        """The job has ended; what was asked for meanwhile begins in the same breath."""
+        del self._jobs[job.name]
+        if isinstance(result, EsftError):
+            self._note_failure(job, seen, result)
+            job.done.set_exception(result)
+        else:
+            self._note_success(job, seen, result)
+            job.done.set_result(result)
+        if job.unload_next is None:
+            return
+        if job.name in self.loaded():
+            self._start(job.unload_next)
+        else:
+            self._forget(job.name)
+            job.unload_next.done.set_result(None)
+
+    def _note_success(
+        self, job: Job, seen: Fingerprint | None, loaded: LoadedAdapter | None
+    ) -> None:
+        if loaded is None:
+            self._forget(job.name)
+            return
+        self._failures.pop(job.name, None)
+        self.digests.put(job.folder, seen, loaded.digest)
+
+    def _note_failure(self, job: Job, seen: Fingerprint | None, error: EsftError) -> None:
+        logger.warning("adapter %s: the %s failed: %s", job.name, job.kind.value, error)
+        self._failures[job.name] = Failure(job.kind, job.folder, seen, error.with_traceback(None))
+        self._failures.move_to_end(job.name)
+        while len(self._failures) > _MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def _forget(self, name: str) -> None:
+        entry = self.catalogue.entries.get(name)
+        self._folders.pop(name, None)
+        self._failures.pop(name, None)
+        self._held.pop(name, None)
+        if entry is not None:
+            self._held[name] = entry.seen

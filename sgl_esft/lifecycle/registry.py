@@ -1,0 +1,119 @@
+"""SGLang's adapter registry, with what it lacks: a swap, an idle adapter's removal, times of use.
+
+    requests --acquire/release--> [LoRARegistry] <--put/take-- sglang_engine.py
+
+The registry maps a name to a LoRARef and counts requests by the ref's id. `acquire` here replaces
+SGLang's, which looks a name up and counts the request in two steps, between which the adapter
+could leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+_POLL_S = 0.02
+# From the registry to the table of requests a request takes as long as its text to be tokenised.
+_ON_ITS_WAY_S = 10.0
+
+
+class AdapterGoneError(ValueError):
+    """A name that is not registered (now); SGLang answers ValueErrors of a request with 400."""
+
+
+async def acquire(registry: Any, lora_name: str | Sequence[str | None]) -> Any:
+    """Names -> ids, each counted as in use before any other change of the registry.
+
+    Raises AdapterGoneError, with nothing counted.
+    """
+    names = [lora_name] if isinstance(lora_name, str) else list(lora_name)
+    async with registry._registry_lock.writer_lock:
+        ids = [None if name is None else _look_up(registry, name) for name in names]
+        for adapter_id in ids:
+            if adapter_id is not None:
+                await registry._counters[adapter_id].increment(notify_all=False)
+                _uses(registry)[adapter_id] = time.time()
+    return ids[0] if isinstance(lora_name, str) else ids
+
+
+def _look_up(registry: Any, name: str) -> str:
+    ref = registry._registry.get(name)
+    if ref is None:
+        raise AdapterGoneError(
+            f"UnknownAdapterError: adapter {name!r} is not loaded; loaded: "
+            f"{', '.join(sorted(registry._registry)) or 'none'}"
+        )
+    registry._registry.move_to_end(name)
+    return str(ref.lora_id)
+
+
+def _uses(registry: Any) -> dict[str, float]:
+    uses: dict[str, float] = registry.__dict__.setdefault("esft_last_used_s", {})
+    return uses
+
+
+class Registry:
+    """The registry of one TokenizerManager, for the one who changes it.
+
+    Which requests use an adapter is read off the manager's own table of requests: the registry's
+    counter keeps a request that was aborted while it waited, and loses one of parallel samples.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._registry = manager.lora_registry
+
+    def refs(self) -> dict[str, Any]:
+        """Name -> LoRARef, least recently used first."""
+        return dict(self._registry._registry)
+
+    def num_references(self) -> Counter[str]:
+        """Adapter id -> requests that use it now."""
+        states = self._manager.rid_to_state.values()
+        ids = (getattr(state.obj, "lora_id", None) for state in states)
+        return Counter(adapter_id for adapter_id in ids if isinstance(adapter_id, str))
+
+    def is_busy(self, adapter_id: str) -> bool:
+        """Whether a request uses the adapter, or has just asked for it and is on its way."""
+        if self.num_references()[adapter_id]:
+            return True
+        counter = self._registry._counters.get(adapter_id)
+        last_used_s = self.last_used_s(adapter_id)
+        if counter is None or counter.value() <= 0 or last_used_s is None:
+            return False
+        return time.time() - last_used_s < _ON_ITS_WAY_S
+
+    def last_used_s(self, adapter_id: str) -> float | None:
+        """Unix time of the last request; None = never."""
+        return _uses(self._registry).get(adapter_id)
+
+    async def put(self, ref: Any) -> Any | None:
+        """From now on the name means `ref`. Returns what it meant before, which may be in use."""
+        async with self._registry._registry_lock.writer_lock:
+            old = self._registry._registry.pop(ref.lora_name, None)
+            self._registry._register_adapter(ref)
+            return old
+
+    async def change(self, ref: Any) -> None:
+        """Exchange a ref for one of the same name and id; requests in flight keep their count."""
+        async with self._registry._registry_lock.writer_lock:
+            self._registry._registry[ref.lora_name] = ref
+
+    async def take(self, name: str, *, only_idle: bool = False) -> Any | None:
+        """The name means nothing from now on. Returns its ref; None if there is none (idle)."""
+        async with self._registry._registry_lock.writer_lock:
+            ref = self._registry._registry.get(name)
+            if ref is None or (only_idle and self.is_busy(ref.lora_id)):
+                return None
+            del self._registry._registry[name]
+            return ref
+
+    async def forget_when_idle(self, adapter_id: str) -> None:
+        """Wait until the last request of an adapter that was taken has ended."""
+        while self.is_busy(adapter_id):
+            await asyncio.sleep(_POLL_S)
+        self._registry._counters.pop(adapter_id, None)
+        _uses(self._registry).pop(adapter_id, None)

@@ -1,0 +1,354 @@
+"""The AdapterEngine over SGLang, in the process that serves HTTP.
+
+    load, replace --> check, digest --> make room --> ranks --> name means the new id
+    unload        --> name means nothing --> last request ends --> ranks forget it
+
+One adapter id is one version of one adapter: it keys the prefix cache and the ranks' tables, and a
+request keeps the id that its name meant when it came. So versions never mix, and an old one leaves
+when its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sgl_esft import sglang_api
+from sgl_esft.adapter_check import check_loadable
+from sgl_esft.adapter_format import AdapterManifest
+from sgl_esft.config import required_config
+from sgl_esft.errors import (
+    NoFreeSlotError,
+    OutOfExpertMemoryError,
+    OutOfHostMemoryError,
+    UnknownAdapterError,
+)
+from sgl_esft.lifecycle.content import (
+    AdapterContent,
+    check_unchanged,
+    content_at_launch,
+    read_content,
+)
+from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, OnProgress, Residency
+from sgl_esft.lifecycle.host_tier import HostEntry, HostLimits, plan_evictions
+from sgl_esft.lifecycle.ranks import Ranks
+from sgl_esft.lifecycle.registry import Registry
+from sgl_esft.lifecycle.transfer import transfer
+from sgl_esft.model_spec import MoeSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ROOM_TIMEOUT_S = 30.0  # a load waits so long for an adapter to become idle
+_ROOM_POLL_S = 0.1
+
+# (name, folder, names in use) -> manifest; raises one of the Adapter* errors
+Check = Callable[[str, str, Sequence[str]], AdapterManifest]
+
+
+@dataclass
+class EngineCounters:
+    """What the host tier did since the start."""
+
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    load_seconds: float = 0.0  # of loads that succeeded, all together
+    num_replacements: int = 0
+    num_evictions: int = 0  # idle adapters that left host memory for others
+    num_reloads: int = 0  # loads of adapters that had left: misses of the host tier
+
+
+class SglangEngine:
+    """`AdapterEngine` of one TokenizerManager. All methods belong to its event loop."""
+
+    def __init__(
+        self,
+        manager: Any,
+        ranks: Ranks,
+        check: Check,
+        limits: HostLimits,
+        room_timeout_s: float = ROOM_TIMEOUT_S,
+    ) -> None:
+        self.counters = EngineCounters()
+        self._manager = manager
+        self._registry = Registry(manager)
+        self._ranks = ranks
+        self._check = check
+        self._limits = limits
+        self._room_timeout_s = room_timeout_s
+        self._knows_slots = False
+        self._content: dict[str, AdapterContent] = {}  # by adapter id
+        self._draining: dict[str, Any] = {}  # adapter id -> ref
+        self._name_locks: dict[str, asyncio.Lock] = {}
+        self._loading = asyncio.Lock()  # one adapter is read at a time
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ---- AdapterEngine ----
+
+    async def load(
+        self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
+    ) -> LoadedAdapter:
+        async with self._lock_of(name):
+            names = list(self._registry.refs())
+            return await self._bring(name, folder, names, pinned, on_progress)
+
+    async def replace(
+        self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
+    ) -> LoadedAdapter:
+        async with self._lock_of(name):
+            if name not in self._registry.refs() and name not in self._manager.lora_ref_cache:
+                raise UnknownAdapterError(
+                    f"adapter {name!r} is not loaded, so nothing can take its place: load it"
+                )
+            return await self._bring(name, folder, [], pinned, on_progress)
+
+    async def unload(self, name: str) -> None:
+        async with self._lock_of(name):
+            known = self._manager.lora_ref_cache.pop(name, None)
+            ref = await self._registry.take(name)
+            if ref is not None:
+                await self._to_the_end(self._retire(ref))
+            elif known is None:
+                raise UnknownAdapterError(f"adapter {name!r} is not loaded")
+
+    async def set_pinned(self, name: str, pinned: bool) -> None:
+        async with self._lock_of(name):
+            ref = self._registry.refs().get(name)
+            if ref is None:
+                raise UnknownAdapterError(f"adapter {name!r} is not loaded: load it first")
+            if bool(ref.pinned) != pinned:
+                await self._to_the_end(self._repin(ref, pinned))
+
+    def loaded(self) -> Sequence[LoadedAdapter]:
+        counts = self._registry.num_references()
+        return tuple(self._described(ref, counts) for ref in self._registry.refs().values())
+
+    def draining(self) -> Sequence[LoadedAdapter]:
+        counts = self._registry.num_references()
+        return tuple(self._described(ref, counts) for ref in self._draining.values())
+
+    def evicted(self) -> Mapping[str, Path]:
+        """Name -> folder of adapters that left host memory and come back when asked for."""
+        loaded = self._registry.refs()
+        known = self._manager.lora_ref_cache.items()
+        return {name: Path(ref.lora_path) for name, ref in known if name not in loaded}
+
+    async def residency(self) -> Mapping[str, tuple[Residency, ...]]:
+        found: dict[str, tuple[Residency, ...]] = {}
+        for report in await self._ranks.report():
+            for adapter_id, (slot, num_bytes) in report.slots.items():
+                place = Residency(report.rank, slot, num_bytes)
+                found[adapter_id] = (*found.get(adapter_id, ()), place)
+        return found
+
+    # ---- loading ----
+
+    async def _bring(
+        self,
+        name: str,
+        folder: Path,
+        taken: Sequence[str],
+        pinned: bool,
+        on_progress: OnProgress,
+    ) -> LoadedAdapter:
+        started = time.monotonic()
+        try:
+            on_progress(LoadPhase.VALIDATING, 0.0)
+            manifest = await asyncio.to_thread(self._check, name, str(folder), taken)
+            content = await asyncio.to_thread(read_content, manifest)
+            on_progress(LoadPhase.VALIDATING, 1.0)
+            ref = sglang_api.make_adapter_ref(name, str(content.folder), pinned)
+            async with self._room_for(name, content.num_bytes):
+                await self._to_the_end(self._admit(ref, manifest, content, on_progress))
+        except BaseException:
+            self.counters.num_failed_loads += 1
+            raise
+        self.counters.num_loads += 1
+        self.counters.load_seconds += time.monotonic() - started
+        return self._described(ref, Counter())
+
+    async def _admit(
+        self,
+        ref: Any,
+        manifest: AdapterManifest,
+        content: AdapterContent,
+        on_progress: OnProgress,
+    ) -> None:
+        while True:
+            try:
+                await transfer(
+                    self._ranks, ref, on_progress, lambda: check_unchanged(manifest, content)
+                )
+                break
+            except (NoFreeSlotError, OutOfExpertMemoryError):
+                # Where slots are permanent, pages may be short while a slot is free.
+                if self._limits.max_slots is None or not await self._evict_one(ref.lora_name):
+                    raise
+        self._content[ref.lora_id] = content
+        await self._publish(ref)
+
+    async def _publish(self, ref: Any) -> None:
+        name = ref.lora_name
+        old = await self._registry.put(ref)
+        if old is not None:
+            self.counters.num_replacements += 1
+            self._start(self._retire(old))
+        elif name in self._manager.lora_ref_cache:
+            self.counters.num_reloads += 1
+        self._manager.lora_ref_cache[name] = ref
+
+    async def _retire(self, ref: Any) -> None:
+        """The ref's name means something else now: unload it once nobody uses it."""
+        self._draining[ref.lora_id] = ref
+        try:
+            await self._registry.forget_when_idle(ref.lora_id)
+            await self._ranks.unload(ref)
+        finally:
+            self._draining.pop(ref.lora_id, None)
+            self._content.pop(ref.lora_id, None)
+
+    async def _repin(self, ref: Any, pinned: bool) -> None:
+        changed = sglang_api.make_adapter_ref(ref.lora_name, ref.lora_path, pinned, ref.lora_id)
+        async with self._loading:  # so that nobody evicts it meanwhile
+            current = self._registry.refs().get(ref.lora_name)
+            if current is None or current.lora_id != ref.lora_id:
+                raise UnknownAdapterError(f"adapter {ref.lora_name!r} has just left: load it first")
+            await self._ranks.admit(changed)
+            await self._registry.change(changed)
+        self._manager.lora_ref_cache[ref.lora_name] = changed
+
+    # ---- room in host memory ----
+
+    @asynccontextmanager
+    async def _room_for(self, name: str, num_bytes: int) -> AsyncIterator[None]:
+        """Be the one load that runs, with room for it. Waits a while for adapters in use."""
+        await self._learn_about_slots()
+        deadline = time.monotonic() + self._room_timeout_s
+        while True:
+            async with self._loading:
+                try:
+                    await self._make_room(name, num_bytes)
+                except OutOfHostMemoryError:
+                    if time.monotonic() >= deadline:
+                        raise
+                else:
+                    yield
+                    return
+            await asyncio.sleep(_ROOM_POLL_S)
+
+    async def _learn_about_slots(self) -> None:
+        """Whether a loaded adapter keeps its slot: under DP attention, and in elastic engines."""
+        if self._knows_slots:
+            return
+        first = (await self._ranks.report())[0]
+        if first.is_resident:
+            self._limits = replace(self._limits, max_slots=first.num_slots)
+        self._knows_slots = True
+
+    async def _make_room(self, name: str, num_bytes: int) -> None:
+        if self._limits.is_unlimited:
+            return
+        for leaving in plan_evictions(self._entries(name), name, num_bytes, self._limits):
+            await self._evict(leaving)
+        # Whoever was asked for meanwhile has stayed.
+        if plan_evictions(self._entries(name), name, num_bytes, self._limits):
+            await self._make_room(name, num_bytes)
+
+    def _entries(self, coming: str) -> list[HostEntry]:
+        draining = [
+            HostEntry(ref.lora_name, self._content_of(ref).num_bytes, False, has_name=False)
+            for ref in self._draining.values()
+        ]
+        return draining + [
+            HostEntry(
+                name,
+                self._content_of(ref).num_bytes,
+                is_evictable=name != coming and self._is_idle(ref),
+                has_name=name != coming,
+            )
+            for name, ref in self._registry.refs().items()
+        ]
+
+    def _is_idle(self, ref: Any) -> bool:
+        return not ref.pinned and not self._registry.is_busy(ref.lora_id)
+
+    async def _evict_one(self, coming: str) -> bool:
+        for name, ref in self._registry.refs().items():
+            if name != coming and self._is_idle(ref) and await self._evict(name):
+                return True
+        return False
+
+    async def _evict(self, name: str) -> bool:
+        """Unload an adapter that is still idle; its name stays known."""
+        ref = await self._registry.take(name, only_idle=True)
+        if ref is None:
+            return False
+        logger.info("adapter %s leaves host memory for another one", name)
+        await self._to_the_end(self._retire(ref))
+        self.counters.num_evictions += 1
+        return True
+
+    # ---- helpers ----
+
+    def _described(self, ref: Any, counts: Counter[str]) -> LoadedAdapter:
+        content = self._content_of(ref)
+        return LoadedAdapter(
+            adapter_id=ref.lora_id,
+            name=ref.lora_name,
+            folder=content.folder,
+            digest=content.digest,
+            pinned=bool(ref.pinned),
+            num_experts=content.num_experts,
+            num_bytes=content.num_bytes,
+            num_references=counts[ref.lora_id],
+            last_used_s=self._registry.last_used_s(ref.lora_id),
+        )
+
+    def _content_of(self, ref: Any) -> AdapterContent:
+        found = self._content.get(ref.lora_id)
+        if found is None:  # loaded at launch
+            found = self._content[ref.lora_id] = content_at_launch(ref.lora_path)
+        return found
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        return self._name_locks.setdefault(name, asyncio.Lock())
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an adapter's change failed: %s: %s", type(error).__name__, error)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Ranks and registry must agree, so a caller that gives up does not stop the work."""
+        return await asyncio.shield(self._start(work))
+
+
+@cache
+def engine_of(manager: Any) -> SglangEngine:
+    """The engine of this process's TokenizerManager, one each."""
+    config = required_config()
+    spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
+
+    def check(name: str, folder: str, taken: Sequence[str]) -> AdapterManifest:
+        return check_loadable(name, folder, taken, spec, config)
+
+    limits = HostLimits(
+        budget_bytes=config.adapter_host_bytes,
+        max_names=sglang_api.max_loaded_adapters(),
+    )
+    return SglangEngine(manager, Ranks(manager), check, limits)

@@ -1,0 +1,169 @@
+"""What may happen to an adapter, as a table: no clock, no file, no engine.
+
+    command + situation --> [decide] --> what the library does
+    outcome + situation --> [after]  --> the next situation
+
+A situation is what the library knows of a name. A state (`AdapterState`) is what is told of it: a
+loaded adapter is on the device or in the host cache, one on disk may have failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+
+class AdapterState(Enum):
+    """What a listing says."""
+
+    ON_DISK = "on_disk"
+    LOADING = "loading"
+    IN_HOST_CACHE = "in_host_cache"
+    ON_DEVICE = "on_device"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Situation(Enum):
+    """What the library knows of a name."""
+
+    ABSENT = "absent"  # nobody has said it, and it is not below the root
+    ON_DISK = "on disk"  # a folder is known; nothing is loaded
+    LOADING = "loading"
+    LOADED = "loaded"
+    REPLACING = "being replaced"  # loaded, and a new version on its way
+    LEAVING = "to be unloaded"  # a load or a replacement goes on; the unload is next
+    DRAINING = "being unloaded"  # no new request finds it, old ones may still use it
+
+
+class Command(Enum):
+    """What is asked for."""
+
+    LOAD = "load"
+    REPLACE = "replace"
+    PIN = "pin"  # or unpin
+    UNLOAD = "unload"
+    USE = "use"  # by a request for the model
+
+
+class Outcome(Enum):
+    """How what the library began has ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    EVICTED = "evicted"  # by the engine, which needed the room
+
+
+class Action(Enum):
+    """What the library does about a command."""
+
+    START = "start"  # begin the work
+    JOIN = "join"  # what is wanted is on its way: wait for it
+    JOIN_IF_SAME = "join if same"  # as JOIN for the same folder, BUSY for another
+    QUEUE = "queue"  # begin when what goes on has ended
+    COMPARE = "compare"  # NOTHING if that content is loaded, EXISTS if another is
+    NOTHING = "nothing"  # it is so already
+    FORGET = "forget"  # nothing is loaded; not loaded on demand any more
+    UNKNOWN = "unknown"  # UnknownAdapterError
+    EXISTS = "exists"  # AdapterExistsError
+    NOT_LOADED = "not loaded"  # AdapterNotLoadedError
+    BUSY = "busy"  # AdapterBusyError
+
+
+_S, _C, _A = Situation, Command, Action
+
+_ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType(
+    {
+        _C.LOAD: {
+            _S.ABSENT: _A.START,
+            _S.ON_DISK: _A.START,
+            _S.LOADING: _A.JOIN_IF_SAME,
+            _S.LOADED: _A.COMPARE,
+            _S.REPLACING: _A.JOIN_IF_SAME,
+            _S.LEAVING: _A.BUSY,
+            _S.DRAINING: _A.BUSY,
+        },
+        _C.REPLACE: {
+            _S.ABSENT: _A.UNKNOWN,
+            _S.ON_DISK: _A.NOT_LOADED,
+            _S.LOADING: _A.BUSY,
+            _S.LOADED: _A.START,
+            _S.REPLACING: _A.JOIN_IF_SAME,
+            _S.LEAVING: _A.BUSY,
+            _S.DRAINING: _A.BUSY,
+        },
+        _C.PIN: {
+            _S.ABSENT: _A.UNKNOWN,
+            _S.ON_DISK: _A.NOT_LOADED,
+            _S.LOADING: _A.BUSY,
+            _S.LOADED: _A.START,
+            _S.REPLACING: _A.BUSY,
+            _S.LEAVING: _A.BUSY,
+            _S.DRAINING: _A.BUSY,
+        },
+        _C.UNLOAD: {
+            _S.ABSENT: _A.UNKNOWN,
+            _S.ON_DISK: _A.FORGET,
+            _S.LOADING: _A.QUEUE,
+            _S.LOADED: _A.START,
+            _S.REPLACING: _A.QUEUE,
+            _S.LEAVING: _A.JOIN,
+            _S.DRAINING: _A.JOIN,
+        },
+        _C.USE: {
+            _S.ABSENT: _A.UNKNOWN,
+            _S.ON_DISK: _A.START,
+            _S.LOADING: _A.JOIN,
+            _S.LOADED: _A.NOTHING,
+            _S.REPLACING: _A.NOTHING,  # the old version answers until the new one is there
+            _S.LEAVING: _A.UNKNOWN,
+            _S.DRAINING: _A.UNKNOWN,
+        },
+    }
+)
+
+# What a command that starts makes of a situation; the others leave it as it is.
+_STARTED: Final[Mapping[tuple[Command, Situation], Situation]] = MappingProxyType(
+    {
+        (_C.LOAD, _S.ABSENT): _S.LOADING,
+        (_C.LOAD, _S.ON_DISK): _S.LOADING,
+        (_C.USE, _S.ON_DISK): _S.LOADING,
+        (_C.REPLACE, _S.LOADED): _S.REPLACING,
+        (_C.UNLOAD, _S.LOADED): _S.DRAINING,
+        (_C.UNLOAD, _S.LOADING): _S.LEAVING,
+        (_C.UNLOAD, _S.REPLACING): _S.LEAVING,
+    }
+)
+
+# LEAVING becomes DRAINING where something is loaded then, ON_DISK where the load failed: which of
+# the two a failure leaves depends on whether it was a load or a replacement.
+_ENDED: Final[Mapping[tuple[Situation, Outcome], frozenset[Situation]]] = MappingProxyType(
+    {
+        (_S.LOADING, Outcome.DONE): frozenset({_S.LOADED}),
+        (_S.LOADING, Outcome.FAILED): frozenset({_S.ON_DISK}),
+        (_S.REPLACING, Outcome.DONE): frozenset({_S.LOADED}),
+        (_S.REPLACING, Outcome.FAILED): frozenset({_S.LOADED}),
+        (_S.LEAVING, Outcome.DONE): frozenset({_S.DRAINING}),
+        (_S.LEAVING, Outcome.FAILED): frozenset({_S.DRAINING, _S.ON_DISK, _S.ABSENT}),
+        (_S.DRAINING, Outcome.DONE): frozenset({_S.ON_DISK, _S.ABSENT}),
+        (_S.DRAINING, Outcome.FAILED): frozenset({_S.LOADED}),
+        (_S.LOADED, Outcome.EVICTED): frozenset({_S.ON_DISK}),
+    }
+)
+
+
+def decide(command: Command, situation: Situation) -> Action:
+    """What to do about a command. Total: every pair has an answer."""
+    return _ACTIONS[command][situation]
+
+
+def started(command: Command, situation: Situation) -> Situation:
+    """The situation once a command has begun; the same one for what begins nothing."""
+    return _STARTED.get((command, situation), situation)
+
+
+def ended(situation: Situation, outcome: Outcome) -> frozenset[Situation]:
+    """The situations that an outcome may leave; none if it cannot come."""
+    return _ENDED.get((situation, outcome), frozenset())

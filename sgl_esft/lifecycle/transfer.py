@@ -1,0 +1,76 @@
+"""One adapter's way onto the ranks, step by step, while they serve.
+
+    stage --> poll ... poll (reading, in the background) --> place ... place --> admit
+
+Between two of these messages the ranks step on. A layer at a time is placed, so no step waits for
+more than that. If anything fails, no rank keeps anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from sgl_esft.errors import EsftError
+from sgl_esft.lifecycle.commands import StageState
+from sgl_esft.lifecycle.engine import LoadPhase, OnProgress
+from sgl_esft.lifecycle.ranks import Ranks, error_of
+
+_FIRST_POLL_S = 0.005
+_LAST_POLL_S = 0.1
+
+
+async def transfer(
+    ranks: Ranks, ref: Any, on_progress: OnProgress, check_unchanged: Callable[[], None]
+) -> None:
+    """Every rank holds the adapter afterwards, or none does.
+
+    check_unchanged: called when all is read; raises when that is not what was validated.
+    Raises one of the Adapter* errors, or that there is no room.
+    """
+    try:
+        await _read(ranks, ref, on_progress)
+        check_unchanged()
+        await _place(ranks, ref, on_progress)
+        await ranks.admit(ref)
+        check_unchanged()
+    except BaseException:
+        await _clean_up(ranks, ref)
+        raise
+    on_progress(LoadPhase.PLACING, 1.0)
+
+
+async def _read(ranks: Ranks, ref: Any, on_progress: OnProgress) -> None:
+    on_progress(LoadPhase.READING, 0.0)
+    await ranks.stage(ref)
+    interval_s = _FIRST_POLL_S
+    while not (state := _checked(await ranks.poll(ref.lora_id))).is_read:
+        if not state.is_known:
+            return  # other ranks serve since: they will read it when it is admitted
+        if state.num_bytes:
+            on_progress(LoadPhase.READING, min(state.num_bytes_read / state.num_bytes, 1.0))
+        await asyncio.sleep(interval_s)
+        interval_s = min(2 * interval_s, _LAST_POLL_S)
+    on_progress(LoadPhase.READING, 1.0)
+
+
+async def _place(ranks: Ranks, ref: Any, on_progress: OnProgress) -> None:
+    on_progress(LoadPhase.PLACING, 0.0)
+    while (state := _checked(await ranks.place(ref))).layers_placed < state.num_layers:
+        on_progress(LoadPhase.PLACING, state.layers_placed / state.num_layers)
+
+
+def _checked(state: StageState) -> StageState:
+    if state.error:
+        raise error_of(state.error)
+    return state
+
+
+async def _clean_up(ranks: Ranks, ref: Any) -> None:
+    """On ranks that had admitted it already, it is unloaded as it was loaded."""
+    with contextlib.suppress(EsftError):
+        await ranks.unload(ref)
+    with contextlib.suppress(EsftError):
+        await ranks.drop(ref.lora_id)

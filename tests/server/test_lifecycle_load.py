@@ -1,0 +1,46 @@
+"""The load test of the adapters' life, short; its ten minutes are a soak test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.lifecycle_load import PATTERNS, QUICK, measure, prepare
+from sgl_esft import zoo
+from tests.servers import ROOT, ServerPool, ServerSpec
+
+pytestmark = pytest.mark.server
+
+
+def check_row(row: dict[str, Any]) -> None:
+    assert (row["failed"], row["wrong"], row["failed_operations"]) == (0, 0, 0)
+    assert row["requests"] > 50
+    assert len(row["longest_wait_s"]) == 8, "every adapter was answered"
+
+
+def test_answers_are_right_while_adapters_change(server_pool: ServerPool, tmp_path: Path) -> None:
+    plain = server_pool.get(ServerSpec(zoo.base_path(), weave=False))
+    found: dict[str, Any] = {}
+    measure(prepare(tmp_path, QUICK, plain.url), QUICK, found.update)
+    (row,) = found["rows"]
+    check_row(row)
+    assert {"load", "replace", "pin", "unload_live", "load_live"} <= set(row["operations"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_ten_minutes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.lifecycle_load", "--turns", "0", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = json.loads((tmp_path / "lifecycle_load.json").read_text())["rows"]
+    assert [row["pattern"] for row in rows] == list(PATTERNS)
+    for row in rows:
+        check_row(row)

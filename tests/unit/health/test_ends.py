@@ -1,0 +1,105 @@
+"""Children hear no signals and die with their parent; the last step is taken, whatever waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sgl_esft.health.faults import ProcessState
+from sgl_esft.health.processes import descendants, state_of
+
+PARENT = """
+import multiprocessing, time
+from sgl_esft.health import child
+
+def run(path):
+    child.leave_to_front()
+    open(path, "w").write("x")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    import sys
+    multiprocessing.get_context("spawn").Process(target=run, args=(sys.argv[1],)).start()
+    time.sleep(60)
+"""
+LEAVING = """
+import atexit, threading, time
+from sgl_esft.health import ending
+
+atexit.register(print, "registered")
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("buffered", end=" ")
+ending.leave_after(lambda: LEAVE)
+"""
+HANGING = """
+import os, signal, time
+from sgl_esft.health import process
+
+process._CLEAN_UP_S = 0.5
+process.hear_ends()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+finally:
+    time.sleep(60)
+"""
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_child_leaves_its_end_to_the_front(tmp_path: Path) -> None:
+    script, ready = tmp_path / "parent.py", tmp_path / "ready"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script), str(ready)], start_new_session=True)
+    try:
+        wait_for(ready)
+        # The other one is multiprocessing's own, which hears no signals either.
+        children = descendants(parent.pid)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for pid in children:
+                os.kill(pid, number)
+        time.sleep(0.2)
+        assert {state_of(pid) for pid in children} == {ProcessState.ALIVE}
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 20
+        while any(state_of(pid) is not ProcessState.ENDED for pid in children):
+            assert time.monotonic() < deadline, "it outlives its parent"
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "error"),
+    [
+        ("7", 7, ""),
+        ("__import__('sys').exit(143)", 143, ""),
+        ("__import__('sys').exit()", 0, ""),
+        ("__import__('sys').exit('no port')", 1, "no port\n"),
+    ],
+)
+def test_the_last_step(how: str, status: int, error: str) -> None:
+    done = run(LEAVING.replace("LEAVE", how))
+    assert (done.returncode, done.stdout, done.stderr) == (status, "buffered registered\n", error)
+
+
+def test_a_start_that_is_ended_ends_in_time() -> None:
+    assert run(HANGING).returncode == 143
