@@ -372,10 +372,10 @@ def test_the_page_shows_devices_and_scales(elastic: Server) -> None:
         assert len(serving(elastic)["device_ids"]) == before
         board.page.click("#scale-start")
         board.page.click("#confirm-yes")
-        board.page.wait_for_selector("#operations li:first-child[data-state=succeeded]")
-        (operation,) = requests.get(f"{elastic.url}/v1/scale?limit=1", timeout=30).json()[
-            "operations"
-        ]
+        # The newest operation before was another, perhaps of the same sizes.
+        board.until(lambda: len(serving(elastic)["device_ids"]) == size, "devices")
+        board.until(lambda: newest_scale(elastic)["state"] == "succeeded", "succeeded")
+        operation = newest_scale(elastic)
         placement = serving(elastic)
         board.until_text("#devices", str(size))
         board.until(lambda: board.count("#placement .home") == len(placement["homes"]), "homes")
@@ -383,11 +383,17 @@ def test_the_page_shows_devices_and_scales(elastic: Server) -> None:
         shown = [f"{tokens:,} KV tokens" for tokens in placement["kv_tokens"]]
         board.until(lambda: all(each in board.text("#placement") for each in shown), "KV tokens")
         newest = "#operations li:first-child"
-        assert f"{before} → {size}" in board.text(newest)
-        assert board.page.locator(f"{newest} tbody tr").count() == len(operation["steps"])
-        assert board.page.locator(f"{newest} .phase").count() == len(operation["phases"])
+        board.until(lambda: f"{before} → {size}" in board.text(newest), "the newest operation")
+        told = [len(operation["steps"]), len(operation["phases"])]
+        shown_rows = (f"{newest} tbody tr", f"{newest} .phase")
+        board.until(lambda: [board.count(each) for each in shown_rows] == told, "steps, phases")
         # This server has no metrics, and a browser itself complains of a 404.
         assert [each for each in board.complaints if "404 (Not Found)" not in each] == []
+
+
+def newest_scale(server: Server) -> dict[str, Any]:
+    (operation,) = requests.get(f"{server.url}/v1/scale?limit=1", timeout=30).json()["operations"]
+    return dict(operation)
 
 
 def serving(server: Server) -> dict[str, Any]:

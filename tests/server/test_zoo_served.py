@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import zoo
+from sgl_esft.access.bodies import MAX_PROMPTS
 from sgl_esft.merge import merge_adapter
 from sgl_esft.zoo.evaluate import score
 from tests.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec
@@ -33,6 +34,14 @@ def keys() -> list[Key]:
 
 
 def ask(server: Server, asked: list[Key], *, name_adapters: bool) -> Texts:
+    """In as few requests as the server takes."""
+    texts: Texts = {}
+    for start in range(0, len(asked), MAX_PROMPTS):
+        texts |= _ask(server, asked[start : start + MAX_PROMPTS], name_adapters=name_adapters)
+    return texts
+
+
+def _ask(server: Server, asked: list[Key], *, name_adapters: bool) -> Texts:
     answers = server.generate(
         [zoo.held_out(task, NUM_PROMPTS)[i].prompt for _, task, i in asked],
         [adapter if name_adapters else None for adapter, _, _ in asked],
