@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 
 from bench import lifecycle_checks as checks
-from bench.elastic_bench import any_spread
+from bench.elastic_bench import DEVICE_MEMORY, any_spread
 from bench.lifecycle_operator import Done, History, Operation, Planner, carry_out
 from bench.lifecycle_versions import (
     NUM_NAMES,
@@ -49,6 +49,7 @@ from sgl_esft import zoo
 from sgl_esft.zoo import serving
 
 NUM_SLOTS = 3
+ELASTIC_SIZES = (2, 1)  # devices, by turns; it starts on one
 PATTERNS = {
     "zipf": ("--lora-request-distribution", "skewed", "--lora-zipf-alpha", "1.5"),
     "round_robin": ("--lora-request-distribution", "distinct"),
@@ -75,6 +76,12 @@ class Plan:
     patterns: tuple[str, ...] = ("zipf", "round_robin")
     turns: int = 4  # on eight adapters, and as many on three
     turn_s: float = 8.0
+    sizes: tuple[int, ...] = ()  # of an elastic server; empty: a plain one
+
+    @property
+    def name(self) -> str:
+        """Of the result."""
+        return "lifecycle_load_elastic" if self.sizes else "lifecycle_load"
 
 
 QUICK = Plan(
@@ -128,13 +135,17 @@ def kept_ground(work: Path, plan: Plan) -> Ground:
     return ground
 
 
-def server_arguments(ground: Ground) -> list[str]:
+def server_arguments(ground: Ground, plan: Plan) -> list[str]:
     """A woven server of the demo with fewer slots than adapters."""
     adapters = {name: ground.root / each.old for name, each in ground.live.items()}
+    if plan.sizes:  # each that is loaded keeps its slot: the others come when they are asked for
+        adapters = dict(list(adapters.items())[:NUM_SLOTS])
     return [
         *serving.woven_arguments(zoo.base_path(), adapters),
         *("--adapter-root", str(ground.root), "--max-adapters", str(NUM_SLOTS)),
         *("--max-experts-per-adapter", "7", "--skip-server-warmup"),
+        *(("--elastic", "--max-devices", str(max(plan.sizes))) if plan.sizes else ()),
+        *(("--device-memory", DEVICE_MEMORY) if plan.sizes else ()),
     ]
 
 
@@ -330,6 +341,9 @@ def verdict(row: Mapping[str, Any]) -> list[str]:
 def main() -> None:
     """Run, check, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--elastic", action="store_true", help="on an elastic server, scaled between one and two"
+    )
     parser.add_argument("--quick", action="store_true", help="one pattern of seconds, no turns")
     parser.add_argument("--seconds", type=float, help="of each pattern")
     parser.add_argument("--turns", type=int)
@@ -338,13 +352,14 @@ def main() -> None:
     options = parser.parse_args()
     end_on_sigterm()
     changed = {"pattern_s": options.seconds, "turns": options.turns}
+    changed |= {"sizes": ELASTIC_SIZES if options.elastic else None}
     base = QUICK if options.quick else Plan()
     plan = Plan(**{**vars(base), **{k: v for k, v in changed.items() if v is not None}})
     found: dict[str, Any] = {}
 
     def write(so_far: dict[str, Any]) -> None:
         found.update(so_far)
-        write_result("lifecycle_load", so_far, folder=options.out)
+        write_result(plan.name, so_far, folder=options.out)
 
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
@@ -357,8 +372,8 @@ def main() -> None:
 def measure(ground: Ground, plan: Plan, write: Callable[[dict[str, Any]], object]) -> None:
     """All of it, on one server; written after each pattern."""
     done: list[Done] = []
-    planner = Planner(ground.live, ground.extras)
-    with serving.server(server_arguments(ground)) as url:
+    planner = Planner(ground.live, ground.extras, sizes=plan.sizes)
+    with serving.server(server_arguments(ground, plan)) as url:
         found: dict[str, Any] = {
             "what": "Adapters loaded, replaced, unloaded, pinned while all of them are asked for",
             "plan": vars(plan),

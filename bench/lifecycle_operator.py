@@ -1,5 +1,7 @@
 """The operator of the load test: adapters loaded, replaced, unloaded, pinned while they are asked.
 
+On an elastic server the number of devices is changed too.
+
     [Planner] -> Operation --[carry_out]--> /v1/adapters, waits for its end -> Done
     Done, Done, .. -> [History] -> which versions an answer may be of
 
@@ -9,6 +11,7 @@ its other version: in between its requests are answered with 404.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -18,9 +21,12 @@ from typing import Any, Literal, TypeAlias
 
 import aiohttp
 
+from bench.elastic_load import scale
 from bench.lifecycle_versions import Versions
 
-Kind: TypeAlias = Literal["load", "load_live", "replace", "unload", "unload_live", "pin", "unpin"]
+Kind: TypeAlias = Literal[
+    "load", "load_live", "replace", "unload", "unload_live", "pin", "unpin", "scale"
+]
 CYCLE: tuple[Kind, ...] = (
     "load",
     "replace",
@@ -45,6 +51,7 @@ class Operation:
     kind: Kind
     name: str
     folder: str
+    dp_size: int = 0  # of a scale
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class Planner:
     live: Mapping[str, Versions]  # that the traffic asks for
     extras: Sequence[str]  # that nobody asks for; loaded and unloaded by turns
     seed: int = 0
+    sizes: Sequence[int] = ()  # of an elastic server, taken by turns after each cycle
     meaning: dict[str, str] = field(default_factory=dict)  # name -> folder
     pinned: str | None = None  # at most one: the traffic needs the other slots
     absent: str | None = None  # of the live ones, unloaded a moment ago
@@ -81,8 +89,12 @@ class Planner:
 
     def next(self) -> Operation:
         """What CYCLE says, of a random name."""
-        kind = CYCLE[self._number % len(CYCLE)]
+        cycle = (*CYCLE, "scale") if self.sizes else CYCLE
+        turn, place = divmod(self._number, len(cycle))
         self._number += 1
+        kind = cycle[place]
+        if kind == "scale":
+            return Operation(kind, "", "", self.sizes[turn % len(self.sizes)])
         if kind == "load":
             return Operation(kind, self._extra(loaded=False), "")
         if kind == "unload":
@@ -109,7 +121,7 @@ class Planner:
             self.pinned = None
         elif operation.kind == "unload_live":
             self.absent = operation.name
-        else:
+        elif operation.kind != "scale":
             self.absent = None
             self.meaning[operation.name] = operation.folder
 
@@ -119,6 +131,8 @@ class Planner:
 
 async def carry_out(session: aiohttp.ClientSession, url: str, operation: Operation) -> Done:
     """Do it and wait for its end; a refusal or a break is in the answer."""
+    if operation.kind == "scale":
+        return await _scale(url, operation)
     method, path, body = _call(operation)
     sent_s = time.monotonic()
     try:
@@ -131,6 +145,16 @@ async def carry_out(session: aiohttp.ClientSession, url: str, operation: Operati
         text, status = f"{type(error).__name__}: {error}", 0
     is_good = status in (200, 201, 204)
     return Done(operation, sent_s, time.monotonic(), status, "" if is_good else text[:800])
+
+
+async def _scale(url: str, operation: Operation) -> Done:
+    sent_s = time.monotonic()
+    try:
+        found = await scale(url, {"dp_size": operation.dp_size}, TIMEOUT_S)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    answer = "" if found.get("state") == "succeeded" else json.dumps(found)[:800]
+    return Done(operation, sent_s, time.monotonic(), 0 if answer else 200, answer)
 
 
 def _call(operation: Operation) -> tuple[str, str, dict[str, Any] | None]:

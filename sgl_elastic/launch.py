@@ -72,6 +72,8 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     # The launcher's own flag, with another default: here a rank that hangs is replaced.
     health = replace(launch_flags.health, hang_timeout_s=options.hang_timeout_s)
     launch = plan.plan_launch(replace(launch_flags, health=health), sglang_argv)
+    if launch.config is not None:
+        plan.check_resident(launch.config, launch.adapters)
     spec = read_moe_spec(Path(launch.model_path))
     _check_model(spec, options)
     backend = choose_backend()

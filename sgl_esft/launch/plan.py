@@ -87,7 +87,8 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         _check_parallelism(spec, sglang_argv)
         _check_schedule(flags, sglang_argv)
         config = _weaving(flags, spec, adapters)
-        _check_resident(config, adapters, sglang_argv)
+        if "--enable-dp-attention" in sglang_argv:
+            check_resident(config, adapters)
     return LaunchPlan(
         model_path=model_path,
         adapters=adapters,
@@ -169,14 +170,12 @@ def _is_first_come_first_served(argv: Sequence[str]) -> bool:
     return policies[-1:] in ([], ["fcfs"]) and "--enable-priority-scheduling" not in argv
 
 
-def _check_resident(
-    config: EsftConfig, adapters: Mapping[str, Path], sglang_argv: Sequence[str]
-) -> None:
-    """Under DP attention every loaded adapter keeps a slot."""
-    if "--enable-dp-attention" in sglang_argv and len(adapters) > config.max_adapters:
+def check_resident(config: EsftConfig, adapters: Mapping[str, Path]) -> None:
+    """Under DP attention, so also with --elastic, every loaded adapter keeps a slot."""
+    if len(adapters) > config.max_adapters:
         raise ConfigError(
             f"{len(adapters)} adapters under DP attention need as many slots: set "
-            f"--max-adapters {len(adapters)}"
+            f"--max-adapters {len(adapters)}, or leave some to --adapter-root"
         )
 
 

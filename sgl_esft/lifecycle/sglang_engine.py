@@ -6,12 +6,18 @@
 One adapter id is one version of one adapter: it keys the prefix cache and the ranks' tables, and a
 request keeps the id that its name meant when it came. So versions never mix, and an old one leaves
 when its last request has ended.
+
+Loads that find no room take turns: first come, first served. Where all that could leave is in use,
+the adapter that has been there longest takes no new requests and leaves when those it has have
+ended; who asks for it queues like the others. So none waits for ever, however busy the others are:
+at most, for each load before it, TURN_S and the longest request of one adapter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -48,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROOM_TIMEOUT_S = 30.0  # a load waits so long for an adapter to become idle
+ROOM_TIMEOUT_S = 30.0  # a load waits so long for others to leave
+TURN_S = 2.0  # an adapter that is in use stays at least so long
 _ROOM_POLL_S = 0.1
 
 # (name, folder, names in use) -> manifest; raises one of the Adapter* errors
@@ -77,6 +84,7 @@ class SglangEngine:
         check: Check,
         limits: HostLimits,
         room_timeout_s: float = ROOM_TIMEOUT_S,
+        turn_s: float = TURN_S,
     ) -> None:
         self.counters = EngineCounters()
         self._manager = manager
@@ -85,11 +93,15 @@ class SglangEngine:
         self._check = check
         self._limits = limits
         self._room_timeout_s = room_timeout_s
+        self._turn_s = turn_s
         self._knows_slots = False
         self._content: dict[str, AdapterContent] = {}  # by adapter id
         self._draining: dict[str, Any] = {}  # adapter id -> ref
         self._name_locks: dict[str, asyncio.Lock] = {}
+        self._queue = asyncio.Lock()  # of loads that want room, in the order they came
         self._loading = asyncio.Lock()  # one adapter is read at a time
+        self._loaded_at_s: dict[str, float] = {}  # by adapter id, of the monotonic clock
+        self._leaving: asyncio.Task[None] | None = None  # of one that is in use, for another
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # ---- AdapterEngine ----
@@ -119,6 +131,8 @@ class SglangEngine:
                 await self._to_the_end(self._retire(ref))
             elif known is None:
                 raise UnknownAdapterError(f"adapter {name!r} is not loaded")
+            while any(ref.lora_name == name for ref in self._draining.values()):
+                await asyncio.sleep(_ROOM_POLL_S)  # it had to leave while it was in use
 
     async def set_pinned(self, name: str, pinned: bool) -> None:
         async with self._lock_of(name):
@@ -194,6 +208,7 @@ class SglangEngine:
                 if self._limits.max_slots is None or not await self._evict_one(ref.lora_name):
                     raise
         self._content[ref.lora_id] = content
+        self._loaded_at_s[ref.lora_id] = time.monotonic()
         await self._publish(ref)
 
     async def _publish(self, ref: Any) -> None:
@@ -213,8 +228,8 @@ class SglangEngine:
             await self._registry.forget_when_idle(ref.lora_id)
             await self._ranks.unload(ref)
         finally:
-            self._draining.pop(ref.lora_id, None)
-            self._content.pop(ref.lora_id, None)
+            for known in (self._draining, self._content, self._loaded_at_s):
+                known.pop(ref.lora_id, None)
 
     async def _repin(self, ref: Any, pinned: bool) -> None:
         changed = sglang_api.make_adapter_ref(ref.lora_name, ref.lora_path, pinned, ref.lora_id)
@@ -231,19 +246,26 @@ class SglangEngine:
     @asynccontextmanager
     async def _room_for(self, name: str, num_bytes: int) -> AsyncIterator[None]:
         """Be the one load that runs, with room for it. Waits a while for adapters in use."""
-        await self._learn_about_slots()
         deadline = time.monotonic() + self._room_timeout_s
-        while True:
-            async with self._loading:
-                try:
-                    await self._make_room(name, num_bytes)
-                except OutOfHostMemoryError:
-                    if time.monotonic() >= deadline:
-                        raise
-                else:
-                    yield
-                    return
-            await asyncio.sleep(_ROOM_POLL_S)
+        async with self._queue:
+            await self._learn_about_slots()
+            while True:
+                async with self._loading:
+                    if await self._has_room(name, num_bytes, deadline):
+                        yield
+                        return
+                await self._let_one_leave(name)
+                await asyncio.sleep(_ROOM_POLL_S)
+
+    async def _has_room(self, name: str, num_bytes: int, deadline: float) -> bool:
+        """Make it if idle adapters can. Raises OutOfHostMemoryError after the deadline."""
+        try:
+            await self._make_room(name, num_bytes)
+        except OutOfHostMemoryError:
+            if time.monotonic() >= deadline:
+                raise
+            return False
+        return True
 
     async def _learn_about_slots(self) -> None:
         """Whether a loaded adapter keeps its slot: under DP attention, and in elastic engines."""
@@ -279,7 +301,29 @@ class SglangEngine:
         ]
 
     def _is_idle(self, ref: Any) -> bool:
-        return not ref.pinned and not self._registry.is_busy(ref.lora_id)
+        return not (ref.pinned or self._registry.is_busy(ref.lora_id) or self._is_expected(ref))
+
+    def _is_expected(self, ref: Any) -> bool:
+        """Whether the request that it was loaded for may still be on its way to it."""
+        is_used = self._registry.last_used_s(ref.lora_id) is not None
+        return not is_used and self._age_s(ref) < self._turn_s
+
+    def _age_s(self, ref: Any) -> float:
+        """How long it has been there; what was loaded at launch, for ever."""
+        return time.monotonic() - self._loaded_at_s.get(ref.lora_id, -math.inf)
+
+    async def _let_one_leave(self, coming: str) -> None:
+        """Nothing is idle: of what has had its turn, the one that has been there longest."""
+        if self._leaving is not None and not self._leaving.done():
+            return
+        others = [ref for name, ref in self._registry.refs().items() if name != coming]
+        had_turn = [ref for ref in others if not ref.pinned and self._age_s(ref) >= self._turn_s]
+        oldest = max(had_turn, key=self._age_s, default=None)
+        if oldest is None or await self._registry.take(oldest.lora_name) is None:
+            return
+        logger.info("adapter %s makes room for %s after its requests", oldest.lora_name, coming)
+        self._leaving = self._start(self._retire(oldest))
+        self.counters.num_evictions += 1
 
     async def _evict_one(self, coming: str) -> bool:
         for name, ref in self._registry.refs().items():

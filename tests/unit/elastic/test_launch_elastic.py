@@ -128,6 +128,8 @@ def test_weavings_own_refusals_stand(make: Make) -> None:
         make("--enable-eplb")
     with pytest.raises(ConfigError, match="write NAME=DIR"):
         make("--esft-adapters math")
+    with pytest.raises(ConfigError, match="--max-adapters 2, or leave some to --adapter-root"):
+        make("--esft-adapters math=ROOT/math law=ROOT/law --max-adapters 1")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,11 @@ class FakeManager:
 
 
 def make_engine(
-    manager: FakeManager, base: Path, limits: HostLimits | None = None, room_timeout_s: float = 0.3
+    manager: FakeManager,
+    base: Path,
+    limits: HostLimits | None = None,
+    room_timeout_s: float = 0.3,
+    turn_s: float = 0.0,
 ) -> SglangEngine:
     spec, config = read_moe_spec(base), EsftConfig(max_adapters=3, max_experts_per_adapter=3)
     return SglangEngine(
@@ -93,4 +97,5 @@ def make_engine(
         lambda name, folder, taken: check_loadable(name, folder, taken, spec, config),
         limits or HostLimits(),
         room_timeout_s,
+        turn_s,
     )

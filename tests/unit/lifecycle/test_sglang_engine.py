@@ -284,6 +284,75 @@ def test_where_slots_are_permanent_the_idle_one_used_longest_ago_leaves(
     run(work())
 
 
+def test_no_adapter_waits_for_ever_for_those_in_use(root: Path, manager: FakeManager) -> None:
+    """Three slots, five adapters, and requests that overlap so that none is ever idle."""
+    manager.is_resident = True
+    names = ("one", "two", "three", "four", "five")
+
+    async def work() -> None:
+        engine = make_engine(manager, root / "base", room_timeout_s=20, turn_s=0.05)
+        answered = dict.fromkeys(names, 0)
+
+        async def client(name: str) -> None:
+            while min(answered.values()) < 3:
+                try:
+                    async with manager.request(name):
+                        await asyncio.sleep(0.02)
+                except AdapterGoneError:
+                    if name not in loading:
+                        loading[name] = asyncio.create_task(load(engine, root / "math", name=name))
+                    await loading[name]
+                    loading.pop(name, None)
+                else:
+                    answered[name] += 1
+
+        loading: dict[str, asyncio.Task[LoadedAdapter]] = {}
+        await asyncio.gather(*(client(name) for name in names for _ in range(3)))
+        await until(lambda: not engine.draining())
+        assert len(manager.on_ranks) <= 3
+        assert engine.counters.num_failed_loads == 0
+
+    run(work())
+
+
+def test_what_has_just_come_stays_for_a_turn(root: Path, manager: FakeManager) -> None:
+    """In use, or about to be used by the request that it was loaded for; pinned it always stays."""
+    manager.is_resident = True
+
+    async def work() -> None:
+        engine = make_engine(manager, root / "base", room_timeout_s=5, turn_s=0.5)
+        await load(engine, root / "math", name="pinned", pinned=True)
+        await load(engine, root / "math", name="used")
+        await load(engine, root / "math", name="expected")
+        async with manager.request("used"):
+            coming = asyncio.create_task(load(engine, root / "law"))
+            await asyncio.sleep(0.2)
+            assert [each.name for each in engine.loaded()] == ["pinned", "expected", "used"]
+            await coming
+            assert [each.name for each in engine.loaded()] == ["pinned", "used", "law"]
+
+    run(work())
+
+
+def test_one_that_leaves_for_another_can_be_unloaded(root: Path, manager: FakeManager) -> None:
+    manager.is_resident = True
+
+    async def work() -> None:
+        engine = make_engine(manager, root / "base", room_timeout_s=5)
+        for name in ("one", "two", "three"):
+            await load(engine, root / "math", name=name)
+        async with manager.request("one"), manager.request("two"), manager.request("three"):
+            coming = asyncio.create_task(load(engine, root / "law"))
+            await until(engine.draining)
+            unloading = asyncio.create_task(engine.unload("one"))
+            await asyncio.sleep(0.2)
+            assert not unloading.done()
+        await asyncio.gather(coming, unloading)
+        assert [each.name for each in engine.loaded()] == ["two", "three", "law"]
+
+    run(work())
+
+
 async def sizes_of(root: Path) -> dict[str, int]:
     engine = make_engine(FakeManager(), root / "base")
     return {name: (await load(engine, root / name)).num_bytes for name in NAMES}
