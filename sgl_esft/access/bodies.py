@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from sgl_esft.access import token_ids
+from sgl_esft.access import templates, token_ids
 from sgl_esft.access.patterns import check_patterns
 from sgl_esft.access.sampling import check_session, check_types
 from sgl_esft.errors import BadBodyError, BodyTooLargeError, HeadersTooLargeError
@@ -52,6 +52,7 @@ class BodyRules:
 
     max_bytes: int = DEFAULT_MAX_BODY_BYTES
     takes_logit_processors: bool = False  # they are unpickled code
+    takes_templates: bool = False  # they are programs, which need not end
     takes_media: bool = False  # SGLang would fetch it from wherever the client says
 
 
@@ -137,6 +138,7 @@ _NEW_TOKENS = (
     "num_predict",
 )
 _PROMPTS = ("text", "prompt", "input_ids", "input", "items")
+_QUESTIONS = "questions"  # of /v1/decisions and /v1/systemone: a prompt each
 # Patterns and grammars are compiled, some in time that grows fast with their length.
 _TEXT_LENGTHS: Mapping[str, int] = {
     "ebnf": 16 << 10,
@@ -200,6 +202,7 @@ def check_client_body(
         _check_ids(part, bounds.vocab_size)
         _check_texts(part)
     _check_request_ids(document)
+    templates.check_values(document.get(templates.FIELD), takes_templates=rules.takes_templates)
     if not rules.takes_media:
         _check_no_media_parts(document)
     return _ask(document, parts, num_bytes)
@@ -359,7 +362,9 @@ def _largest(part: Document, fields: Iterable[str]) -> int:
 
 def _prompts(document: Document) -> tuple[int, int]:
     """How many prompts, and how many token ids are in them if they are given as such."""
-    prompts, num_ids = 1, 0
+    questions = document.get(_QUESTIONS)
+    prompts = max(1, len(questions)) if isinstance(questions, list | dict) else 1
+    num_ids = 0
     for field in _PROMPTS:
         value = document.get(field)
         if not isinstance(value, list) or not value:

@@ -32,6 +32,7 @@ from sgl_esft.launch.resolved import Needed
 DEFAULT_BODY_TIMEOUT_S = 30.0
 DEFAULT_REQUEST_TIMEOUT_S = 1800.0
 _LOGIT_PROCESSORS = "--enable-custom-logit-processor"
+_TEMPLATES = "--trust-request-chat-template"
 _GRPC_PORT = "--grpc-port"
 _RUST_SERVER = "SGLANG_RUST_SERVER"
 
@@ -168,6 +169,7 @@ def plan_access(
         rules=BodyRules(
             max_bytes=flags.max_body_bytes,
             takes_logit_processors=_LOGIT_PROCESSORS in sglang_argv,
+            takes_templates=_TEMPLATES in sglang_argv,
             takes_media=not weave,
         ),
         body_timeout_s=flags.body_timeout_s,

@@ -130,6 +130,12 @@ def _numbers() -> Iterator[Row]:
     yield _complete("an id as a text in a list of ids", prompt=[["99999999"]])
     for route in (_complete, _chat):
         yield route("stop_token_ids as texts", stop_token_ids=["99999999"], min_tokens=1)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    values = {"chat_template": endless}
+    yield _chat("a template", chat_template_kwargs=values)
+    for route in ("/v1/responses", "/v1/decisions", "/v1/systemone"):
+        body = {"model": "base", "input": "x", "state": "x", "chat_template_kwargs": values}
+        yield _row(f"{route}: a template", request("POST", route, body), 400)
     yield _chat("input_ids as texts", input_ids=["99999999"])
     last = {"max_new_tokens": 0}
     yield _generate("token_indices_to_pool", last, token_indices_to_pool=[10**9])

@@ -154,6 +154,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"session_params": []}, "session_params is an object"),
     ({"session_params": {"offset": True}}, "session_params is an object"),
     ({"session_params": {"else": "x"}}, "session_params is an object"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "--trust-request-chat-template"),
+    ({"chat_template_kwargs": {"padding": "max_length"}}, "holds values of the template"),
+    ({"questions": [{"type": "yes_no"}] * 257}, "256 prompts"),
+    ({"questions": {str(number): {} for number in range(257)}}, "256 prompts"),
     ({"text": ["x"] * 257}, "256 prompts"),
     ({"text": ["x"] * 256, "sampling_params": {"n": 5}}, "1024 sequences"),
 ]
@@ -175,6 +179,8 @@ def test_refused(body: dict[str, Any], message: str) -> None:
         {"input_ids": [0, 299], "return_logprob": True, "logprob_start_len": -1},
         {"text": ["x", "y"], "sampling_params": [{"n": 2}, {"max_new_tokens": 3}]},
         {"text": ["x", "y"], "rid": ["a", "b"], "session_params": {"id": "a", "rid": None}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": None, "questions": None},
         {"top_logprobs_num": [1, None], "token_ids_logprob": [[1], None]},
         {"prompt": ["x", "1"], "items": ["999999"], "query": "999999", "input": "999999"},
         {"prompt": [[1, 2], [3]], "input": [{"role": "user", "content": ["999999"]}]},
@@ -189,7 +195,8 @@ def test_taken(body: dict[str, Any]) -> None:
 
 
 def test_what_a_server_can_be_started_to_take() -> None:
-    rules = BodyRules(takes_logit_processors=True, takes_media=True)
+    rules = BodyRules(takes_logit_processors=True, takes_templates=True, takes_media=True)
+    ask({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, rules)
     ask({**TEXT, "custom_logit_processor": "x", "image_data": "x"}, rules)
     ask({"messages": [{"content": [{"type": "image_url"}]}]}, rules)
 
@@ -205,6 +212,7 @@ def test_what_a_server_can_be_started_to_take() -> None:
         ({"messages": [{"content": "x"}, {"content": "y"}], "max_tokens": 1}, 1, None),
         ({"input": [{"role": "user"}, {"role": "user"}]}, 1, None),
         ({"input": ["a", "b", "c"]}, 3, None),
+        ({"input": "x", "questions": [{}, {}]}, 2, None),
     ],
 )
 def test_what_is_asked_for(body: Any, sequences: int, tokens: int | None) -> None:

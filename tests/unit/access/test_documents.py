@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import errors
-from sgl_esft.access import bodies, keys, patterns, token_ids
+from sgl_esft.access import bodies, keys, patterns, templates, token_ids
 from sgl_esft.access.classes import TABLE, RouteClass
 from sgl_esft.launch import access, flags
 
@@ -82,7 +82,13 @@ def test_bounds() -> None:
         assert part in text, part
     known = {*bodies._RANGES, *token_ids.FIELDS, *bodies._TEXT_LENGTHS, *bodies._INTERNAL}
     known |= {*bodies._NESTED, *bodies._GRAMMAR_OBJECTS, "session_params"}
-    known |= {*bodies._MEDIA, *bodies._MEDIA_PARTS, "logit_bias", bodies._LOGIT_PROCESSOR}
+    known |= {
+        *bodies._MEDIA,
+        *bodies._MEDIA_PARTS,
+        "logit_bias",
+        bodies._LOGIT_PROCESSOR,
+        templates.FIELD,
+    }
     named = set(re.findall(r"`([a-z_]+)`", " ".join(first_cells("Bodies"))))
     assert named - known == set()
 

@@ -50,6 +50,8 @@ def test_defaults() -> None:
     assert 0 < plan.policy.body_timeout_s < plan.policy.request_timeout_s < 7200
     assert access.argv_of(plan) == ()
     assert not plan.policy.rules.takes_logit_processors
+    assert not plan.policy.rules.takes_templates
+    assert make("--trust-request-chat-template").policy.rules.takes_templates
     assert not plan.policy.rules.takes_media
 
 
