@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_esft.access.answers import error_json
+from sgl_esft.access.classes import routed_path
 from sgl_esft.errors import (
     AdapterNameError,
     ConfigError,
@@ -185,8 +186,9 @@ class AdapterMiddleware:
         self._refused_routes = refused_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in self._refused_routes:
-            await _answer(send, _refusal(scope["path"]))
+        path = routed_path(scope) if scope["type"] == "http" else ""
+        if path in self._refused_routes:
+            await _answer(send, _refusal(path))
             return
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
@@ -194,8 +196,8 @@ class AdapterMiddleware:
         raw = await _read(receive)
         try:
             body = _parse_object(raw)
-            changed = body and resolve_body(scope["path"], body, self._known_names())
-            await self._ensure(adapters_of(scope["path"], changed or body or {}))
+            changed = body and resolve_body(path, body, self._known_names())
+            await self._ensure(adapters_of(path, changed or body or {}))
         except EsftError as error:
             await _answer(send, error)
             return

@@ -180,18 +180,18 @@ class Coordinator:
     def recover(self) -> Operation | None:
         """Replace the instance that serves, which is lost, by one over the same memory.
 
-        An operation like a scale, in the caller's thread. None while a scale runs: it goes on to
-        its new instance, or is rolled back and this is called again. A failed one is rolled back:
-        requests wait still, and it may be tried again.
+        Like a scale, in the caller's thread. None while one runs: it goes on to its new instance,
+        or is rolled back and this is called again. After a failure requests still wait.
         """
         with self._lock:
             if self._running:
                 return None
             self._serving = lost, placement = self._instances.serving()
-            self._running = self._new_id().replace("scale-", "recovery-")
-        request = ScaleRequest(placement.dp_size, placement.device_ids)
-        operation = Operation(self._running, request, created_s=self._clock.now())
-        self.journal.record(operation)
+            request = ScaleRequest(placement.dp_size, placement.device_ids)
+            name = self._new_id().replace("scale-", "recovery-")
+            operation = Operation(name, request, created_s=self._clock.now())
+            self.journal.record(operation)  # before it is the one that runs: `running` reads it
+            self._running = name
         progress = Progress(operation, self.journal, self._clock, self._announce)
         error: Exception | None = None
         try:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from sgl_esft.access import templates, token_ids
 from sgl_esft.access.patterns import check_patterns
 from sgl_esft.access.sampling import check_session, check_types
 from sgl_esft.errors import BadBodyError, BodyTooLargeError, HeadersTooLargeError
@@ -29,7 +30,6 @@ MAX_HEADER_BYTES: Final = 16 << 10
 MAX_DEPTH: Final = 32
 MAX_PROMPTS: Final = 256
 MAX_SEQUENCES: Final = 1024
-MAX_LOGIT_BIASES: Final = 300
 MAX_STOPS: Final = 16
 _INT64_LOW, _INT64_HIGH = -(1 << 63), (1 << 63) - 1
 # What SGLang generates where a body does not say; only an estimate depends on it.
@@ -52,6 +52,7 @@ class BodyRules:
 
     max_bytes: int = DEFAULT_MAX_BODY_BYTES
     takes_logit_processors: bool = False  # they are unpickled code
+    takes_templates: bool = False  # they are programs, which need not end
     takes_media: bool = False  # SGLang would fetch it from wherever the client says
 
 
@@ -61,6 +62,7 @@ class Ask:
 
     sequences: int
     tokens: int
+    prompt_tokens: int = 0  # of these
 
 
 # Fields of SGLang's requests that are its own processes' to set, or that reach into them.
@@ -71,16 +73,22 @@ _INTERNAL = (
     "bootstrap_room",
     "decode_tp_size",
     "disagg_prefill_dp_rank",
+    "embed_override_token_id",
+    "embed_overrides",
     "encoder_urls",
     "external_trace_header",
     "extra_key",  # the prefix cache's key begins with it and ends with the adapter's id
     "http_worker_ipc",
     "input_embeds",
+    "item_embed_overrides",
     "lora_id",  # an adapter that no list of allowed ones would see
+    "multi_item_delimiter_indices",  # indices of hidden states, with no bound
     "need_wait_for_mm_inputs",
     "num_items_assigned",
     "positional_embed_overrides",
+    "query_embed_overrides",
     "received_time",
+    "token_indices_to_pool",  # the same
 )
 _MEDIA = ("audio_data", "image_data", "mm_content_hashes", "mm_hashes", "video_data")
 _MEDIA_PARTS = frozenset(
@@ -129,19 +137,8 @@ _NEW_TOKENS = (
     "max_output_tokens",
     "num_predict",
 )
-# Fields that hold token ids, alone or in lists; their other values are texts.
-_TOKEN_IDS = (
-    "input",
-    "input_ids",
-    "items",
-    "label_token_ids",
-    "prompt",
-    "query",
-    "stop_token_ids",
-    "token_ids_logprob",
-    "tokens",
-)
 _PROMPTS = ("text", "prompt", "input_ids", "input", "items")
+_QUESTIONS = "questions"  # of /v1/decisions and /v1/systemone: a prompt each
 # Patterns and grammars are compiled, some in time that grows fast with their length.
 _TEXT_LENGTHS: Mapping[str, int] = {
     "ebnf": 16 << 10,
@@ -150,8 +147,11 @@ _TEXT_LENGTHS: Mapping[str, int] = {
     "rid": 256,
     "stop": 1024,
     "stop_regex": 256,
+    "stop_sequences": 1024,  # what Anthropic's route calls `stop`
     "structural_tag": 64 << 10,
 }
+# The same as JSON objects: a grammar's schema is in them. /generate has texts in `text`.
+_GRAMMAR_OBJECTS = ("response_format", "text")
 _NESTED = ("sampling_params", "options", "parameters", "instances")
 
 
@@ -199,11 +199,10 @@ def check_client_body(
         _check_refused(part, rules)
         for field in part.keys() & _RANGES.keys():
             _check_range(field, part[field], bounds)
-        for field in _TOKEN_IDS:
-            _check_ids(field, part.get(field), bounds.vocab_size)
+        _check_ids(part, bounds.vocab_size)
         _check_texts(part)
-        _check_logit_bias(part.get("logit_bias"), bounds.vocab_size)
     _check_request_ids(document)
+    templates.check_values(document.get(templates.FIELD), takes_templates=rules.takes_templates)
     if not rules.takes_media:
         _check_no_media_parts(document)
     return _ask(document, parts, num_bytes)
@@ -297,14 +296,13 @@ def _check_range(field: str, value: object, bounds: ModelBounds) -> None:
             raise BadBodyError(f"{field} must be a whole number from {low} to {high}")
 
 
-def _check_ids(field: str, value: object, vocab_size: int) -> None:
-    if field in _PROMPTS and (value == [] or (isinstance(value, list) and [] in value)):
-        raise BadBodyError(f"{field} must not be empty")
-    if isinstance(value, list) and set(map(type, value)) == {int}:
-        value = [min(value), max(value)]
-    for each in _flat(value):
-        if isinstance(each, int | float) and not 0 <= each < vocab_size:
-            raise BadBodyError(f"{field}: a token id must be from 0 to {vocab_size - 1}")
+def _check_ids(part: Document, vocab_size: int) -> None:
+    for field in token_ids.FIELDS:
+        value = part.get(field)
+        if field in _PROMPTS and isinstance(value, list) and (not value or [] in value):
+            raise BadBodyError(f"{field} must not be empty")
+        token_ids.check_ids(field, value, vocab_size)
+    token_ids.check_biases(part.get("logit_bias"), vocab_size)
 
 
 def _flat(value: object) -> Iterator[object]:
@@ -325,20 +323,12 @@ def _check_texts(part: Document) -> None:
             raise BadBodyError(f"{field} has too many entries")
         if any(isinstance(each, str) and len(each) > limit for each in _flat(value)):
             raise BadBodyError(f"{field} may have {limit} characters")
+    limit = _TEXT_LENGTHS["json_schema"]
+    for field in _GRAMMAR_OBJECTS:
+        value = part.get(field)
+        if isinstance(value, dict) and len(json.dumps(value)) > limit:
+            raise BadBodyError(f"{field} may have {limit} characters")
     check_patterns(each for each in _flat(part.get("stop_regex")) if isinstance(each, str))
-
-
-def _check_logit_bias(value: object, vocab_size: int) -> None:
-    if value is None:
-        return
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
-        raise BadBodyError(f"logit_bias is an object of {MAX_LOGIT_BIASES} entries at most")
-    for token in value:
-        # int() takes signs, spaces and other scripts' digits; SGLang would take them too.
-        if not (
-            token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size
-        ):
-            raise BadBodyError(f"logit_bias: a token id must be from 0 to {vocab_size - 1}")
 
 
 def _check_no_media_parts(document: Document) -> None:
@@ -362,7 +352,7 @@ def _ask(document: Document, parts: list[Document], num_bytes: int) -> Ask:
         )
     new_tokens = max(_largest(part, _NEW_TOKENS) for part in parts) or _USUAL_NEW_TOKENS
     prompt_tokens = num_ids or 1 + num_bytes // _BYTES_PER_TOKEN
-    return Ask(sequences, prompt_tokens + sequences * new_tokens)
+    return Ask(sequences, prompt_tokens + sequences * new_tokens, prompt_tokens)
 
 
 def _largest(part: Document, fields: Iterable[str]) -> int:
@@ -372,7 +362,9 @@ def _largest(part: Document, fields: Iterable[str]) -> int:
 
 def _prompts(document: Document) -> tuple[int, int]:
     """How many prompts, and how many token ids are in them if they are given as such."""
-    prompts, num_ids = 1, 0
+    questions = document.get(_QUESTIONS)
+    prompts = max(1, len(questions)) if isinstance(questions, list | dict) else 1
+    num_ids = 0
     for field in _PROMPTS:
         value = document.get(field)
         if not isinstance(value, list) or not value:

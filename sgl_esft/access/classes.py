@@ -24,7 +24,7 @@ from sgl_esft.errors import UndeclaredRouteError, UnknownMethodError, UnknownRou
 class RouteClass(Enum):
     """Who may call a route."""
 
-    PUBLIC = "public"  # anyone; costs next to nothing
+    PUBLIC = "public"  # anyone; costs next to nothing, but for /health: a token of an idle model
     CLIENT = "client"  # any key
     ADMIN = "admin"  # the admin key
     OFF = "off"  # nobody, unless --enable-route names it: then as ADMIN

@@ -36,12 +36,19 @@ from sgl_esft.errors import (
 )
 from sgl_esft.observe import record
 
-# (path, body) -> the adapters a request asks for, None for the base. Raises EsftError.
-AdaptersOf: TypeAlias = Callable[[str, Mapping[str, Any]], Collection[str | None]]
+# (path, body, adapters that there are, None for all) -> those that a request asks for, None for the
+# base. Raises EsftError.
+AdaptersOf: TypeAlias = Callable[
+    [str, Mapping[str, Any], Collection[str] | None], Collection[str | None]
+]
 
 # Names that no key can have, so none shares their limits.
 ANYONE = Caller("(anyone)", is_admin=True)  # of a server without keys
-PUBLIC = Caller("(public)", max_concurrency=64)  # probes of a server with keys
+PUBLIC = Caller("(public)")  # of a server with keys
+# SGLang's probe, which may run the model and takes a second. Its limit is not that of other probes:
+# whoever uses it up would make a server look dead.
+PROBING = Caller("(probing)", max_concurrency=64)
+_PROBE_OF_MODEL = "/health"
 STARTING = Caller("(start-up)", is_admin=True)
 
 # Routes for clients that take a body and do not run the model.
@@ -56,6 +63,7 @@ WITHOUT_MODEL = frozenset(
         "/v1/tokenize",
     }
 )
+_NOT_NOW = 503  # no room for the adapter, a full queue: the model has not worked either
 _PRESENTED = (b"authorization", b"x-api-key")
 
 
@@ -122,6 +130,7 @@ class Gate:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         ticket: Ticket | None = None
+        ask: Ask | None = None
         try:
             self._check_where_from(scope)
             if _is_preflight(scope):  # no key comes with it, and CORSMiddleware answers it
@@ -142,20 +151,24 @@ class Gate:
         except EsftError as error:
             await send_error(send, error)
         else:
-            await self._run(ticket, scope, receive, send)
+            await self._run(ticket, ask, scope, receive, send)
         finally:
             if ticket is not None:
                 ticket.leave()
 
-    async def _run(self, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
-        read = _UsageSend(send) if ticket.is_metered else None
+    async def _run(
+        self, ticket: Ticket, ask: Ask | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        meter = _Meter(ask, receive, send) if ask is not None and ticket.is_metered else None
+        if meter is not None:
+            receive, send = meter.receive, meter.send
         passed = self._with_inner_key(scope)
         seconds = self._policy.request_timeout_s
         try:
-            await run_within(seconds, self._app, passed, receive, read or send)
+            await run_within(seconds, self._app, passed, receive, send)
         finally:
-            if read is not None:
-                ticket.leave(read.tokens())
+            if meter is not None:
+                ticket.leave(meter.tokens())
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -177,10 +190,13 @@ class Gate:
         """Raises UnknownRouteError, UnknownMethodError, NoKeyError, NotAllowedError."""
         route_class = self._policy.table.find(method, routed_path(scope))
         keys = self._keys()
+        if route_class is not RouteClass.PUBLIC:
+            allowed = self._policy.allowed_origins
+            origins.check_site(scope["headers"], allowed, has_keys=len(keys) > 0)
         if not keys:
             return route_class, ANYONE
         if route_class is RouteClass.PUBLIC:
-            return route_class, PUBLIC
+            return route_class, PROBING if routed_path(scope) == _PROBE_OF_MODEL else PUBLIC
         caller = self._caller(scope["headers"], keys)
         if route_class is RouteClass.ADMIN and not caller.is_admin:
             raise NotAllowedError(
@@ -227,19 +243,21 @@ class Gate:
         if route_class is RouteClass.ADMIN:
             return None
         ask = bodies.check_client_body(document, len(raw), self._policy.rules, self._bounds())
-        if scope["method"] not in ("POST", "PUT") or path in WITHOUT_MODEL:
+        if scope["method"] not in ("POST", "PUT"):
             return None
         if caller.is_restricted:
             self._check_adapters(caller, path, document if isinstance(document, dict) else {})
-        return ask
+        return None if path in WITHOUT_MODEL else ask
 
     def _check_adapters(self, caller: Caller, path: str, body: Mapping[str, Any]) -> None:
         """The same words for an adapter of others and for one that is not there."""
         try:
-            asked = self._adapters_of(path, body)
+            # First as if others' adapters were not there, so that no other error tells of them.
+            self._adapters_of(path, body, caller.adapters)
+            asked = self._adapters_of(path, body, None)
         except UnknownAdapterError:
             raise NotAllowedError("this key may not use that adapter") from None
-        if None in asked and not caller.base_model:
+        if None in asked and not caller.base_model and path not in WITHOUT_MODEL:
             raise NotAllowedError("this key may not use the base model: name an adapter")
         if caller.adapters is not None and not set(asked) - {None} <= caller.adapters:
             raise NotAllowedError("this key may not use that adapter")
@@ -252,25 +270,43 @@ class Gate:
         return {**scope, "headers": [*kept, inner]}
 
 
-class _UsageSend:
+class _Meter:
     """Passes an answer on and reads what it used."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, ask: Ask, receive: Receive, send: Send) -> None:
+        self._ask = ask
+        self._receive = receive
         self._send = send
         self._reader = UsageReader(is_stream=False)
         self._is_refusal = False
+        self._is_whole = False
+        self._has_left = False
 
-    async def __call__(self, message: Message) -> None:
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._has_left = self._has_left or message["type"] == "http.disconnect"
+        return message
+
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._reader = UsageReader(is_stream=is_event_stream(message))
-            self._is_refusal = 400 <= message["status"] < 500
+            status = message["status"]
+            self._is_refusal = 400 <= status < 500 or status == _NOT_NOW
         elif message["type"] == "http.response.body":
             self._reader.feed(message.get("body", b""))
+            self._is_whole = not message.get("more_body", False)
         await self._send(message)
 
-    def tokens(self) -> int | None:
-        """Tokens used; None if not known."""
-        return 0 if self._is_refusal else self._reader.tokens()
+    def tokens(self) -> int:
+        """Tokens used, as the answer says; else what was asked for, or more if more has passed."""
+        # SGLang answers a client that has left with 400 too, when the model has worked for it.
+        if self._is_refusal and not self._has_left:
+            return 0
+        told = self._reader.tokens()
+        if told is not None and self._is_whole:
+            return told
+        passed = self._ask.prompt_tokens + self._reader.num_events
+        return max(passed, self._ask.tokens if told is None else told)
 
 
 def _as_seen_by(caller: Caller, scope: Scope, send: Send) -> Send:

@@ -54,6 +54,17 @@ def check_origin(headers: Headers, allowed: Collection[str]) -> None:
         raise NotAllowedError("web pages of this origin are not allowed: see --allowed-origins")
 
 
+def check_site(headers: Headers, allowed: Collection[str], *, has_keys: bool) -> None:
+    """Raises NotAllowedError for a foreign page's image or link, which comes without an Origin.
+
+    Only where no key is asked for: a page cannot give one to an image or a link.
+    """
+    if has_keys or ANY_ORIGIN in allowed or values_of(headers, b"origin"):
+        return
+    if "cross-site" in values_of(headers, b"sec-fetch-site"):
+        raise NotAllowedError("images and links of other web pages are not allowed here")
+
+
 def _is_local(origin: str, headers: Headers) -> bool:
     try:
         parts = urlsplit(origin)

@@ -2,7 +2,7 @@
 
 starting --> serving --> draining --> stopping          exit 0, or 1 if requests were cut
     '-----------'------------'-----> failed             exit 70
-a second signal, at any time: exit 130 (SIGINT) or 143 (SIGTERM)
+a signal while it starts, a second one at any time: exit 130 (SIGINT) or 143 (SIGTERM)
 """
 
 from __future__ import annotations
@@ -49,14 +49,18 @@ class Act(StrEnum):
 
 _P, _E, _A = Phase, Event, Act
 _UP = {
-    _E.SIGNAL: (_P.DRAINING, _A.DRAIN),
     _E.DRAIN: (_P.DRAINING, _A.DRAIN),
     _E.FAULT: (_P.FAILED, _A.FAIL),
 }
 # What is not in the table changes nothing.
 TABLE: Mapping[Phase, Mapping[Event, tuple[Phase, Act]]] = {
-    _P.STARTING: {**_UP, _E.STARTED: (_P.SERVING, _A.NOTHING)},
-    _P.SERVING: _UP,
+    _P.STARTING: {
+        **_UP,
+        _E.STARTED: (_P.SERVING, _A.NOTHING),
+        # Only the warm-up can be in flight, and SGLang kills the process if that is refused or cut.
+        _E.SIGNAL: (_P.STOPPING, _A.FORCE),
+    },
+    _P.SERVING: {**_UP, _E.SIGNAL: (_P.DRAINING, _A.DRAIN)},
     _P.DRAINING: {
         # A first signal after POST /v1/drain, as Kubernetes sends it after a preStop hook, changes
         # nothing.

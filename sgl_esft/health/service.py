@@ -142,7 +142,7 @@ class Service:
         self._take(Event.DRAIN, timeout_s)
 
     def on_signal(self, number: int) -> None:
-        """SIGINT or SIGTERM; the second one forces."""
+        """SIGINT or SIGTERM; the second one forces, while the server starts the first one."""
         logger.warning("health: %s", signal.Signals(number).name)
         self._take(Event.SIGNAL, signum=number)
 
@@ -235,7 +235,7 @@ class Service:
         self._stop_server()
 
     def _force(self, status: int) -> None:
-        logger.warning("health: a second signal, so %d requests are lost", self._num_in_flight)
+        logger.warning("health: ended at once, so %d requests are lost", self._num_in_flight)
         kill_children()
         self._exit(status)
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from sgl_esft.access.origins import is_loopback
 from sgl_esft.access.unfit import answer_unfit
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
-from sgl_esft.http_adapters import ADAPTER_ROUTES, KnownNames, resolve_body
+from sgl_esft.http_adapters import KnownNames, resolve_body
 from sgl_esft.launch.resolved import Needed
 
 DEFAULT_BODY_TIMEOUT_S = 30.0
 DEFAULT_REQUEST_TIMEOUT_S = 1800.0
 _LOGIT_PROCESSORS = "--enable-custom-logit-processor"
+_TEMPLATES = "--trust-request-chat-template"
 _GRPC_PORT = "--grpc-port"
 _RUST_SERVER = "SGLANG_RUST_SERVER"
 
@@ -168,6 +169,7 @@ def plan_access(
         rules=BodyRules(
             max_bytes=flags.max_body_bytes,
             takes_logit_processors=_LOGIT_PROCESSORS in sglang_argv,
+            takes_templates=_TEMPLATES in sglang_argv,
             takes_media=not weave,
         ),
         body_timeout_s=flags.body_timeout_s,
@@ -270,9 +272,16 @@ def install(
 def adapters_of(known_names: Callable[[], KnownNames]) -> AdaptersOf:
     """What a body asks for, read as AdapterMiddleware will read it."""
 
-    def asked(path: str, body: Mapping[str, Any]) -> Collection[str | None]:
-        resolved = resolve_body(path, dict(body), known_names()) or body
-        adapter = resolved.get("lora_path") if path in ADAPTER_ROUTES else None
-        return set(adapter) if isinstance(adapter, list) else {adapter}
+    def asked(
+        path: str, body: Mapping[str, Any], there: Collection[str] | None
+    ) -> Collection[str | None]:
+        names = known_names()
+        if there is not None:
+            names = replace(names, adapters=frozenset(n for n in there if n in names.adapters))
+        resolved = resolve_body(path, dict(body), names) or body
+        # On other routes too, of which some of SGLang's read it.
+        adapter = resolved.get("lora_path")
+        named = adapter if isinstance(adapter, list) else [adapter]
+        return {names.check_adapter(name) for name in named}
 
     return asked

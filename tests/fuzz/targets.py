@@ -86,6 +86,7 @@ def _check_taken(document: Mapping[str, object]) -> None:
     assert not isinstance(n, int) or 0 <= n <= 128
     assert not isinstance(top, int) or 0 <= top <= 100
     if isinstance(ids, list):
+        assert not any(isinstance(each, str) for each in ids)
         assert all(0 <= each < 300 for each in ids if isinstance(each, int) and each is not True)
     assert document.get("lora_id") in (None, "", [], {})
     assert document.get("custom_logit_processor") in (None, "", [], {})

@@ -126,6 +126,19 @@ def _numbers() -> Iterator[Row]:
     yield _complete("seed", seed=2**80)
     yield _complete("max_tokens", max_tokens=10**9)
     yield _complete("ids", prompt=[[10**9, 1]])
+    yield _complete("an id as a text beside ids", prompt=[1, "99999999"])
+    yield _complete("an id as a text in a list of ids", prompt=[["99999999"]])
+    for route in (_complete, _chat):
+        yield route("stop_token_ids as texts", stop_token_ids=["99999999"], min_tokens=1)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    values = {"chat_template": endless}
+    for route in ("/v1/responses", "/v1/decisions", "/v1/systemone"):
+        body = {"model": "base", "input": "x", "state": "x", "chat_template_kwargs": values}
+        yield _row(f"{route}: a template", request("POST", route, body), 400)
+    yield _chat("input_ids as texts", input_ids=["99999999"])
+    last = {"max_new_tokens": 0}
+    yield _generate("token_indices_to_pool", last, token_indices_to_pool=[10**9])
+    yield _generate("multi_item_delimiter_indices", last, multi_item_delimiter_indices=[10**9])
     yield _chat("top_logprobs", logprobs=True, top_logprobs=10**6)
     yield _generate("too many prompts", {}, text=["x"] * 5000)
     yield _generate("longer than the context", {}, text="x " * 40_000)

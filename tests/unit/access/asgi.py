@@ -20,7 +20,7 @@ from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Gate, InnerKey, Policy
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits
-from sgl_esft.errors import UnknownAdapterError
+from sgl_esft.errors import ConfigError, UnknownAdapterError
 
 CLIENT_KEY = "client-key-0123456789"
 ADMIN_KEY = "admin-key-0123456789"
@@ -44,10 +44,14 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def adapters_of(path: str, body: Mapping[str, Any]) -> Collection[str | None]:
+def adapters_of(
+    path: str, body: Mapping[str, Any], there: Collection[str] | None
+) -> Collection[str | None]:
     name = body.get("adapter")
-    if name is not None and name not in LOADED:
+    if name is not None and name not in (LOADED if there is None else LOADED & set(there)):
         raise UnknownAdapterError("adapter is not loaded; loaded: law, math")
+    if name is not None and path == "/v1/responses":
+        raise ConfigError("/v1/responses cannot use an adapter")
     return {name}
 
 
@@ -86,6 +90,12 @@ class Inner:
         await asyncio.sleep(3600)
         return JSONResponse({})
 
+    async def leave(self, request: Request) -> Response:
+        """As SGLang: 400 to a client that has left while the model works for it."""
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.01)
+        return JSONResponse({"error": {"message": "disconnected"}}, 400)
+
     async def websocket(self, socket: WebSocket) -> None:
         self.seen.append(("WEBSOCKET", socket.url.path))
         await socket.accept()
@@ -93,7 +103,12 @@ class Inner:
 
     def app(self) -> Starlette:
         any_method = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-        special = {"/v1/completions": self.stream, "/encode": self.hang, "/classify": self.ignore}
+        special = {
+            "/v1/completions": self.stream,
+            "/encode": self.hang,
+            "/classify": self.ignore,
+            "/v1/score": self.leave,
+        }
         return Starlette(
             routes=[
                 *(Route(path, endpoint, methods=any_method) for path, endpoint in special.items()),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_esft.access import bodies
+from sgl_esft.access import bodies, token_ids
 from sgl_esft.access.bodies import Ask, BodyRules, ModelBounds
 from sgl_esft.errors import BadBodyError, BodyTooLargeError, HeadersTooLargeError
 
@@ -95,6 +95,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tokens": [300]}, "tokens: a token id"),
     ({"sampling_params": {"stop_token_ids": [300]}}, "stop_token_ids: a token id"),
     ({"token_ids_logprob": [[300]]}, "token_ids_logprob: a token id"),
+    ({"input_ids": ["1"]}, "input_ids: a token id"),
+    ({"input_ids": [1, "-5"]}, "input_ids: a token id"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids: a token id"),
+    ({"stop_token_ids": "1"}, "stop_token_ids: a token id"),
+    ({"token_ids_logprob": ["1"]}, "token_ids_logprob: a token id"),
+    ({"label_token_ids": [["1"]]}, "label_token_ids: a token id"),
+    ({"prompt": [1, "999999"]}, "prompt: a token id"),
+    ({"prompt": ["999999", 1]}, "prompt: a token id"),
+    ({"prompt": [True, "999999"]}, "prompt: a token id"),
+    ({"prompt": [["999999"]]}, "prompt: a token id"),
+    ({"prompt": [[1], ["999999"]]}, "prompt: a token id"),
+    ({"items": [["-1"]]}, "items: a token id"),
+    ({"query": [1, "999999"]}, "query: a token id"),
+    ({"input": [1, {"a": 1}]}, "input: a token id"),
     ({"logit_bias": {"300": 1}}, "logit_bias: a token id"),
     ({"logit_bias": {"-1": 1}}, "logit_bias: a token id"),
     ({"logit_bias": {"²": 1}}, "logit_bias: a token id"),
@@ -109,6 +123,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"encoder_urls": ["http://x"]}, "encoder_urls: not for"),
     ({"bootstrap_room": 0}, "bootstrap_room: not for"),
     ({"input_embeds": [[0.5]]}, "input_embeds: not for"),
+    ({"token_indices_to_pool": [1 << 40]}, "token_indices_to_pool: not for"),
+    ({"multi_item_delimiter_indices": [[9]]}, "multi_item_delimiter_indices: not for"),
+    ({"query_embed_overrides": [[0.5]]}, "query_embed_overrides: not for"),
+    ({"item_embed_overrides": [[[0.5]]]}, "item_embed_overrides: not for"),
+    ({"embed_overrides": [[[0.5]]]}, "embed_overrides: not for"),
+    ({"embed_override_token_id": -1}, "embed_override_token_id: not for"),
     ({"image_data": "http://169.254.169.254/"}, "image_data: not for"),
     ({"parameters": {"lora_id": "x"}}, "lora_id: not for"),
     ({"messages": [{"content": [{"type": "image_url"}]}]}, "messages: the model takes text"),
@@ -117,6 +137,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": "a" * 1025}, "stop may have 1024"),
     ({"stop": ["a"] * 17}, "stop has too many"),
     ({"stop": ["a", "b" * 1025]}, "stop may have 1024"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences has too many"),
+    ({"stop_sequences": ["a" * 1025]}, "stop_sequences may have 1024"),
+    ({"response_format": {"schema": "a" * (1 << 16)}}, "response_format may have 65536"),
+    ({"text": {"format": {"schema": "a" * (1 << 16)}}}, "text may have 65536"),
     ({"rid": "a" * 257}, "rid may have 256"),
     ({"rid": ["a"]}, "rid is a text, or with a list"),
     ({"text": ["x", "y"], "rid": ["a"]}, "rid is a text, or with a list"),
@@ -130,6 +154,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"session_params": []}, "session_params is an object"),
     ({"session_params": {"offset": True}}, "session_params is an object"),
     ({"session_params": {"else": "x"}}, "session_params is an object"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "--trust-request-chat-template"),
+    ({"chat_template_kwargs": {"padding": "max_length"}}, "holds values of the template"),
+    ({"questions": [{"type": "yes_no"}] * 257}, "256 prompts"),
+    ({"questions": {str(number): {} for number in range(257)}}, "256 prompts"),
     ({"text": ["x"] * 257}, "256 prompts"),
     ({"text": ["x"] * 256, "sampling_params": {"n": 5}}, "1024 sequences"),
 ]
@@ -151,7 +179,12 @@ def test_refused(body: dict[str, Any], message: str) -> None:
         {"input_ids": [0, 299], "return_logprob": True, "logprob_start_len": -1},
         {"text": ["x", "y"], "sampling_params": [{"n": 2}, {"max_new_tokens": 3}]},
         {"text": ["x", "y"], "rid": ["a", "b"], "session_params": {"id": "a", "rid": None}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": None, "questions": None},
         {"top_logprobs_num": [1, None], "token_ids_logprob": [[1], None]},
+        {"prompt": ["x", "1"], "items": ["999999"], "query": "999999", "input": "999999"},
+        {"prompt": [[1, 2], [3]], "input": [{"role": "user", "content": ["999999"]}]},
+        {"stop_sequences": ["a"] * 16, "text": "a" * (1 << 17), "response_format": {"type": "x"}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
         {"messages": "x", "input": 7, "sampling_params": "x", "options": [1, "x"]},
         {"tools": [{"function": {"parameters": {"properties": {"n": {"maximum": 10**12}}}}}]},
@@ -162,7 +195,8 @@ def test_taken(body: dict[str, Any]) -> None:
 
 
 def test_what_a_server_can_be_started_to_take() -> None:
-    rules = BodyRules(takes_logit_processors=True, takes_media=True)
+    rules = BodyRules(takes_logit_processors=True, takes_templates=True, takes_media=True)
+    ask({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, rules)
     ask({**TEXT, "custom_logit_processor": "x", "image_data": "x"}, rules)
     ask({"messages": [{"content": [{"type": "image_url"}]}]}, rules)
 
@@ -178,6 +212,7 @@ def test_what_a_server_can_be_started_to_take() -> None:
         ({"messages": [{"content": "x"}, {"content": "y"}], "max_tokens": 1}, 1, None),
         ({"input": [{"role": "user"}, {"role": "user"}]}, 1, None),
         ({"input": ["a", "b", "c"]}, 3, None),
+        ({"input": "x", "questions": [{}, {}]}, 2, None),
     ],
 )
 def test_what_is_asked_for(body: Any, sequences: int, tokens: int | None) -> None:
@@ -213,7 +248,7 @@ FIELDS = sorted(
         *bodies._RANGES,
         *bodies._INTERNAL,
         *bodies._MEDIA,
-        *bodies._TOKEN_IDS,
+        *token_ids.FIELDS,
         *bodies._TEXT_LENGTHS,
         *bodies._NESTED,
         "logit_bias",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import errors
-from sgl_esft.access import bodies, keys, patterns
+from sgl_esft.access import bodies, keys, patterns, templates, token_ids
 from sgl_esft.access.classes import TABLE, RouteClass
 from sgl_esft.launch import access, flags
 
@@ -71,7 +71,7 @@ def test_bounds() -> None:
         f"at most {bodies.MAX_HEADERS}, and {bodies.MAX_HEADER_BYTES >> 10} KiB",
         f"{bodies._RANGES['n'][0]} to {bodies._RANGES['n'][1]}; prompts {bodies.MAX_PROMPTS}",
         f"times `n` {bodies.MAX_SEQUENCES}",
-        f"{bodies.MAX_LOGIT_BIASES} biases",
+        f"{token_ids.MAX_LOGIT_BIASES} biases",
         f"0 to {bodies._RANGES['top_logprobs'][1]}",
         f"| {bodies.MAX_STOPS}, of {bodies._TEXT_LENGTHS['stop']} and "
         f"{bodies._TEXT_LENGTHS['stop_regex']} characters",
@@ -80,9 +80,15 @@ def test_bounds() -> None:
         f"{bodies._TEXT_LENGTHS['json_schema'] >> 10} Ki characters",
     ):
         assert part in text, part
-    known = {*bodies._RANGES, *bodies._TOKEN_IDS, *bodies._TEXT_LENGTHS, *bodies._INTERNAL}
-    known |= {*bodies._NESTED, "session_params"}
-    known |= {*bodies._MEDIA, *bodies._MEDIA_PARTS, "logit_bias", bodies._LOGIT_PROCESSOR}
+    known = {*bodies._RANGES, *token_ids.FIELDS, *bodies._TEXT_LENGTHS, *bodies._INTERNAL}
+    known |= {*bodies._NESTED, *bodies._GRAMMAR_OBJECTS, "session_params"}
+    known |= {
+        *bodies._MEDIA,
+        *bodies._MEDIA_PARTS,
+        "logit_bias",
+        bodies._LOGIT_PROCESSOR,
+        templates.FIELD,
+    }
     named = set(re.findall(r"`([a-z_]+)`", " ".join(first_cells("Bodies"))))
     assert named - known == set()
 

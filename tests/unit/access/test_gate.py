@@ -12,7 +12,7 @@ import pytest
 from sgl_esft.access import classes
 from sgl_esft.access.bodies import BodyRules
 from sgl_esft.access.classes import TABLE, RouteClass, RouteTable
-from sgl_esft.access.gate import InnerKey, Policy
+from sgl_esft.access.gate import PROBING, InnerKey, Policy
 from sgl_esft.access.keys import KeyRing
 from sgl_esft.observe import record
 from sgl_esft.observe.record import RequestRecord
@@ -75,7 +75,12 @@ CASES: list[tuple[str, str, str | None, Any, int, str | None]] = [
     ("POST", "/generate", TENANT_KEY, None, 403, "NotAllowedError"),
     ("POST", "/generate", TENANT_KEY, [], 400, "BadBodyError"),
     ("POST", "/v1/responses", TENANT_KEY, {"input": "x"}, 403, "NotAllowedError"),
+    ("POST", "/v1/responses", TENANT_KEY, {"adapter": "law"}, 403, "NotAllowedError"),
+    ("POST", "/v1/responses", TENANT_KEY, {"adapter": "nobody"}, 403, "NotAllowedError"),
     ("POST", "/tokenize", TENANT_KEY, {"prompt": "x"}, 200, None),
+    ("POST", "/tokenize", TENANT_KEY, {"adapter": "math"}, 200, None),
+    ("POST", "/tokenize", TENANT_KEY, {"adapter": "law"}, 403, "NotAllowedError"),
+    ("POST", "/tokenize", TENANT_KEY, {"adapter": "nobody"}, 403, "NotAllowedError"),
     ("GET", "/v1/models", TENANT_KEY, None, 200, None),
 ]
 
@@ -106,7 +111,7 @@ def test_every_route_by_class(path: str) -> None:
         RouteClass.OFF: (404, 404, 404),
     }[declared.route_class]
     for method in declared.methods - {"HEAD", "WEBSOCKET"}:
-        if path in ("/encode", "/classify", "/v1/completions"):
+        if path in ("/encode", "/classify", "/v1/completions", "/v1/score"):
             continue  # the small server hangs there
         asked = path.replace("{", "").replace("}", "").replace(":path", "")
         for key, status in zip((None, CLIENT_KEY, ADMIN_KEY), expected, strict=True):
@@ -215,6 +220,29 @@ def test_pages_of_other_origins(
     answer = call(app, "OPTIONS", "/flush_cache", preflight)
     # The small server has no CORSMiddleware; what counts is whether it was asked.
     assert (answer.status == 403) == (status == 403)
+
+
+@pytest.mark.parametrize(
+    ("site", "path", "status"),
+    [
+        ("cross-site", "/flush_cache", 403),
+        ("cross-site", "/v1/models", 403),
+        ("cross-site", "/dashboard", 200),  # a link to the page may be followed
+        ("cross-site", "/readyz", 200),
+        ("same-site", "/flush_cache", 200),  # a page of this machine, at another port
+        ("same-origin", "/flush_cache", 200),
+        ("none", "/flush_cache", 200),  # typed by the user
+    ],
+)
+def test_images_and_links_of_other_pages(site: str, path: str, status: int, inner: Inner) -> None:
+    """A browser sends no Origin with them, and without keys everyone is an admin."""
+    page = {"sec-fetch-site": site}
+    assert call(gate(inner, OPEN), "GET", path, page).status == status
+    allowing = Policy(allowed_origins=("*",))
+    assert call(gate(inner, allowing), "GET", path, page).status == 200
+    local = {**page, "origin": "http://localhost:3000"}
+    assert call(gate(inner, OPEN), "GET", path, local).status == 200
+    assert call(gate(inner), "GET", "/v1/models", {**page, **bearer(CLIENT_KEY)}).status == 200
 
 
 def test_a_page_of_the_server_itself_is_allowed(inner: Inner) -> None:
@@ -383,6 +411,68 @@ def test_sequences_of_a_key(inner: Inner) -> None:
 
     assert asyncio.run(two_and_a_third()) == [429, 200, 200]
     assert app._limits.sequences("slow") == 0
+
+
+async def leaving(app: Any, path: str, body: bytes) -> None:
+    """A client of the slow key that sends a request and leaves."""
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return waiting.pop() if waiting else {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    await app(scope_of("POST", path, [HOST, ("x-api-key", SLOW_KEY)]), receive, send)
+
+
+def level(app: Any) -> float:
+    """Tokens that the slow key has left of its 600 a minute."""
+    return float(app._limits._used["slow"].bucket.level)
+
+
+def test_a_client_that_leaves_pays_what_it_reserved(inner: Inner) -> None:
+    app = gate(inner)
+    asyncio.run(leaving(app, "/v1/score", b'{"input_ids": [1], "max_tokens": 99}'))
+    assert level(app) == 500
+    assert call(app, "POST", "/generate", bearer(SLOW_KEY), {"n": "x"}).status == 400
+    assert level(app) == 500  # a request that was refused was not worked for
+
+
+@pytest.mark.parametrize(("status", "left"), [(400, 600), (404, 600), (503, 600), (500, 500)])
+def test_an_answer_without_work_is_not_charged(status: int, left: int, inner: Inner) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    behind = gate(inner)
+    behind._app = app
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 99}}
+    assert call(behind, "POST", "/generate", bearer(SLOW_KEY), body).status == status
+    assert level(behind) == left
+
+
+def test_a_stream_that_says_nothing_pays_for_its_events(inner: Inner) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(300):
+            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    behind = gate(inner)
+    behind._app = app
+    asyncio.run(leaving(behind, "/v1/chat/completions", b'{"input_ids": [1, 2]}'))
+    assert level(behind) == 600 - 2 - 301  # 2 + 128 were reserved
+
+
+def test_probes_of_the_model_do_not_use_up_the_other_probes(inner: Inner) -> None:
+    app = gate(inner)
+    tickets = [app._limits.enter(PROBING) for _ in range(64)]
+    assert call(app, "GET", "/health").status == 429
+    assert [call(app, "GET", path).status for path in ("/healthz", "/readyz", "/")] == [200] * 3
+    tickets[0].leave()
+    assert call(app, "GET", "/health").status == 200
 
 
 def test_events_pass_as_they_come(inner: Inner) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 
 from sgl_esft.access.bodies import ModelBounds
@@ -50,6 +50,8 @@ def test_defaults() -> None:
     assert 0 < plan.policy.body_timeout_s < plan.policy.request_timeout_s < 7200
     assert access.argv_of(plan) == ()
     assert not plan.policy.rules.takes_logit_processors
+    assert not plan.policy.rules.takes_templates
+    assert make("--trust-request-chat-template").policy.rules.takes_templates
     assert not plan.policy.rules.takes_media
 
 
@@ -166,7 +168,7 @@ def test_children_do_not_inherit_the_admin_key(monkeypatch: pytest.MonkeyPatch) 
         ("/v1/completions", {"prompt": "x", "model": "/models/base"}, {None}),
         ("/v1/chat/completions", {"model": "default"}, {None}),
         ("/v1/responses", {"model": "base"}, {None}),
-        ("/v1/embeddings", {"lora_path": "law"}, {None}),
+        ("/v1/embeddings", {"lora_path": "law"}, {"law"}),
         ("/v1/responses", {"model": "math"}, ConfigError),
         ("/generate", {"text": "x", "adapter": "math", "lora_path": "law"}, ConfigError),
         ("/generate", {"text": "x", "adapter": "nobody"}, UnknownAdapterError),
@@ -175,10 +177,29 @@ def test_children_do_not_inherit_the_admin_key(monkeypatch: pytest.MonkeyPatch) 
 def test_what_a_body_asks_for(path: str, body: dict[str, Any], asked: Any) -> None:
     ask = access.adapters_of(lambda: NAMES)
     if isinstance(asked, set):
-        assert set(ask(path, body)) == asked
+        assert set(ask(path, body, None)) == asked
     else:
         with pytest.raises(asked):
-            ask(path, body)
+            ask(path, body, None)
+
+
+@pytest.mark.parametrize("name", ["law", "nobody"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x", "adapter": "{}"}),
+        ("/generate", {"text": "x", "adapter": "math", "lora_path": "{}"}),
+        ("/v1/completions", {"prompt": "x", "model": "base:{}"}),
+        ("/v1/responses", {"input": "x", "adapter": "{}"}),
+        ("/tokenize", {"prompt": "x", "model": "{}"}),
+        ("/encode", {"text": "x", "lora_path": "{}"}),
+    ],
+)
+def test_others_adapters_are_not_there(path: str, body: dict[str, Any], name: str) -> None:
+    """One of others does not differ from none, whatever else is wrong."""
+    named = {field: value.format(name) for field, value in body.items()}
+    with pytest.raises(UnknownAdapterError):
+        access.adapters_of(lambda: NAMES)(path, named, {"math", "gone"})
 
 
 def application() -> FastAPI:
@@ -239,6 +260,31 @@ def test_without_keys_all_but_what_is_off_goes_on() -> None:
         ("POST", "/update_weights_from_tensor", None, {}),
     ]
     assert asyncio.run(statuses(app, calls)) == [200, 200, 200, 404]
+
+
+def test_adapters_below_a_root_path() -> None:
+    """--fastapi-root-path: uvicorn puts it before the path, and routes go without it."""
+    seen: list[Any] = []
+    app = FastAPI()
+    app.add_middleware(
+        AdapterMiddleware, known_names=lambda: NAMES, refused_routes=["/weights_checker"]
+    )
+
+    async def note(request: Request) -> None:
+        seen.append(await request.json())
+
+    app.add_api_route("/generate", note, methods=["POST"])
+    app.add_api_route("/weights_checker", note, methods=["POST"])
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(app=app, root_path="/api")
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            bodies = {"/api/generate": {"adapter": "math"}, "/api/weights_checker": {}}
+            found = [await client.post(path, json=body) for path, body in bodies.items()]
+            return [answer.status_code for answer in found]
+
+    assert asyncio.run(run()) == [200, 400]
+    assert seen == [{"lora_path": "math"}]
 
 
 def test_an_undeclared_route_stops_the_start() -> None:

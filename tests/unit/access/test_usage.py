@@ -23,6 +23,7 @@ def meta(prompt: int, completion: int) -> dict[str, Any]:
         ({"usage": {"prompt_tokens": 3, "completion_tokens": None}}, 3),
         ({"usage": {"input_tokens": 3, "output_tokens": 4}}, 7),
         (meta(2, 5), 7),
+        ({"usage": {"input_tokens": 3, "cache_read_input_tokens": 9, "output_tokens": 4}}, 16),
         ([meta(2, 5), meta(1, 1)], 9),
         ([meta(2, 5), {"error": "x"}], None),
         ([], None),
@@ -50,6 +51,18 @@ STREAMS = [
     (stream({"text": "a", **meta(2, 1)}, {"text": "ab", **meta(2, 2)}), 4),
     (stream({"index": 0, **meta(2, 1)}, {"index": 1, **meta(3, 1)}, {"index": 0, **meta(2, 2)}), 8),
     (stream({"choices": []}, {"usage": {"prompt_tokens": 1, "completion_tokens": 2}}), 3),
+    (
+        stream(
+            {"type": "message_start", "message": {"usage": {"input_tokens": 9}}},
+            {"type": "message_delta", "usage": {"output_tokens": 4}},
+        ),
+        13,
+    ),
+    (
+        stream({"response": {}}, {"response": {"usage": {"input_tokens": 9, "output_tokens": 4}}}),
+        13,
+    ),
+    (stream({"index": [], **meta(2, 1)}), 3),
     (stream({"choices": [], "usage": None}), None),
     (b'data: {"usage": \n\ndata: x\n', None),
     (b"", None),
@@ -63,6 +76,7 @@ def test_streams_cut_anywhere(raw: bytes, tokens: int | None, size: int) -> None
     for start in range(0, len(raw), size):
         reader.feed(raw[start : start + size])
     assert reader.tokens() == tokens
+    assert reader.num_events == raw.count(b"data:")
 
 
 def test_an_answer_that_is_too_long_to_keep() -> None:

@@ -50,6 +50,22 @@ def test_another_instance_gets_memory_and_requests() -> None:
     assert not world.is_held
 
 
+def test_what_runs_can_be_read_from_its_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GET /v1/scale asks from another thread, also while the journal writes to disk."""
+    coordinator = make_coordinator(World())
+    record = coordinator.journal.record
+    seen: list[Operation | None] = []
+
+    def slow(operation: Operation) -> None:
+        seen.append(coordinator.running())
+        record(operation)
+
+    monkeypatch.setattr(coordinator.journal, "record", slow)
+    assert coordinator.recover() is not None
+    assert seen[0] is None
+    assert [each.operation_id for each in seen[1:3] if each] == ["op1", "op1"]
+
+
 @pytest.mark.parametrize("name", ["hold", "execute", "prepare", "freeze", "activate"])
 def test_a_recovery_that_fails_may_be_tried_again(name: str) -> None:
     world = World()

@@ -62,8 +62,13 @@ class Harness:
         await self.until(lambda: "stop" in self.engine.events)
 
 
-def run(test: Callable[[Harness], Coroutine[Any, Any, None]], drain_s: float = 30.0) -> Harness:
-    """Run a test's coroutine with a service that has begun and started."""
+def run(
+    test: Callable[[Harness], Coroutine[Any, Any, None]],
+    drain_s: float = 30.0,
+    *,
+    has_started: bool = True,
+) -> Harness:
+    """Run a test's coroutine with a service that has begun and, if not told else, started."""
     engine = Engine(Board.create())
     statuses: list[int] = []
     service = Service(
@@ -80,7 +85,8 @@ def run(test: Callable[[Harness], Coroutine[Any, Any, None]], drain_s: float = 3
         harness.beat()
         service.begin()
         try:
-            service.started()
+            if has_started:
+                service.started()
             await asyncio.sleep(0)
             await test(harness)
         finally:

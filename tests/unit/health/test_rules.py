@@ -16,7 +16,7 @@ NOW_NS = 100_000_000_000
 
 TABLE = [
     (P.STARTING, E.STARTED, P.SERVING, A.NOTHING),
-    (P.STARTING, E.SIGNAL, P.DRAINING, A.DRAIN),
+    (P.STARTING, E.SIGNAL, P.STOPPING, A.FORCE),
     (P.STARTING, E.DRAIN, P.DRAINING, A.DRAIN),
     (P.STARTING, E.FAULT, P.FAILED, A.FAIL),
     (P.STARTING, E.IDLE, P.STARTING, A.NOTHING),
@@ -43,7 +43,7 @@ def test_what_follows(phase: Phase, event: Event, then: Phase, act: Act) -> None
     assert (life.phase, done) == (then, act)
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not P.STARTING])
 def test_a_second_signal_forces(phase: Phase) -> None:
     once, first = phases.advance(Life(phase), E.SIGNAL)
     _, second = phases.advance(once, E.SIGNAL)

@@ -90,6 +90,19 @@ def test_a_second_signal_forces() -> None:
     assert run(scenario).statuses == [130]
 
 
+def test_a_signal_while_it_warms_up_forces() -> None:
+    """A drain would refuse or cut the warm-up, at which SGLang kills the process."""
+
+    async def scenario(h: Harness) -> None:
+        with h.service.in_flight():
+            send(signal.SIGTERM)
+            await h.until(lambda: bool(h.statuses))
+
+    harness = run(scenario, has_started=False)
+    assert harness.statuses == [143]
+    assert harness.service.life.phase is Phase.STOPPING
+
+
 def test_a_fault_ends_requests_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "FAIL_S", 60.0)
 
