@@ -4,20 +4,23 @@
     reroute.py: a layer's top-k --> [LayerHeat]  expert ids and tags, before rerouting
     GET /v1/heat               <-- [HeatSampler.report]
 
-A sampled step costs each layer one scatter on the device and no wait; what it counted is fetched
-when the next step begins. Steps that replay a CUDA graph run no Python, so they are never sampled.
-Counts are since start, as a Prometheus counter's: a reader takes differences.
+A sampled step costs each layer one scatter on the device. What it counted is fetched when the next
+step begins, which waits for the device once. Steps that replay a CUDA graph run no Python, so they
+are never sampled. Counts are since start, as a Prometheus counter's: a reader takes differences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from sgl_esft.observe.record import BASE, NO_ADAPTER
+
+MAX_NAMES: Final = 200  # adapters that are told apart: names come and go for as long as it serves
+OTHERS: Final = "(others)"  # no adapter has this name
 
 OnDistinct = Callable[[int, int], None]  # (layer id, experts that the step read)
 
@@ -67,7 +70,9 @@ class HeatSampler:
         self._replaced = torch.zeros((num_layers, num_adapters + 1, num_experts), dtype=torch.bool)
         self._replaced_by: Mapping[int, SlotOwner] = {}
         # [num_layers, num_experts] int64 on the host
-        self._totals = {BASE: torch.zeros((num_layers, num_experts), dtype=torch.int64)}
+        self._base = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+        self._totals: dict[str, torch.Tensor] = {}  # by adapter, the one counted longest ago first
+        self._others = torch.zeros_like(self._base)
         self._sampled_steps = 0
         self._distinct_sum = torch.zeros(num_layers, dtype=torch.int64)
         self._distinct_last = torch.zeros(num_layers, dtype=torch.int64)
@@ -118,11 +123,14 @@ class HeatSampler:
         """GET /v1/heat's answer, up to now."""
         self._harvest()
         steps = self._sampled_steps
+        totals = {BASE: self._base, **self._totals}
+        if self._others.any():
+            totals[OTHERS] = self._others
         return {
             "layers": list(self.layer_ids),
             "num_experts": self.num_experts,
             "sampled_steps": steps,
-            "adapters": {name: counts.tolist() for name, counts in self._totals.items()},
+            "adapters": {name: counts.tolist() for name, counts in totals.items()},
             "distinct_experts_per_step": {
                 "mean": [total / steps if steps else 0.0 for total in self._distinct_sum.tolist()],
                 "last": self._distinct_last.tolist(),
@@ -139,15 +147,19 @@ class HeatSampler:
         if not counts.any():
             return
         self._sampled_steps += 1
-        self._totals[BASE] += counts[:, 0]
+        self._base += counts[:, 0]
         for slot in counts[:, 1:].any(dim=2).any(dim=0).nonzero().flatten().tolist():
             owner = self._step_owners.get(slot)
             name = NO_ADAPTER if owner is None else owner.name
-            if name not in self._totals:
-                self._totals[name] = torch.zeros_like(counts[:, 0])
-            self._totals[name] += counts[:, slot + 1]
+            self._add(name, counts[:, slot + 1])
         self._note_owners()
         self._add_distinct(distinct_experts(counts > 0, self._replaced))
+
+    def _add(self, name: str, counts: torch.Tensor) -> None:
+        before = self._totals.pop(name, 0)
+        self._totals[name] = before + counts
+        if len(self._totals) > MAX_NAMES:
+            self._others += self._totals.pop(next(iter(self._totals)))
 
     def _note_owners(self) -> None:
         """`_replaced`: which experts each row has of its own."""
