@@ -87,6 +87,20 @@ sgl_esft:generation_tokens_total{adapter="math"} 8
 """
 
 
+# A list of which the first item goes, one comes, and the focus is in the last.
+KEYED = """async () => {
+  const { el, keyed } = await import("/dashboard/dom.js");
+  const list = el("div");
+  document.body.append(list);
+  const show = (names) =>
+    keyed(list, names, (name) => name, (name) => el("button", {}, name), () => {});
+  show(["a", "b", "c"]);
+  list.lastElementChild.focus();
+  show(["b", "bb", "c"]);
+  return [list.textContent, document.activeElement.textContent];
+}"""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with browsers.opened() as opened:
@@ -159,6 +173,10 @@ def test_the_last_minute_is_no_longer_than_that(page: Page) -> None:
 
 def test_a_histogram_that_rests_is_kept_once(page: Page) -> None:
     assert page.evaluate(KEPT) == [True, False, 6]
+
+
+def test_a_row_that_goes_leaves_the_focus_where_it_is(page: Page) -> None:
+    assert page.evaluate(KEYED) == ["bbbc", "c"]
 
 
 def test_rates_are_those_of_the_chosen_adapter(page: Page) -> None:
