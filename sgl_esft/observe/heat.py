@@ -60,17 +60,22 @@ class HeatSampler:
         # "no expert", column e + 1 for expert e: so nothing has to be masked.
         shape = (num_layers, num_adapters + 2, num_experts + 1)
         self._step = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._turn = -1  # steps so far, less one
-        self._has_run = True  # whether a layer has run since the last step began
-        self._is_sampled = False
         self._real_tokens: int | torch.Tensor = 0
         self._first_cells: torch.Tensor | None = None  # [num_rows, 1] of the step at hand
         self._ones = torch.ones(0, dtype=torch.int64, device=device)
         self._step_owners: Mapping[int, SlotOwner] = {}
         self._replaced = torch.zeros((num_layers, num_adapters + 1, num_experts), dtype=torch.bool)
         self._replaced_by: Mapping[int, SlotOwner] = {}
-        # [num_layers, num_experts] int64 on the host
-        self._base = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is counted yet. Totals are [num_layers, num_experts] int64 on the host."""
+        self._step.zero_()
+        self._turn = -1  # steps so far, less one
+        self._has_run = True  # whether a layer has run since the last step began
+        self._is_sampled = False
+        num_layers = len(self.layer_ids)
+        self._base = torch.zeros((num_layers, self.num_experts), dtype=torch.int64)
         self._totals: dict[str, torch.Tensor] = {}  # by adapter, the one counted longest ago first
         self._others = torch.zeros_like(self._base)
         self._sampled_steps = 0

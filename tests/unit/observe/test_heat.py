@@ -102,6 +102,18 @@ def test_a_slot_that_changes_hands_counts_for_who_has_it_then() -> None:
     assert adapters["law"] == [[0, 1, 0, 0]] * 2
 
 
+def test_a_rank_that_serves_again_begins_at_zero() -> None:
+    heat = sampler(every=2)
+    empty = heat.report()
+    step(heat, [[0, 1]], [0])
+    heat.begin_step(1)
+    heat.reset()
+    assert heat.report() == empty
+    step(heat, [[2, 3]], [-1])  # the first one is sampled, as ever
+    assert heat.report()["adapters"] == {"base": [[0, 0, 1, 1]] * 2}
+    assert heat.report()["sampled_steps"] == 1
+
+
 def test_adapters_that_come_and_go_for_ever_are_not_all_told_apart() -> None:
     owners: dict[int, SlotOwner] = {1: LAW}
     heat = sampler(owners=owners)
