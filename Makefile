@@ -35,7 +35,7 @@ test-soak: setup ## the long random runs and the baselines of scaling (over an h
 browser: ## see that a browser for the tests is there (on Debian as root: install it)
 	@scripts/browser.sh
 
-test-fast: setup ## run the tests that start no server
+test-fast: setup browser ## run the tests that start no server
 	@$(python) -m pytest -m "not server and not slow and not soak" --durations=15 $(ARGS)
 
 check: setup $(kernels_link) ## ruff (lint and format) and mypy, changing nothing

@@ -344,6 +344,15 @@ JSON_LOG_HOOKS: tuple[Hook, ...] = (
         why="the HTTP server's lines are text, and its access lines have no request id",
         remove_when="SGLang has a flag for JSON logs",
     ),
+    Hook(
+        target=f"{_TOKENIZER}.auto_create_handle_loop",
+        kind=HookKind.AROUND,
+        function=json_logs.start_loop_for_nobody,
+        parameters=("self",),
+        why="the first request starts the loop for all, and every line of it would have that "
+        "request's id",
+        remove_when="SGLang starts its loop before it serves",
+    ),
 )
 
 # Only with --reroute router: the hook is called in every layer.

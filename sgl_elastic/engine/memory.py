@@ -69,6 +69,11 @@ class EngineMemory:
         self._slots[layer_id] = ElasticSlots(self, layer_id, layout.num_slots)
         return self._slots[layer_id]
 
+    def forget_heat(self) -> None:
+        """What was counted before, in a warm-up or when it served last, is of no use."""
+        if self.manager is not None and self.manager.heat is not None:
+            self.manager.heat.reset()
+
     def woven(self, manager: Any) -> None:
         self.manager = manager
         self._on_woven()

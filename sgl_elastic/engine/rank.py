@@ -231,6 +231,7 @@ class EngineRank:
         """Returns the bytes that were read from disk."""
         self.map(attach)
         self.adopt_adapters()
+        self.memory.forget_heat()
         num_bytes = 0
         if self.read_disk is not None and (attach.disk_experts or attach.loads_trunk):
             num_bytes = self.read_disk(attach)

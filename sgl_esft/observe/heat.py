@@ -4,20 +4,25 @@
     reroute.py: a layer's top-k --> [LayerHeat]  expert ids and tags, before rerouting
     GET /v1/heat               <-- [HeatSampler.report]
 
-A sampled step costs each layer one scatter on the device and no wait; what it counted is fetched
-when the next step begins. Steps that replay a CUDA graph run no Python, so they are never sampled.
-Counts are since start, as a Prometheus counter's: a reader takes differences.
+A sampled step costs each layer one scatter on the device. What it counted is fetched when the next
+step begins, which waits for the device once. Steps that replay a CUDA graph run no Python, so they
+are never sampled. Counts are since start, as a Prometheus counter's: a reader takes differences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from sgl_esft.observe.record import BASE, NO_ADAPTER
+
+# Adapters that are told apart. Names come and go for as long as a rank serves, and each report,
+# which is made between two steps, has all of them: 64 names of DeepSeek-V3 are 1 M numbers.
+MAX_NAMES: Final = 64
+OTHERS: Final = "(others)"  # no adapter has this name
 
 OnDistinct = Callable[[int, int], None]  # (layer id, experts that the step read)
 
@@ -57,17 +62,24 @@ class HeatSampler:
         # "no expert", column e + 1 for expert e: so nothing has to be masked.
         shape = (num_layers, num_adapters + 2, num_experts + 1)
         self._step = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._turn = -1  # steps so far, less one
-        self._has_run = True  # whether a layer has run since the last step began
-        self._is_sampled = False
         self._real_tokens: int | torch.Tensor = 0
         self._first_cells: torch.Tensor | None = None  # [num_rows, 1] of the step at hand
         self._ones = torch.ones(0, dtype=torch.int64, device=device)
         self._step_owners: Mapping[int, SlotOwner] = {}
         self._replaced = torch.zeros((num_layers, num_adapters + 1, num_experts), dtype=torch.bool)
         self._replaced_by: Mapping[int, SlotOwner] = {}
-        # [num_layers, num_experts] int64 on the host
-        self._totals = {BASE: torch.zeros((num_layers, num_experts), dtype=torch.int64)}
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is counted yet. Totals are [num_layers, num_experts] int64 on the host."""
+        self._step.zero_()
+        self._turn = -1  # steps so far, less one
+        self._has_run = True  # whether a layer has run since the last step began
+        self._is_sampled = False
+        num_layers = len(self.layer_ids)
+        self._base = torch.zeros((num_layers, self.num_experts), dtype=torch.int64)
+        self._totals: dict[str, torch.Tensor] = {}  # by adapter, the one counted longest ago first
+        self._others = torch.zeros_like(self._base)
         self._sampled_steps = 0
         self._distinct_sum = torch.zeros(num_layers, dtype=torch.int64)
         self._distinct_last = torch.zeros(num_layers, dtype=torch.int64)
@@ -118,11 +130,14 @@ class HeatSampler:
         """GET /v1/heat's answer, up to now."""
         self._harvest()
         steps = self._sampled_steps
+        totals = {BASE: self._base, **self._totals}
+        if self._others.any():
+            totals[OTHERS] = self._others
         return {
             "layers": list(self.layer_ids),
             "num_experts": self.num_experts,
             "sampled_steps": steps,
-            "adapters": {name: counts.tolist() for name, counts in self._totals.items()},
+            "adapters": {name: counts.tolist() for name, counts in totals.items()},
             "distinct_experts_per_step": {
                 "mean": [total / steps if steps else 0.0 for total in self._distinct_sum.tolist()],
                 "last": self._distinct_last.tolist(),
@@ -139,15 +154,19 @@ class HeatSampler:
         if not counts.any():
             return
         self._sampled_steps += 1
-        self._totals[BASE] += counts[:, 0]
+        self._base += counts[:, 0]
         for slot in counts[:, 1:].any(dim=2).any(dim=0).nonzero().flatten().tolist():
             owner = self._step_owners.get(slot)
             name = NO_ADAPTER if owner is None else owner.name
-            if name not in self._totals:
-                self._totals[name] = torch.zeros_like(counts[:, 0])
-            self._totals[name] += counts[:, slot + 1]
+            self._add(name, counts[:, slot + 1])
         self._note_owners()
         self._add_distinct(distinct_experts(counts > 0, self._replaced))
+
+    def _add(self, name: str, counts: torch.Tensor) -> None:
+        before = self._totals.pop(name, 0)
+        self._totals[name] = before + counts
+        if len(self._totals) > MAX_NAMES:
+            self._others += self._totals.pop(next(iter(self._totals)))
 
     def _note_owners(self) -> None:
         """`_replaced`: which experts each row has of its own."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -74,6 +75,11 @@ def use_json(result: None, server_args: Any, prefix: str = "") -> None:
     logging.captureWarnings(True)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter(prefix))
+
+
+def start_loop_for_nobody(original: Callable[[Any], None], manager: Any) -> None:
+    """Around SGLang's start of the loop that reads the engine's outputs, by the first request."""
+    record.run_for_nobody(lambda: original(manager))
 
 
 def use_json_in_uvicorn(result: None, server_args: Any = None) -> None:

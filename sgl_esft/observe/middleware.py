@@ -128,8 +128,8 @@ class _Answer:
 
     def outcome(self) -> str:
         """One of OUTCOMES."""
-        if self.has_client_left and not self.has_ended:
-            return "cancelled"
+        if self.has_client_left and not self.error:
+            return "cancelled"  # whatever SGLang makes of that: a 400, or the end of a stream
         if self.status is None or not self.has_ended:
             return "failed"
         if self.status == _TIMEOUT_STATUS or self.error_type() == "RequestTimeoutError":
@@ -140,7 +140,8 @@ class _Answer:
 
     @property
     def is_error(self) -> bool:
-        return bool(self.error) or (self.status or 0) >= 400
+        """Whether the client got an error."""
+        return bool(self.error) or ((self.status or 0) >= 400 and not self.has_client_left)
 
     def error_type(self) -> str | None:
         """The error's class, as the answer says it; None if it does not."""
@@ -155,13 +156,17 @@ class _Answer:
 
     def _read(self, message: Message) -> None:
         body: bytes = message.get("body", b"")
+        if not self.has_client_left:  # else nobody gets it
+            self._read_error(body)
+        if not message.get("more_body", False):
+            self.has_ended = True
+            self.on_end()  # SGLang's application lives on for seconds after a stream
+
+    def _read_error(self, body: bytes) -> None:
         if (self.status or 0) >= 400:
             self.error = (self.error + body)[:_MAX_ERROR_BYTES]
         elif body.startswith(_ERROR_EVENT):
             self.error = body[:_MAX_ERROR_BYTES]
-        if not message.get("more_body", False):
-            self.has_ended = True
-            self.on_end()  # SGLang's application lives on for seconds after a stream
 
     def _with_id(self, headers: Any) -> list[tuple[bytes, bytes]]:
         kept = [(name, value) for name, value in headers if name.lower() != REQUEST_ID_HEADER]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -67,6 +67,13 @@ def current() -> RequestRecord | None:
 def begin(record: RequestRecord) -> None:
     """From here on this task, and those that it starts, run for the request."""
     _current.set(record)
+
+
+def run_for_nobody(function: Callable[[], None]) -> None:
+    """Call it outside of the request at hand: tasks that it starts belong to none."""
+    context = copy_context()
+    context.run(_current.set, None)
+    context.run(function)
 
 
 def request_id_of(headers: Headers) -> str:

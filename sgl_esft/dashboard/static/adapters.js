@@ -133,6 +133,7 @@ function showRow(row, adapter) {
   text(parts.barred, barred ? "not on demand" : "");
   attribute(parts.barred, "class", barred ? "badge quiet" : null);
   attribute(parts.progress, "hidden", !adapter.load);
+  attribute(parts.progress, "aria-label", `progress of ${adapter.name}`);
   if (adapter.load) parts.progress.value = adapter.load.progress;
   text(parts.detail, detailWords(adapter));
   attribute(parts.detail, "class", adapter.error ? "problem" : null);

@@ -3,13 +3,14 @@
 const STORE = "sgl_esft_key"; // of this tab's session; gone when the tab is
 const TIMEOUT_MS = 10000;
 
-// What the server said, or that it said nothing (status 0).
+// What the server said, or that it said nothing (status 0): in time (isLate), or at all.
 export class ApiError extends Error {
-  constructor(status, type, message, retryAfterMs = 0) {
+  constructor(status, type, message, retryAfterMs = 0, isLate = false) {
     super(message);
     this.status = status;
     this.type = type;
     this.retryAfterMs = retryAfterMs;
+    this.isLate = isLate;
   }
 }
 
@@ -57,8 +58,9 @@ async function send(method, path, body) {
     });
     return [response, await response.text()];
   } catch (error) {
-    const late = error.name === "TimeoutError";
-    throw new ApiError(0, "", late ? `no answer within ${TIMEOUT_MS / 1000} s` : "the server does not answer");
+    const isLate = error.name === "TimeoutError";
+    const words = isLate ? `no answer within ${TIMEOUT_MS / 1000} s` : "the server does not answer";
+    throw new ApiError(0, "", words, 0, isLate);
   }
 }
 

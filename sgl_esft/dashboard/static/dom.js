@@ -42,11 +42,13 @@ export function attribute(node, name, value) {
 // `update(node, item)` for all.
 export function keyed(parent, items, keyOf, make, update) {
   const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
+  const keys = items.map((item) => String(keyOf(item)));
+  const stays = new Set(keys);
+  for (const [key, node] of old) if (!stays.has(key)) node.remove(); // else all after it would move
   let before = parent.firstElementChild;
-  for (const item of items) {
-    const key = String(keyOf(item));
+  items.forEach((item, index) => {
+    const key = keys[index];
     let node = old.get(key);
-    old.delete(key);
     if (!node) {
       node = make(item);
       node.dataset.key = key;
@@ -54,8 +56,7 @@ export function keyed(parent, items, keyOf, make, update) {
     if (node === before) before = before.nextElementSibling;
     else parent.insertBefore(node, before);
     update(node, item);
-  }
-  for (const node of old.values()) node.remove();
+  });
 }
 
 // Children are replaced, but only when `signature` says that what they show has changed.

@@ -10,14 +10,16 @@ import { Panel, adapterColour, chooser } from "./panels.js";
 
 const ALL = "all adapters";
 const LATELY_MS = 60000;
+const GAP_MS = 30000; // longer without an answer, as in a hidden tab: the minute begins anew
 const panel = new Panel("heat", "This server does not count which experts are used.");
 let grid = null;
 let answers = []; // [{ timeMs, heat }], the newest last; counts only grow in it
 
 function remember(heat) {
   const timeMs = performance.now();
-  const last = answers.at(-1)?.heat;
-  if (last && heat.sampled_steps < last.sampled_steps) answers = []; // another server process
+  const last = answers.at(-1);
+  const isOther = last && heat.sampled_steps < last.heat.sampled_steps; // another server process
+  if (isOther || timeMs - last?.timeMs > GAP_MS) answers = [];
   answers.push({ timeMs, heat });
   while (answers.length > 2 && answers[1].timeMs <= timeMs - LATELY_MS) answers.shift();
 }
@@ -55,8 +57,7 @@ function rowOf(heat, counts, index, most, colour) {
 function draw() {
   const { heat } = answers.at(-1);
   const chosen = byId("heat-adapter").value;
-  const isLate = byId("heat-span").value === "lately" && answers.length > 1;
-  const before = isLate ? answers[0].heat : null;
+  const before = byId("heat-span").value === "lately" ? answers[0].heat : null;
   const matrix = less(matrixOf(heat, chosen), before && matrixOf(before, chosen));
   const most = Math.max(0, ...matrix.flat());
   const colour = chosen === ALL ? "var(--accent)" : adapterColour(chosen);

@@ -14,6 +14,7 @@ import * as traffic from "./traffic.js";
 
 const ready = {
   name: "ready",
+  isQuick: true,
   ask: () => requestState("/readyz"),
   show: header.showReady,
   fail: header.readyFailed,
@@ -30,6 +31,7 @@ const model = {
 let paths = null;
 const routes = {
   name: "routes",
+  isQuick: true,
   everyMs: 300000,
   ask: () => request("GET", "/openapi.json"),
   show(answer) {

@@ -36,10 +36,9 @@ export function total(samples, matches = () => true) {
 }
 
 // Upper bound -> cumulative count, summed over all other labels: a Map in ascending order.
-export function buckets(samples, matches = () => true) {
+export function buckets(samples) {
   const sums = new Map();
   for (const { labels, value } of samples ?? []) {
-    if (!matches(labels)) continue;
     const bound = labels.le === "+Inf" ? Infinity : Number(labels.le);
     sums.set(bound, (sums.get(bound) ?? 0) + value);
   }
@@ -72,6 +71,14 @@ export function quantile(q, before, after) {
   return lower;
 }
 
+// Most adapters rest most of the time: a histogram that counted nothing new is kept once.
+function shareUnchanged(before, now) {
+  for (const [name, counts] of Object.entries(now)) {
+    const old = before[name];
+    if (old && old.size === counts.size && old.get(Infinity) === counts.get(Infinity)) now[name] = old;
+  }
+}
+
 // Samples of the last ten minutes. A counter that falls means another server process: begin again.
 export class History {
   constructor() {
@@ -83,6 +90,7 @@ export class History {
     if (last && Object.keys(sample.counters).some((name) => sample.counters[name] < last.counters[name])) {
       this.samples = [];
     }
+    if (last) shareUnchanged(last.histograms, sample.histograms);
     this.samples.push(sample);
     while (this.samples[0].time < sample.time - HISTORY_S) this.samples.shift();
   }

@@ -3,7 +3,9 @@
 //   sources --due?--> ask() --> show(answer) | fail(error) --> due again
 //
 // A source that fails waits longer each time, one whose route is missing a minute. A server that does
-// not answer is asked by the first source only. Nothing is asked while the page is hidden.
+// not answer is asked by one source only, until it does. A late answer may be that of busy ranks: the
+// others go on, unless it is late for a source that waits for no rank. Nothing is asked while the page
+// is hidden.
 
 const INTERVAL_MS = 2000;
 const LONGEST_MS = 30000;
@@ -15,7 +17,8 @@ function waitAfter(error, failures) {
 }
 
 export class Poller {
-  // source: { name, ask: async () => answer, show(answer), fail(error), everyMs? }
+  // source: { name, ask: async () => answer, show(answer), fail(error), everyMs?, isQuick? }
+  // isQuick: the process that serves HTTP answers by itself.
   constructor(sources, onReach) {
     this.sources = sources.map((source) => ({ ...source, dueMs: 0, failures: 0 }));
     this.onReach = onReach; // called with an ApiError, or null when the server answers
@@ -58,11 +61,13 @@ export class Poller {
     for (const source of this.sources) {
       if (document.hidden) return;
       if (source.dueMs > performance.now()) continue;
-      const error = await this.once(source);
-      if (error?.status === 0) {
+      const wasLost = this.isLost;
+      await this.once(source);
+      if (this.isLost) {
         this.postpone(source.dueMs);
         return;
       }
+      if (wasLost) return; // all are due now, in their order
     }
   }
 
@@ -73,14 +78,13 @@ export class Poller {
       source.failures = 0;
       source.dueMs = performance.now() + (source.everyMs ?? INTERVAL_MS);
       this.reached(null);
-      return null;
     } catch (error) {
       const wait = waitAfter(error, source.failures);
       source.failures += 1;
       source.dueMs = performance.now() + wait;
-      this.reached(error.status === 0 ? error : null);
+      if (error.status !== 0) this.reached(null);
+      else if (!error.isLate || source.isQuick) this.reached(error);
       source.fail(error);
-      return error;
     }
   }
 

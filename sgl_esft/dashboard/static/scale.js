@@ -37,6 +37,7 @@ function said(words, isProblem) {
 
 async function dryRun(body) {
   said("Planning …", false);
+  byId("scale-plan").replaceChildren(); // an error must not stand beside the plan of something else
   byId("scale-plan").replaceChildren(...drawPlan(await request("POST", "/v1/scale", { ...body, dry_run: true })).flat());
   said("", false);
 }

@@ -52,17 +52,20 @@ const of = (metric, adapter) => (adapter === ALL ? metric : `${metric}|${adapter
 // One moment: every counter and histogram as a whole, ours by adapter too.
 function sampleOf(found) {
   const sample = { time: Date.now() / 1000, counters: {}, histograms: {} };
-  const add = (metric, adapter) => {
-    const matches = (labels) => adapter === ALL || labels.adapter === adapter;
-    const samples = found.get(metric);
-    if (metric.endsWith("_bucket")) sample.histograms[of(metric, adapter)] = buckets(samples, matches);
-    else sample.counters[of(metric, adapter)] = total(samples, matches);
+  const add = (metric, adapter, samples) => {
+    if (metric.endsWith("_bucket")) sample.histograms[of(metric, adapter)] = buckets(samples);
+    else sample.counters[of(metric, adapter)] = total(samples);
     if (metric !== OURS.requests) return;
-    const failed = total(samples, (labels) => matches(labels) && !FINE.has(labels.outcome));
-    sample.counters[of("failed", adapter)] = failed ?? (samples ? 0 : null);
+    const failed = total(samples, (labels) => !FINE.has(labels.outcome));
+    sample.counters[of("failed", adapter)] = failed ?? (found.has(metric) ? 0 : null);
   };
-  for (const metric of Object.values(SGLANGS)) add(metric, ALL);
-  for (const metric of Object.values(OURS)) for (const adapter of [ALL, ...adapters]) add(metric, adapter);
+  for (const metric of Object.values(SGLANGS)) add(metric, ALL, found.get(metric));
+  for (const metric of Object.values(OURS)) {
+    const samples = found.get(metric);
+    add(metric, ALL, samples);
+    const ofEach = Map.groupBy(samples ?? [], ({ labels }) => labels.adapter);
+    for (const adapter of adapters) add(metric, adapter, ofEach.get(adapter));
+  }
   return sample;
 }
 

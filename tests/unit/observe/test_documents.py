@@ -14,7 +14,7 @@ from sgl_esft.config import DEFAULT_HEAT_EVERY
 from sgl_esft.launch import flags
 from sgl_esft.memory_metrics import MemoryMetrics
 from sgl_esft.observe import heat_hooks
-from sgl_esft.observe.heat import HeatSampler
+from sgl_esft.observe.heat import MAX_NAMES, HeatSampler
 from sgl_esft.observe.middleware import OUTCOMES
 from sgl_esft.observe.request_metrics import RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
@@ -99,6 +99,10 @@ def test_the_heat_of_the_page_is_shaped_as_the_codes() -> None:
     assert shown["distinct_experts_per_step"].keys() == made["distinct_experts_per_step"].keys()
     for counts in shown["adapters"].values():
         assert [len(layer) for layer in counts] == [shown["num_experts"]] * len(shown["layers"])
+
+
+def test_the_bound_of_names() -> None:
+    assert f"At most {MAX_NAMES} adapters are told apart" in TEXT
 
 
 def test_the_access_lines_keys() -> None:

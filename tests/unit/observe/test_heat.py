@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_esft.observe.heat import HeatSampler, SlotOwner, distinct_experts, merged
+from sgl_esft.observe.heat import (
+    MAX_NAMES,
+    OTHERS,
+    HeatSampler,
+    SlotOwner,
+    distinct_experts,
+    merged,
+)
 
 LAYERS = (1, 2)
 NUM_EXPERTS = 4
@@ -93,6 +100,31 @@ def test_a_slot_that_changes_hands_counts_for_who_has_it_then() -> None:
     adapters = heat.report()["adapters"]
     assert adapters["math"] == [[1, 0, 0, 0]] * 2
     assert adapters["law"] == [[0, 1, 0, 0]] * 2
+
+
+def test_a_rank_that_serves_again_begins_at_zero() -> None:
+    heat = sampler(every=2)
+    empty = heat.report()
+    step(heat, [[0, 1]], [0])
+    heat.begin_step(1)
+    heat.reset()
+    assert heat.report() == empty
+    step(heat, [[2, 3]], [-1])  # the first one is sampled, as ever
+    assert heat.report()["adapters"] == {"base": [[0, 0, 1, 1]] * 2}
+    assert heat.report()["sampled_steps"] == 1
+
+
+def test_adapters_that_come_and_go_for_ever_are_not_all_told_apart() -> None:
+    owners: dict[int, SlotOwner] = {1: LAW}
+    heat = sampler(owners=owners)
+    for number in range(MAX_NAMES + 5):
+        owners[0] = SlotOwner(f"adapter-{number}", {})
+        step(heat, [[0], [1]], [0, 1])
+    adapters = heat.report()["adapters"]
+    assert len(adapters) == MAX_NAMES + 2  # and the base, and the others
+    assert adapters[OTHERS] == [[6, 0, 0, 0]] * 2  # those counted longest ago
+    assert f"adapter-{MAX_NAMES + 4}" in adapters
+    assert adapters["law"] == [[0, MAX_NAMES + 5, 0, 0]] * 2, "it is counted in every step"
 
 
 def test_a_report_in_between_loses_nothing_and_counts_nothing_twice() -> None:

@@ -14,7 +14,12 @@ from prometheus_client import CollectorRegistry
 from sgl_esft.access.answers import App, Message, Receive, Scope, Send, end_stream, send_error
 from sgl_esft.errors import KeyLimitError, RequestTimeoutError, UnknownAdapterError
 from sgl_esft.observe import record
-from sgl_esft.observe.json_logs import ACCESS_LOGGER, AccessLog, JsonFormatter
+from sgl_esft.observe.json_logs import (
+    ACCESS_LOGGER,
+    AccessLog,
+    JsonFormatter,
+    start_loop_for_nobody,
+)
 from sgl_esft.observe.middleware import OUTCOMES, Observer
 from sgl_esft.observe.record import request_id_of
 from sgl_esft.observe.request_metrics import RequestMetrics
@@ -225,6 +230,35 @@ def test_a_client_that_leaves_has_cancelled() -> None:
     assert Seen(waits, client_leaves=True).call().outcomes() == {"cancelled": 1}
 
 
+async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+    await send(START)
+    await send(body(b""))
+
+
+def test_an_error_that_a_client_got_before_it_left_is_a_failure() -> None:
+    async def fails(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(body(b'data: {"error": {"message": "m", "type": "Abort"}}\n\n', more=True))
+        assert (await receive())["type"] == "http.disconnect"
+
+    seen = Seen(fails, client_leaves=True).call()
+    assert (seen.outcomes(), seen.errors()) == ({"failed": 1}, {"Abort": 1})
+
+
+@pytest.mark.parametrize("answer", [sglang_error, streams])
+def test_what_is_answered_to_nobody_is_no_error_and_no_success(answer: App) -> None:
+    """SGLang answers 400, or ends its stream, when it finds that the client has left."""
+
+    async def finds_out(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.disconnect"
+        await answer(scope, receive, send)
+
+    seen = Seen(finds_out, client_leaves=True).call()
+    assert seen.outcomes() == {"cancelled": 1}
+    assert seen.errors() == {}
+    assert (seen.line["outcome"], seen.line["error"]) == ("cancelled", None)
+
+
 def test_a_request_has_ended_with_its_last_byte() -> None:
     """SGLang's application lives on for seconds after a stream."""
 
@@ -262,6 +296,24 @@ def test_lines_of_other_loggers_name_the_request() -> None:
     line = json.loads(made[0])
     assert line["request_id"] == seen.request_id
     assert (line["level"], line["message"], line["rank"]) == ("WARNING", "a b", "TP0")
+
+
+def test_lines_of_the_loop_that_the_first_request_starts_name_no_request() -> None:
+    made: list[str] = []
+
+    async def loop() -> None:
+        entry = logging.LogRecord("sglang.x", logging.INFO, "f", 1, "outputs", (), None)
+        made.append(JsonFormatter().format(entry))
+
+    async def starts(scope: Scope, receive: Receive, send: Send) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        start_loop_for_nobody(lambda _: tasks.append(asyncio.create_task(loop())), None)
+        await tasks[0]
+        assert record.current() is not None
+        await fine(scope, receive, send)
+
+    Seen(starts).call()
+    assert "request_id" not in json.loads(made[0])
 
 
 def test_an_exception_is_one_line() -> None:
