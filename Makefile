@@ -10,6 +10,8 @@ OUT ?= sgl_esft/zoo/checkpoints
 
 python := .venv/bin/python
 kernels_link := build/typing/sgl_esft_kernels
+# That ARGS choose none of the tests is no failure (pytest's status 5).
+pytest_some := scripts/pytest_some.sh $(python)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve serve-elastic test browser test-fast check format docs bench bench-gpu zoo clean distclean
@@ -26,8 +28,9 @@ serve: setup ## serve the demo on 127.0.0.1 (PORT=30000, ARGS= for any flag of S
 serve-elastic: setup ## the same, on devices that come and go while it serves (PORT=, ARGS=)
 	@exec $(python) -m sgl_esft.launch_server --elastic --port $(PORT) $(ARGS)
 
-test: setup browser ## run the whole suite (ARGS= for pytest)
-	@$(python) -m pytest -m "not soak" --durations=15 $(ARGS)
+test: setup browser ## run the whole suite, two tests at a time where that is right (ARGS= for pytest)
+	@$(pytest_some) -m "not soak and not alone" -n 2 --dist loadgroup --durations=15 $(ARGS)
+	@$(pytest_some) -m "alone and not soak" --durations=15 $(ARGS)
 
 test-soak: setup ## the long random runs and the baselines of scaling (over an hour; ARGS= for pytest)
 	@$(python) -m pytest -m soak --durations=15 $(ARGS)

@@ -22,6 +22,7 @@ DEV_ROOTS = [
     "playwright",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "ruff",
     "schemathesis",
 ]

@@ -27,7 +27,7 @@ from tests.docs import session
 from tests.docs.blocks import pages_run_with, run_blocks
 from tests.servers import Server, ServerPool, ServerSpec
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 LATER = "sum"  # loaded while the server runs
 FIRST = tuple(name for name in zoo.adapter_paths() if name != LATER)

@@ -24,7 +24,7 @@ from tests.server.elastic_faults import (
 )
 from tests.server.fault_cells import CHUNKS, Cell, Measured, carry_out, is_idle, measured
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

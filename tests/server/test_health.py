@@ -15,7 +15,7 @@ from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED
 from tests.server.ending import ELASTIC, Mortal, Stream, mortal, title, wait_until
 from tests.servers import Server, ServerSpec
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 SOON_S = 5.0
 LONG = 480  # tokens, nearly all that the demo's context has room for: a second or two

@@ -10,7 +10,7 @@ from sgl_esft.lifecycle.states import Action, Command, Outcome, Situation, decid
 
 PAIRS = list(itertools.product(Command, Situation))
 # What goes on: only an outcome ends these.
-AT_WORK = {Situation.LOADING, Situation.REPLACING, Situation.LEAVING, Situation.DRAINING}
+AT_WORK = (Situation.LOADING, Situation.REPLACING, Situation.LEAVING, Situation.DRAINING)
 
 
 def test_every_pair_has_an_answer() -> None:
