@@ -97,36 +97,18 @@ class SglangEngine:
     async def load(
         self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
     ) -> LoadedAdapter:
-        async with self._lock_of(name):
-            names = list(self._registry.refs())
-            return await self._bring(name, folder, names, pinned, on_progress)
+        return await self._to_the_end(self._load(name, folder, pinned, on_progress))
 
     async def replace(
         self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
     ) -> LoadedAdapter:
-        async with self._lock_of(name):
-            if name not in self._registry.refs() and name not in self._manager.lora_ref_cache:
-                raise UnknownAdapterError(
-                    f"adapter {name!r} is not loaded, so nothing can take its place: load it"
-                )
-            return await self._bring(name, folder, [], pinned, on_progress)
+        return await self._to_the_end(self._replace(name, folder, pinned, on_progress))
 
     async def unload(self, name: str) -> None:
-        async with self._lock_of(name):
-            known = self._manager.lora_ref_cache.pop(name, None)
-            ref = await self._registry.take(name)
-            if ref is not None:
-                await self._to_the_end(self._retire(ref))
-            elif known is None:
-                raise UnknownAdapterError(f"adapter {name!r} is not loaded")
+        await self._to_the_end(self._unload(name))
 
     async def set_pinned(self, name: str, pinned: bool) -> None:
-        async with self._lock_of(name):
-            ref = self._registry.refs().get(name)
-            if ref is None:
-                raise UnknownAdapterError(f"adapter {name!r} is not loaded: load it first")
-            if bool(ref.pinned) != pinned:
-                await self._to_the_end(self._repin(ref, pinned))
+        await self._to_the_end(self._set_pinned(name, pinned))
 
     def loaded(self) -> Sequence[LoadedAdapter]:
         counts = self._registry.num_references()
@@ -150,6 +132,42 @@ class SglangEngine:
                 found[adapter_id] = (*found.get(adapter_id, ()), place)
         return found
 
+    # ---- what each of them does, one at a time for a name ----
+
+    async def _load(
+        self, name: str, folder: Path, pinned: bool, on_progress: OnProgress
+    ) -> LoadedAdapter:
+        async with self._lock_of(name):
+            names = list(self._registry.refs())
+            return await self._bring(name, folder, names, pinned, on_progress)
+
+    async def _replace(
+        self, name: str, folder: Path, pinned: bool, on_progress: OnProgress
+    ) -> LoadedAdapter:
+        async with self._lock_of(name):
+            if name not in self._registry.refs() and name not in self._manager.lora_ref_cache:
+                raise UnknownAdapterError(
+                    f"adapter {name!r} is not loaded, so nothing can take its place: load it"
+                )
+            return await self._bring(name, folder, [], pinned, on_progress)
+
+    async def _unload(self, name: str) -> None:
+        async with self._lock_of(name):
+            known = self._manager.lora_ref_cache.pop(name, None)
+            ref = await self._registry.take(name)
+            if ref is not None:
+                await self._retire(ref)
+            elif known is None:
+                raise UnknownAdapterError(f"adapter {name!r} is not loaded")
+
+    async def _set_pinned(self, name: str, pinned: bool) -> None:
+        async with self._lock_of(name):
+            ref = self._registry.refs().get(name)
+            if ref is None:
+                raise UnknownAdapterError(f"adapter {name!r} is not loaded: load it first")
+            if bool(ref.pinned) != pinned:
+                await self._repin(ref, pinned)
+
     # ---- loading ----
 
     async def _bring(
@@ -168,7 +186,7 @@ class SglangEngine:
             on_progress(LoadPhase.VALIDATING, 1.0)
             ref = sglang_api.make_adapter_ref(name, str(content.folder), pinned)
             async with self._room_for(name, content.num_bytes):
-                await self._to_the_end(self._admit(ref, manifest, content, on_progress))
+                await self._admit(ref, manifest, content, on_progress)
         except BaseException:
             self.counters.num_failed_loads += 1
             raise
@@ -201,14 +219,17 @@ class SglangEngine:
         old = await self._registry.put(ref)
         if old is not None:
             self.counters.num_replacements += 1
-            self._start(self._retire(old))
+            self._start(self._retire(old)).add_done_callback(_log_failure)
         elif name in self._manager.lora_ref_cache:
             self.counters.num_reloads += 1
         self._manager.lora_ref_cache[name] = ref
 
-    async def _retire(self, ref: Any) -> None:
-        """The ref's name means something else now: unload it once nobody uses it."""
-        self._draining[ref.lora_id] = ref
+    def _retire(self, ref: Any) -> Coroutine[Any, Any, None]:
+        """The ref's name means something else from now on: unload it once nobody uses it."""
+        self._draining[ref.lora_id] = ref  # at once: it takes room until the ranks forget it
+        return self._see_off(ref)
+
+    async def _see_off(self, ref: Any) -> None:
         try:
             await self._registry.forget_when_idle(ref.lora_id)
             await self._ranks.unload(ref)
@@ -293,7 +314,7 @@ class SglangEngine:
         if ref is None:
             return False
         logger.info("adapter %s leaves host memory for another one", name)
-        await self._to_the_end(self._retire(ref))
+        await self._retire(ref)
         self.counters.num_evictions += 1
         return True
 
@@ -325,17 +346,25 @@ class SglangEngine:
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("an adapter's change failed: %s: %s", type(error).__name__, error)
-
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Ranks and registry must agree, so a caller that gives up does not stop the work."""
-        return await asyncio.shield(self._start(work))
+        """A caller that gives up stops nothing: ranks and registry must agree.
+
+        The work keeps its locks to its end, too, so that the next load waits for it.
+        """
+        task = self._start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)  # nobody else will hear of it
+            raise
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("an adapter's change failed: %s: %s", type(error).__name__, error)
 
 
 @cache

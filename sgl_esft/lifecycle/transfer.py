@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_esft.errors import EsftError
-from sgl_esft.lifecycle.commands import StageState
+from sgl_esft.lifecycle.commands import StageState, error_of
 from sgl_esft.lifecycle.engine import LoadPhase, OnProgress
-from sgl_esft.lifecycle.ranks import Ranks, error_of
+from sgl_esft.lifecycle.ranks import Ranks
 
 _FIRST_POLL_S = 0.005
 _LAST_POLL_S = 0.1

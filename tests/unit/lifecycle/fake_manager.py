@@ -37,6 +37,7 @@ class FakeManager:
         self.staged: set[str] = set()
         self.fail_next: str | None = None
         self.is_resident = False
+        self.is_reading = False  # what is staged is not read to its end
         self.told: list[str] = []
         self._rids = itertools.count()
 
@@ -49,8 +50,9 @@ class FakeManager:
             return [sglang_api.make_lora_result(False, failure, {})]
         path = getattr(message, "lora_path", None)
         if commands.is_command(path):
-            reply = self._answer(commands.decode(path))
-            return [sglang_api.make_lora_result(True, "", commands.reply_table(reply))]
+            command = commands.decode(path)
+            table = commands.reply_table(command, self._answer(command))
+            return [sglang_api.make_lora_result(True, "", table)]
         self.told.append(f"{'load' if path else 'unload'} {message.lora_name}")
         if path:
             self.staged.discard(message.lora_id)
@@ -68,7 +70,7 @@ class FakeManager:
             self.staged.add(command.adapter_id)
         if command.verb == "drop":
             self.staged.discard(command.adapter_id)
-        return asdict(commands.StageState(10, 10, True))
+        return asdict(commands.StageState(10, 10, not self.is_reading))
 
     @asynccontextmanager
     async def request(self, name: str) -> AsyncIterator[str]:
