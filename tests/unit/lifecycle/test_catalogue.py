@@ -192,6 +192,24 @@ def test_changes_are_seen_within_two_seconds(
         watcher.stop()
 
 
+def test_a_look_that_fails_does_not_end_the_watch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[int] = []
+
+    def refresh() -> None:
+        looks.append(1)
+        raise ZeroDivisionError("a defect")
+
+    watcher = Watcher(tmp_path, refresh)
+    watcher.start()
+    try:
+        _within(10.0, lambda: len(looks) > 1)
+    finally:
+        watcher.stop()
+    assert "ZeroDivisionError: a defect" in caplog.text
+
+
 def _within(seconds: float, is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():

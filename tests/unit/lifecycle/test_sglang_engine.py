@@ -12,6 +12,7 @@ import pytest
 
 from sgl_esft import errors
 from sgl_esft.adapter_format import content_digest
+from sgl_esft.lifecycle import transfer
 from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase
 from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.registry import AdapterGoneError, acquire
@@ -190,6 +191,23 @@ def test_a_load_that_nobody_waits_for_keeps_its_turn(root: Path, manager: FakeMa
             "stage law",
             "load law",
         ]
+
+    run(work())
+
+
+def test_a_file_system_that_hangs_holds_up_one_load_only(
+    root: Path, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "STALLED_S", 0.05)
+
+    async def work() -> None:
+        engine = make_engine(manager, root / "base")
+        manager.is_reading = True
+        with pytest.raises(errors.RequestTimeoutError, match="'math': not a byte"):
+            await load(engine, root / "math")
+        assert not manager.staged
+        manager.is_reading = False
+        await load(engine, root / "law")
 
     run(work())
 
