@@ -50,7 +50,8 @@ class UsableNames(Collection[str]):
         return isinstance(name, str) and self._library.is_usable(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._library.names() if self._library.is_usable(name))
+        loaded = self._library.loaded()
+        return (name for name in self._library.names() if self._library.is_usable(name, loaded))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -107,8 +108,8 @@ class AdapterLibrary:
         """Names that a request may say: loaded, or loaded for it by `ensure`. Always as of now."""
         return UsableNames(self)
 
-    def situation(self, name: str) -> Situation:
-        """Where the table of states.py finds a name."""
+    def situation(self, name: str, loaded: Collection[str] | None = None) -> Situation:
+        """Where the table of states.py finds a name; `loaded` for who asks of many at once."""
         job = self._jobs.get(name)
         if job is not None:
             if job.kind is JobKind.UNLOAD:
@@ -116,14 +117,14 @@ class AdapterLibrary:
             if job.unload_next is not None:
                 return Situation.LEAVING
             return Situation.LOADING if job.kind is JobKind.LOAD else Situation.REPLACING
-        if name in self.loaded():
+        if name in (self.loaded() if loaded is None else loaded):
             return Situation.LOADED
         known = (self._sources, self._failures, self.catalogue.entries)
         return Situation.ON_DISK if any(name in each for each in known) else Situation.ABSENT
 
-    def is_usable(self, name: str) -> bool:
+    def is_usable(self, name: str, loaded: Collection[str] | None = None) -> bool:
         """Whether `ensure` answers for a name, if only with the error of its load."""
-        action = decide(Command.USE, self.situation(name))
+        action = decide(Command.USE, self.situation(name, loaded))
         return action is not Action.UNKNOWN and not (action is Action.START and self.is_held(name))
 
     def is_held(self, name: str) -> bool:

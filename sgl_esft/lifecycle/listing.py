@@ -113,7 +113,7 @@ class Lister:
             error=None if job else library.failure_of(name),
             draining=draining,
             changed_on_disk=self._changed(loaded, view) if loaded else None,
-            on_demand=library.is_usable(name),
+            on_demand=library.is_usable(name, view.loaded),
         )
 
     def _state(self, name: str, view: EngineView) -> AdapterState:

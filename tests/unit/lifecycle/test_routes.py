@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from sgl_esft.errors import (
     NoFreeSlotError,
     RequestTimeoutError,
 )
-from sgl_esft.lifecycle.engine import LoadPhase, Residency
+from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, Residency
 from tests.unit.lifecycle.site import Site, touch_folder, write_folder
 
 Test = Callable[[Site], Awaitable[None]]
@@ -384,6 +384,26 @@ def test_a_listing_survives_a_file_name_that_is_not_unicode(root: Path) -> None:
         site.engine.fails["math"] = AdapterFormatError("the adapter holds \udcff.bin")
         refused = await site.client.post("/v1/adapters?wait=true", json={"name": "math"})
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+
+    on_site(root, test)
+
+
+def test_an_unknown_name_asks_the_engine_a_few_times_only(root: Path) -> None:
+    for number in range(30):
+        write_folder(root / f"a{number}", f"{number}")
+
+    async def test(site: Site) -> None:
+        asked: list[int] = []
+        loaded = site.engine.loaded
+
+        def counting() -> Sequence[LoadedAdapter]:
+            asked.append(1)
+            return loaded()
+
+        site.engine.loaded = counting  # type: ignore[method-assign]
+        assert (await site.generate("nobody")).status_code == 404
+        assert len(await site.adapters()) == 32
+        assert len(asked) < 20
 
     on_site(root, test)
 
