@@ -9,6 +9,7 @@ tuned expert lies. A manifest exists only for an adapter that fits the base mode
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,9 +151,14 @@ def content_digest(path: Path) -> str:
     for file in (path / EXPERT_CONFIG_NAME, *adapter_weight_files(path)):
         # Name and length first, so that bytes cannot move from one file to the next unnoticed.
         with open_regular(file, AdapterFormatError) as stream:
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
+            num_bytes = os.fstat(stream.fileno()).st_size
+            digest.update(f"{file.name}\0{num_bytes}\0".encode("utf-8", "surrogateescape"))
+            try:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+            except OSError as error:
+                reason = error.strerror
+                raise AdapterFormatError(f"{file.name} cannot be read: {reason}.") from error
     return digest.hexdigest()
 
 

@@ -23,7 +23,7 @@ from sgl_esft.errors import (
 from sgl_esft.strict_json import read_object
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
-_PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 def validate_adapter_name(name: object) -> str:
@@ -72,7 +72,7 @@ def adapter_weight_files(path: Path) -> tuple[Path, ...]:
         raise AdapterPathError(f"cannot list {_shown(path.name)}: {error.strerror}.") from error
     for entry in entries:
         _refuse_foreign_link(entry)
-        if entry.suffix.lower() in _PICKLE_SUFFIXES:
+        if entry.suffix.lower() in PICKLE_SUFFIXES:
             raise AdapterFormatError(
                 f"the adapter holds {entry.name}, a pickle file, which is never read: convert to "
                 "safetensors and remove it."

@@ -20,7 +20,7 @@ from sgl_esft.adapters import AdapterPlane, AdapterSource
 from sgl_esft.batch_tags import BASE, BatchTags, tag_tokens
 from sgl_esft.errors import EsftError, UnsupportedModelError
 from sgl_esft.lifecycle.command_desk import ALONE, CommandDesk, RankGroup
-from sgl_esft.lifecycle.commands import Command, decode, is_command, reply_table
+from sgl_esft.lifecycle.commands import Command, decode, is_command, named, reply_table
 from sgl_esft.observe.heat import HeatSampler
 
 
@@ -97,9 +97,9 @@ class EsftManager:
         try:
             reply = self._desk.answer(command)
         except EsftError as error:
-            return self._make_result(False, f"{type(error).__name__}: {error}", self.plane.names)
+            return self._make_result(False, named(error), self.plane.names)
         self._publish_changes()
-        return self._make_result(True, "", reply_table(reply))
+        return self._make_result(True, "", reply_table(command, reply))
 
     def unload_lora_adapter(self, lora_ref: AdapterRef) -> Any:
         return self._report(lambda: self.plane.unload(lora_ref.lora_id))
@@ -114,7 +114,7 @@ class EsftManager:
         try:
             action()
         except EsftError as error:
-            return self._make_result(False, f"{type(error).__name__}: {error}", self.plane.names)
+            return self._make_result(False, named(error), self.plane.names)
         self._publish_changes()
         return self._make_result(True, "", self.plane.names)
 

@@ -47,6 +47,14 @@ Wait: TypeAlias = Annotated[
 ]
 
 
+class AsciiJson(JSONResponse):
+    """JSON of ASCII only: a message may name a file whose name is not Unicode."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, allow_nan=False).encode()
+
+
 @dataclass(frozen=True)
 class Backing:
     """What the routes of one application answer from."""
@@ -68,7 +76,7 @@ class Route:
 
 async def list_adapters(request: Request) -> Any:
     """Every adapter that is loaded, being loaded, or below --adapter-root."""
-    return JSONResponse((await backing(request).lister.list_all()).to_json())
+    return AsciiJson((await backing(request).lister.list_all()).to_json())
 
 
 async def show_adapter(request: Request, name: str) -> Any:
@@ -117,10 +125,10 @@ async def _answer(request: Request, job: Job | None, name: str, *, wait: bool, d
     return await _record(request, name, done)
 
 
-async def _record(request: Request, name: str, status: int) -> JSONResponse:
+async def _record(request: Request, name: str, status: int) -> Response:
     record = await backing(request).lister.show(name)
     headers = {} if status == 200 else {"Location": f"/v1/adapters/{name}"}
-    return JSONResponse(record.to_json(), status_code=status, headers=headers)
+    return AsciiJson(record.to_json(), status_code=status, headers=headers)
 
 
 _BAD = error_example("The body, the name or the folder", "AdapterPathError", 400, "...")
@@ -265,7 +273,7 @@ def answer_error(error: EsftError, status: int | None = None) -> Response:
     described = json.loads(error_json(error))
     code = error.http_status if status is None else status
     described["error"]["code"] = code
-    answer = JSONResponse(described, status_code=code)
+    answer = AsciiJson(described, status_code=code)
     if isinstance(error, RetryLaterError):
         answer.headers["Retry-After"] = str(math.ceil(RETRY_AFTER_S))
     return answer

@@ -23,6 +23,7 @@ from sgl_esft.adapter_format import AdapterManifest
 from sgl_esft.adapter_paths import resolve_adapter_path, validate_adapter_name
 from sgl_esft.errors import AdapterNameError, EsftError
 from sgl_esft.http_adapters import BASE_ALIASES
+from sgl_esft.lifecycle.engine import LoadedAdapter
 from sgl_esft.lifecycle.folders import Fingerprint, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,15 @@ class FolderEntry:
     num_experts: int | None = None
     num_bytes: int | None = None
     error: EsftError | None = None  # why it cannot be loaded
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the version came from that a name means, or meant when it was evicted."""
+
+    adapter_id: str
+    folder: Path
+    is_own: bool  # the name's own folder below the root; a link there may lead elsewhere by now
 
 
 def check_name(name: object) -> str:
@@ -98,12 +108,18 @@ class Catalogue:
         self.root = root
         self._check = check
         self._snapshot: Snapshot = EMPTY
+        self._is_lost = False  # the root could not be read, the last time
         self._lock = threading.Lock()
 
     @property
     def entries(self) -> Snapshot:
         """Adapter name -> its folder, as it was seen last."""
         return self._snapshot
+
+    def source_of(self, loaded: LoadedAdapter) -> Source:
+        """Where an adapter came from that has just been loaded."""
+        own = None if self.root is None else os.path.realpath(self.root / loaded.name)
+        return Source(loaded.adapter_id, loaded.folder, is_own=str(loaded.folder) == own)
 
     def refresh(self) -> None:
         """Scan again. A root that cannot be read leaves what was seen before."""
@@ -113,8 +129,11 @@ class Catalogue:
             try:
                 found = scan(self.root, self._check, self._snapshot)
             except OSError as error:
-                logger.warning("--adapter-root cannot be read: %s", error)
+                if not self._is_lost:  # said once, though it is looked at every second
+                    logger.warning("--adapter-root cannot be read: %s", error)
+                self._is_lost = True
                 return
+            self._is_lost = False
             _log_changes(self._snapshot, found)
             self._snapshot = found
 
@@ -123,9 +142,16 @@ def _log_changes(before: Snapshot, after: Snapshot) -> None:
     for name in sorted(before.keys() - after.keys()):
         logger.info("adapter folder %s is gone", name)
     for name, entry in after.items():
-        if before.get(name) is entry:
+        if _says_the_same(before.get(name), entry):
             continue
         if entry.error is None:
             logger.info("adapter folder %s: %s experts", name, entry.num_experts)
         else:
             logger.warning("adapter folder %s: %s", name, entry.error)
+
+
+def _says_the_same(before: FolderEntry | None, after: FolderEntry) -> bool:
+    """A folder that cannot be looked into is checked at every scan, and not logged again."""
+    if before is None:
+        return False
+    return before is after or (before.seen, str(before.error)) == (after.seen, str(after.error))

@@ -16,7 +16,14 @@ from typing import Any
 
 from sgl_esft.adapters import AdapterPlane, AdapterSource
 from sgl_esft.errors import EsftError, InvariantError
-from sgl_esft.lifecycle.commands import Command, RankReport, StageState, merge_states
+from sgl_esft.lifecycle.commands import (
+    Command,
+    RankReport,
+    StageState,
+    error_of,
+    merge_states,
+    named,
+)
 from sgl_esft.lifecycle.staging import Stager
 from sgl_esft.shared_layer import SharedLayer
 
@@ -62,12 +69,28 @@ class CommandDesk:
         raise InvariantError(f"unknown command {command.verb!r}")
 
     def take_in(self, source: AdapterSource) -> None:
-        """An adapter is published: what is missing of it now is done at once.
+        """An adapter is published: what is missing of it now is done at once, by all ranks or none.
 
-        Raises one of the Adapter* errors, or that there is no room.
+        Raises one of the Adapter* errors, or that there is no room; the same on every rank, since
+        the process that serves HTTP hears of one of them only.
         """
         adapter_id = source.adapter_id
-        self._num_layers.pop(adapter_id, None)
+        is_new = adapter_id in self._num_layers or not self._plane.is_loaded(adapter_id)
+        try:
+            self._complete(source)
+            failed = ""
+        except EsftError as error:
+            failed = named(error)
+        failures = [found for found in self._group.gather_json(failed) if found]
+        if not failures:
+            self._num_layers.pop(adapter_id, None)
+            return
+        if is_new:
+            self._drop(adapter_id)
+        raise error_of(failures[0])
+
+    def _complete(self, source: AdapterSource) -> None:
+        adapter_id = source.adapter_id
         if self._plane.is_loaded(adapter_id):
             self._plane.finish(adapter_id)
             self._plane.set_pinned(adapter_id, source.pinned)
@@ -80,7 +103,7 @@ class CommandDesk:
         stage = self._stager.find(adapter_id)
         if stage is None:
             return StageState(is_known=False)
-        error = "" if stage.error is None else f"{type(stage.error).__name__}: {stage.error}"
+        error = "" if stage.error is None else named(stage.error)
         is_read = stage.is_over.is_set() and stage.error is None
         return StageState(stage.num_bytes_read, stage.num_bytes, is_read, error=error)
 
@@ -90,7 +113,7 @@ class CommandDesk:
             num_left = self._place_next(adapter_id, pinned)
             failed = ""
         except EsftError as error:
-            num_left, failed = 0, f"{type(error).__name__}: {error}"
+            num_left, failed = 0, named(error)
         if any(self._group.gather_json(failed)):
             failed = self._give_up(adapter_id, failed)
             num_left = 0

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from sgl_esft.errors import InvariantError
+from sgl_esft import errors
+from sgl_esft.errors import EsftError, InvariantError, RequestTimeoutError
 
 PREFIX: Final = "esft-command:"
 _REPLY: Final = "esft-reply"
@@ -36,6 +37,7 @@ class Command:
     name: str = ""
     path: str = ""
     pinned: bool = False
+    number: int = 0  # of the message, repeated in its reply
 
     def encode(self) -> str:
         return PREFIX + json.dumps(asdict(self))
@@ -93,9 +95,9 @@ class RankReport:
     num_evictions: int = 0
 
 
-def reply_table(reply: dict[str, Any] | list[dict[str, Any]]) -> dict[str, str]:
-    """A reply in the form of SGLang's table of loaded adapters."""
-    return {_REPLY: json.dumps(reply)}
+def reply_table(command: Command, reply: dict[str, Any] | list[dict[str, Any]]) -> dict[str, str]:
+    """The reply to a command in the form of SGLang's table of loaded adapters."""
+    return {_REPLY: json.dumps({"number": command.number, "reply": reply})}
 
 
 def is_reply(table: dict[str, Any] | None) -> bool:
@@ -103,8 +105,28 @@ def is_reply(table: dict[str, Any] | None) -> bool:
     return bool(table) and _REPLY in (table or {})
 
 
-def read_reply(table: dict[str, Any] | None) -> Any:
-    """The reverse. Raises InvariantError when the rank did not take it for a command."""
+def read_reply(table: dict[str, Any] | None, number: int) -> Any:
+    """The reverse. Raises InvariantError when the rank did not take it for a command.
+
+    Raises RequestTimeoutError for the reply to another one, whose sender has given up.
+    """
     if not table or _REPLY not in table:
         raise InvariantError(f"a rank answered a command with {str(table)[:200]}")
-    return json.loads(table[_REPLY])
+    said = json.loads(table[_REPLY])
+    if said["number"] != number:
+        raise RequestTimeoutError("a rank answered an earlier command late: ask again")
+    return said["reply"]
+
+
+def named(error: EsftError) -> str:
+    """An error as ranks report it: "NameError: message"."""
+    return f"{type(error).__name__}: {error}"
+
+
+def error_of(text: str) -> EsftError:
+    """The error that a rank reported by `named`."""
+    name, colon, message = text.partition(": ")
+    kind = getattr(errors, name, None)
+    if colon and isinstance(kind, type) and issubclass(kind, EsftError):
+        return kind(message)
+    return InvariantError(f"a rank failed: {text}")

@@ -9,7 +9,7 @@ They answer when the work has ended. What they do is what the routes of api.py d
 from __future__ import annotations
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 
 from sgl_esft.errors import (
     AdapterExistsError,
@@ -19,7 +19,7 @@ from sgl_esft.errors import (
     UnknownAdapterError,
     UserError,
 )
-from sgl_esft.lifecycle.api import WAIT_TIMEOUT_S, Route, answer_error, backing
+from sgl_esft.lifecycle.api import WAIT_TIMEOUT_S, AsciiJson, Route, answer_error, backing
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.schemas import (
     SglangLoadBody,
@@ -105,7 +105,7 @@ def _sglang_answer(library: AdapterLibrary, error: EsftError | None = None) -> R
     loaded = {name: str(each.folder) for name, each in library.loaded().items()}
     message = "" if error is None else f"{type(error).__name__}: {error}"
     said = {"success": error is None, "error_message": message, "loaded_adapters": loaded}
-    return JSONResponse(said, status_code=200 if error is None else 400)
+    return AsciiJson(said, status_code=200 if error is None else 400)
 
 
 _ADDED = {"description": "Loaded", "content": {"text/plain": {"example": "Success: ..."}}}

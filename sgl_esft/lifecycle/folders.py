@@ -20,8 +20,10 @@ import xxhash
 
 from sgl_esft.adapter_config import EXPERT_CONFIG_NAME
 from sgl_esft.adapter_format import content_digest
+from sgl_esft.adapter_paths import PICKLE_SUFFIXES
 
-_WEIGHTS_SUFFIX: Final = ".safetensors"
+_CHECKED_NAMES: Final = frozenset({EXPERT_CONFIG_NAME, "config.json"})
+_CHECKED_SUFFIXES: Final = (".safetensors", ".safetensors.index.json")
 _MAX_DIGESTS: Final = 1024
 
 Fingerprint: TypeAlias = str
@@ -29,18 +31,36 @@ Digest: TypeAlias = Callable[[Path], str]
 
 
 def fingerprint(folder: Path) -> Fingerprint | None:
-    """Changes when the adapter's files do, by name, size, time or inode; None without a folder."""
+    """Changes when the adapter's files do, by name, size, time or inode; None without a folder.
+
+    Files that only decide whether the adapter is refused count too: once they are gone or mended,
+    it is to be looked at again.
+    """
     seen = xxhash.xxh3_128()
     try:
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda each: each.name):
-                if entry.name == EXPERT_CONFIG_NAME or entry.name.endswith(_WEIGHTS_SUFFIX):
-                    found = entry.stat()
+                if _is_checked(entry):
+                    found = _stat(entry)
                     parts = (found.st_size, found.st_mtime_ns, found.st_ino)
                     seen.update(f"{entry.name}\0{parts}\0".encode("utf-8", "surrogateescape"))
     except OSError:
         return None
     return seen.hexdigest()
+
+
+def _is_checked(entry: os.DirEntry[str]) -> bool:
+    """Whether adapter_format.py or adapter_paths.py looks at the file."""
+    name = entry.name
+    is_named = name in _CHECKED_NAMES or name.endswith(_CHECKED_SUFFIXES)
+    return is_named or Path(name).suffix.lower() in PICKLE_SUFFIXES or entry.is_symlink()
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result:
+    try:
+        return entry.stat()
+    except OSError:  # a link that leads nowhere
+        return entry.stat(follow_symlinks=False)
 
 
 class DigestCache:

@@ -39,7 +39,7 @@ class HostLimits:
 def plan_evictions(
     entries: Sequence[HostEntry], name: str, num_bytes: int, limits: HostLimits
 ) -> list[str]:
-    """The fewest adapters, least recently used first, that leave room for one of `num_bytes`.
+    """Adapters to unload, least recently used first, until one of `num_bytes` has room.
 
     `entries` are in that order. Raises AdapterTooLargeError if it never fits, and
     OutOfHostMemoryError while what would have to leave is pinned or in use.

@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -28,11 +26,11 @@ from sgl_esft.errors import (
     AdapterPathError,
     EsftError,
     InternalError,
-    RetryLaterError,
     UnknownAdapterError,
 )
-from sgl_esft.lifecycle.catalogue import Catalogue, check_name
+from sgl_esft.lifecycle.catalogue import Catalogue, Source, check_name
 from sgl_esft.lifecycle.engine import AdapterEngine, LoadedAdapter
+from sgl_esft.lifecycle.failures import Failure, Failures
 from sgl_esft.lifecycle.folders import DigestCache, Fingerprint, fingerprint
 from sgl_esft.lifecycle.jobs import Job, JobKind
 from sgl_esft.lifecycle.states import Action, Command, Situation, decide
@@ -40,17 +38,6 @@ from sgl_esft.lifecycle.states import Action, Command, Situation, decide
 logger = logging.getLogger(__name__)
 
 DEFAULT_ENSURE_TIMEOUT_S: Final = 120.0
-_MAX_FAILURES: Final = 256  # of names that are not below the root
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The last work on a name that failed."""
-
-    kind: JobKind
-    folder: Path
-    seen: Fingerprint | None
-    error: EsftError
 
 
 class UsableNames(Collection[str]):
@@ -63,7 +50,8 @@ class UsableNames(Collection[str]):
         return isinstance(name, str) and self._library.is_usable(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._library.names() if self._library.is_usable(name))
+        loaded = self._library.loaded()
+        return (name for name in self._library.names() if self._library.is_usable(name, loaded))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -91,8 +79,8 @@ class AdapterLibrary:
         self._ensure_timeout_s = ensure_timeout_s
         self._jobs: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folders: dict[str, Path] = {}  # of what was loaded once; it may have been evicted
-        self._failures: OrderedDict[str, Failure] = OrderedDict()
+        self._sources: dict[str, Source] = {}  # of what was loaded once; it may have been evicted
+        self._failures = Failures()
         # Unloaded on purpose: no request brings it back until its folder changes or somebody asks.
         self._held: dict[str, Fingerprint | None] = {}
 
@@ -104,12 +92,15 @@ class AdapterLibrary:
     def loaded(self) -> dict[str, LoadedAdapter]:
         """What the engine serves now, by name."""
         found = {each.name: each for each in self.engine.loaded()}
-        self._folders.update((name, each.folder) for name, each in found.items())
+        for each in found.values():
+            known = self._sources.get(each.name)
+            if known is None or known.adapter_id != each.adapter_id:
+                self._sources[each.name] = self.catalogue.source_of(each)
         return found
 
     def names(self) -> list[str]:
         """Every name that anything is known of."""
-        known = (self.loaded(), self._folders, self._jobs, self._failures, self.catalogue.entries)
+        known = (self.loaded(), self._sources, self._jobs, self._failures, self.catalogue.entries)
         return sorted({name for each in known for name in each})
 
     @property
@@ -117,8 +108,8 @@ class AdapterLibrary:
         """Names that a request may say: loaded, or loaded for it by `ensure`. Always as of now."""
         return UsableNames(self)
 
-    def situation(self, name: str) -> Situation:
-        """Where the table of states.py finds a name."""
+    def situation(self, name: str, loaded: Collection[str] | None = None) -> Situation:
+        """Where the table of states.py finds a name; `loaded` for who asks of many at once."""
         job = self._jobs.get(name)
         if job is not None:
             if job.kind is JobKind.UNLOAD:
@@ -126,14 +117,14 @@ class AdapterLibrary:
             if job.unload_next is not None:
                 return Situation.LEAVING
             return Situation.LOADING if job.kind is JobKind.LOAD else Situation.REPLACING
-        if name in self.loaded():
+        if name in (self.loaded() if loaded is None else loaded):
             return Situation.LOADED
-        known = (self._folders, self._failures, self.catalogue.entries)
+        known = (self._sources, self._failures, self.catalogue.entries)
         return Situation.ON_DISK if any(name in each for each in known) else Situation.ABSENT
 
-    def is_usable(self, name: str) -> bool:
+    def is_usable(self, name: str, loaded: Collection[str] | None = None) -> bool:
         """Whether `ensure` answers for a name, if only with the error of its load."""
-        action = decide(Command.USE, self.situation(name))
+        action = decide(Command.USE, self.situation(name, loaded))
         return action is not Action.UNKNOWN and not (action is Action.START and self.is_held(name))
 
     def is_held(self, name: str) -> bool:
@@ -145,35 +136,52 @@ class AdapterLibrary:
 
     def was_loaded(self, name: str) -> bool:
         """Whether it was loaded once, and nobody has unloaded it since; it may be evicted."""
-        return name in self._folders
+        return name in self._sources
 
     def failure_of(self, name: str) -> EsftError | None:
         """What went wrong last with a name, or what is wrong with its folder."""
         entry = self.catalogue.entries.get(name)
         failure = self._failures.get(name)
-        if failure is not None and (
-            entry is None or failure.folder != entry.folder or failure.seen == entry.seen
-        ):
+        if failure is None or failure.is_outdated:
+            return None if entry is None else entry.error
+        if entry is None or failure.folder != entry.folder or failure.seen == entry.seen:
             return failure.error
-        return None if entry is None else entry.error
+        return entry.error
 
     def _obstacle_of(self, name: str) -> EsftError | None:
         """Why loading it again would fail again: nothing has changed since."""
+        entry, folder = self.catalogue.entries.get(name), self.folder_of(name)
         failure = self._failures.get(name)
-        if failure is not None and failure.kind is not JobKind.LOAD:
-            entry = self.catalogue.entries.get(name)
-            return None if entry is None else entry.error
-        error = self.failure_of(name)
-        return None if isinstance(error, RetryLaterError) else error
+        if failure is not None and failure.is_lasting and failure.folder == folder:
+            return self.failure_of(name)
+        return None if entry is None or entry.folder != folder else entry.error
+
+    async def _look_again(self, name: str) -> None:
+        """A folder that failed, and that nobody watches, may have changed since."""
+        entry, failure = self.catalogue.entries.get(name), self._failures.get(name)
+        if failure is None or (entry is not None and entry.folder == failure.folder):
+            return
+        seen = await asyncio.to_thread(fingerprint, failure.folder)
+        if seen is not None and seen != failure.seen:
+            self._failures.outdate(name, failure)
 
     def folder_of(self, name: str) -> Path | None:
-        """Where a load without a path would read from."""
-        entry = self.catalogue.entries.get(name)
-        job, failure = self._jobs.get(name), self._failures.get(name)
-        for known in (job, entry, failure):
+        """Where a load without a path reads from."""
+        job = self._jobs.get(name)
+        return self.home_of(name) if job is None else job.folder
+
+    def home_of(self, name: str) -> Path | None:
+        """The folder of a name on which no work goes on.
+
+        An evicted adapter comes back from where it came, whatever lies below the root by its name.
+        """
+        source, entry = self._sources.get(name), self.catalogue.entries.get(name)
+        if source is not None and not source.is_own:
+            return source.folder
+        for known in (entry, source, self._failures.get(name)):
             if known is not None:
                 return known.folder
-        return self._folders.get(name)
+        return None
 
     async def load(self, name: str, path: str | None = None, *, pinned: bool = False) -> Job | None:
         """Load a name; of what is loaded with this content already, at most pin it."""
@@ -245,9 +253,9 @@ class AdapterLibrary:
 
     def _let_go(self, name: str) -> Job | None:
         """Of what was evicted the engine may keep something."""
-        folder = self._folders.get(name)
-        if folder is not None:
-            return self._start(Job(JobKind.UNLOAD, name, folder))
+        source = self._sources.get(name)
+        if source is not None:
+            return self._start(Job(JobKind.UNLOAD, name, source.folder))
         self._forget(name)
         return None
 
@@ -257,7 +265,10 @@ class AdapterLibrary:
         Loads what is on disk, each name once however many ask. Raises the load's error,
         UnknownAdapterError, or AdapterLoadTimeoutError when it takes too long.
         """
-        jobs = [job for name in sorted(set(names)) if (job := self._use(name)) is not None]
+        wanted = sorted(set(names))
+        for name in wanted:
+            await self._look_again(name)
+        jobs = [job for name in wanted if (job := self._use(name)) is not None]
         if jobs:
             await asyncio.gather(*(job.wait(self._ensure_timeout_s) for job in jobs))
 
@@ -280,8 +291,7 @@ class AdapterLibrary:
     async def _resolve(self, name: str, path: str | None) -> Path:
         """The real folder of a command. Raises AdapterPathError."""
         root = self.catalogue.root
-        loaded = self.loaded().get(name)
-        folder = self.folder_of(name) if loaded is None else loaded.folder
+        folder = self.home_of(name) if name in self.loaded() else self.folder_of(name)
         if path is None and folder is None:
             if root is None:
                 raise AdapterPathError(
@@ -366,20 +376,19 @@ class AdapterLibrary:
         if loaded is None:
             self._forget(job.name)
             return
-        self._failures.pop(job.name, None)
+        self.loaded()  # notes its source while a link still leads where it was followed
+        self._failures.forget(job.name)
         self.digests.put(job.folder, seen, loaded.digest)
 
     def _note_failure(self, job: Job, seen: Fingerprint | None, error: EsftError) -> None:
         logger.warning("adapter %s: the %s failed: %s", job.name, job.kind.value, error)
-        self._failures[job.name] = Failure(job.kind, job.folder, seen, error.with_traceback(None))
-        self._failures.move_to_end(job.name)
-        while len(self._failures) > _MAX_FAILURES:
-            self._failures.popitem(last=False)
+        failure = Failure(job.kind, job.folder, seen, error.with_traceback(None))
+        self._failures.note(job.name, failure)
 
     def _forget(self, name: str) -> None:
         entry = self.catalogue.entries.get(name)
-        self._folders.pop(name, None)
-        self._failures.pop(name, None)
+        self._sources.pop(name, None)
+        self._failures.forget(name)
         self._held.pop(name, None)
         if entry is not None:
             self._held[name] = entry.seen

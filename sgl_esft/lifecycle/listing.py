@@ -3,7 +3,7 @@
     AdapterLibrary + AdapterEngine.residency --> [Lister] --> Listing, AdapterRecord
 
 Places on devices come from the ranks, which may be in a long step or in a scale. After
-RESIDENCY_TIMEOUT_S the places that were told last are shown.
+RESIDENCY_TIMEOUT_S, or when they fail, the places that were told last are shown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from sgl_esft.errors import UnknownAdapterError
+from sgl_esft.errors import EsftError, UnknownAdapterError
 from sgl_esft.lifecycle.engine import LoadedAdapter, Residency
 from sgl_esft.lifecycle.folders import fingerprint
 from sgl_esft.lifecycle.jobs import JobKind
@@ -62,7 +62,8 @@ class Lister:
     async def _view(self) -> EngineView:
         engine, digests = self._library.engine, self._library.digests
         places = await self._residency()
-        folders = {each.folder for each in self._library.loaded().values()}
+        homes = (self._library.home_of(name) for name in self._library.loaded())
+        folders = {home for home in homes if home is not None}
         fingerprints = await asyncio.to_thread(_fingerprints, folders)
         for folder, seen in fingerprints.items():
             if seen is not None and digests.get(folder, seen) is None:
@@ -83,6 +84,8 @@ class Lister:
     async def _ask(self) -> Places:
         try:
             self._places = await self._library.engine.residency()
+        except EsftError as error:  # a listing is wanted most when the ranks do not answer
+            logger.warning("what is on the device is told from before: %s", error)
         finally:
             self._asking = None
         return self._places
@@ -110,7 +113,7 @@ class Lister:
             error=None if job else library.failure_of(name),
             draining=draining,
             changed_on_disk=self._changed(loaded, view) if loaded else None,
-            on_demand=library.is_usable(name),
+            on_demand=library.is_usable(name, view.loaded),
         )
 
     def _state(self, name: str, view: EngineView) -> AdapterState:
@@ -125,13 +128,14 @@ class Lister:
         return AdapterState.FAILED if failed else AdapterState.ON_DISK
 
     def _changed(self, loaded: LoadedAdapter, view: EngineView) -> bool | None:
-        """Whether the folder holds something else by now; None until that has been read."""
-        if loaded.folder not in view.fingerprints:
+        """Whether a reload would bring something else; None until that has been read."""
+        home = self._library.home_of(loaded.name)
+        if home is None or home not in view.fingerprints:
             return None  # loaded since
-        seen = view.fingerprints[loaded.folder]
+        seen = view.fingerprints[home]
         if seen is None:
             return True  # it is gone
-        digest = self._library.digests.get(loaded.folder, seen)
+        digest = self._library.digests.get(home, seen)
         return None if digest is None else digest != loaded.digest
 
 

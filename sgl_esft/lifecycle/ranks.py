@@ -7,16 +7,26 @@ sglang_engine.py --> [Ranks] --SGLang's load and unload messages--> every rank
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+from dataclasses import replace
 from typing import Any, Final
 
-from sgl_esft import errors, sglang_api
-from sgl_esft.errors import EsftError, InvariantError, RequestTimeoutError
+from sgl_esft import sglang_api
+from sgl_esft.errors import (
+    RequestTimeoutError,
+    UnknownAdapterError,
+)
 from sgl_esft.lifecycle import commands
 from sgl_esft.lifecycle.commands import Command, RankReport, StageState
+
+logger = logging.getLogger(__name__)
 
 # Messages wait while an elastic server scales. A load that was not staged reads from disk.
 COMMAND_TIMEOUT_S: Final = 120.0
 CHANGE_TIMEOUT_S: Final = 600.0
+UNLOAD_TRIES: Final = 3
+UNLOAD_PAUSE_S: Final = 1.0  # a late answer comes in it, and is taken for no other
 
 
 class Ranks:
@@ -24,6 +34,7 @@ class Ranks:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self._numbers = itertools.count(1)
 
     async def admit(self, ref: Any) -> None:
         """Every rank takes the adapter in: what it has staged, else read now.
@@ -33,8 +44,24 @@ class Ranks:
         self._check(await self._send(sglang_api.make_load_request(ref), CHANGE_TIMEOUT_S))
 
     async def unload(self, ref: Any) -> None:
-        """Every rank forgets the adapter."""
-        self._check(await self._send(sglang_api.make_unload_request(ref), CHANGE_TIMEOUT_S))
+        """Every rank forgets the adapter. Asks again if no answer comes.
+
+        What a rank kept would take memory and a slot that nobody counts.
+        """
+        for num_tries in range(1, UNLOAD_TRIES + 1):
+            try:
+                self._check(await self._send(sglang_api.make_unload_request(ref), CHANGE_TIMEOUT_S))
+            except RequestTimeoutError as error:
+                if num_tries == UNLOAD_TRIES:
+                    raise
+                logger.warning("adapter %s is unloaded once more: %s", ref.lora_name, error)
+            except UnknownAdapterError:
+                if num_tries == 1:
+                    raise
+                return  # by a message whose answer was lost
+            else:
+                return
+            await asyncio.sleep(UNLOAD_PAUSE_S)
 
     async def stage(self, ref: Any) -> None:
         """Every rank begins to read the adapter, in the background."""
@@ -63,14 +90,15 @@ class Ranks:
 
     async def _command(self, command: Command) -> Any:
         """The first DP rank's reply: the ranks have put theirs together."""
-        message = sglang_api.make_command_request(command.encode())
+        numbered = replace(command, number=next(self._numbers))
+        message = sglang_api.make_command_request(numbered.encode())
         answers = await self._send(message, COMMAND_TIMEOUT_S)
-        return commands.read_reply(answers[0].loaded_adapters)
+        return commands.read_reply(answers[0].loaded_adapters, numbered.number)
 
     def _check(self, answers: list[Any]) -> None:
         """An answer that comes too late must not be taken for the next message's."""
         if any(commands.is_reply(answer.loaded_adapters) for answer in answers):
-            raise InvariantError("a rank answered a command late: ask for the change again")
+            raise RequestTimeoutError("a rank answered a command late: ask for the change again")
 
     async def _send(self, message: Any, timeout_s: float) -> list[Any]:
         """Raises what a rank raised, or RequestTimeoutError: its engine may have been lost."""
@@ -84,14 +112,5 @@ class Ranks:
             ) from None
         failed = [answer.error_message or "" for answer in answers if not answer.success]
         if failed:
-            raise error_of(failed[0])
+            raise commands.error_of(failed[0])
         return answers
-
-
-def error_of(text: str) -> EsftError:
-    """The error that a rank reported as "NameError: message"."""
-    name, colon, message = text.partition(": ")
-    kind = getattr(errors, name, None)
-    if colon and isinstance(kind, type) and issubclass(kind, EsftError):
-        return kind(message)
-    return InvariantError(f"a rank failed: {text}")

@@ -101,7 +101,7 @@ class EngineView:
     loaded: Mapping[str, LoadedAdapter]  # by name
     draining: Sequence[LoadedAdapter]
     residency: Mapping[str, Sequence[Residency]]  # by adapter id
-    fingerprints: Mapping[Path, str | None]  # of the loaded adapters' folders as they are now
+    fingerprints: Mapping[Path, str | None]  # of the folders that reloads would read
 
     def places_of(self, adapter: LoadedAdapter) -> Sequence[Residency]:
         return self.residency.get(adapter.adapter_id, ())

@@ -6,22 +6,15 @@
 One adapter id is one version of one adapter: it keys the prefix cache and the ranks' tables, and a
 request keeps the id that its name meant when it came. So versions never mix, and an old one leaves
 when its last request has ended.
-
-Loads that find no room take turns: first come, first served. Where all that could leave is in use,
-the adapter that has been there longest takes no new requests and leaves when those it has have
-ended; who asks for it queues like the others. So none waits for ever, however busy the others are:
-at most, for each load before it, TURN_S and the longest request of one adapter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +27,6 @@ from sgl_esft.config import required_config
 from sgl_esft.errors import (
     NoFreeSlotError,
     OutOfExpertMemoryError,
-    OutOfHostMemoryError,
     UnknownAdapterError,
 )
 from sgl_esft.lifecycle.content import (
@@ -44,9 +36,10 @@ from sgl_esft.lifecycle.content import (
     read_content,
 )
 from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, OnProgress, Residency
-from sgl_esft.lifecycle.host_tier import HostEntry, HostLimits, plan_evictions
+from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import Registry
+from sgl_esft.lifecycle.room import Room, Turns
 from sgl_esft.lifecycle.transfer import transfer
 from sgl_esft.model_spec import MoeSpec
 
@@ -54,9 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROOM_TIMEOUT_S = 30.0  # a load waits so long for others to leave
-TURN_S = 2.0  # an adapter that is in use stays at least so long
-_ROOM_POLL_S = 0.1
+_DRAIN_POLL_S = 0.1
 
 # (name, folder, names in use) -> manifest; raises one of the Adapter* errors
 Check = Callable[[str, str, Sequence[str]], AdapterManifest]
@@ -70,7 +61,7 @@ class EngineCounters:
     num_failed_loads: int = 0
     load_seconds: float = 0.0  # of loads that succeeded, all together
     num_replacements: int = 0
-    num_evictions: int = 0  # idle adapters that left host memory for others
+    num_evictions: int = 0  # adapters that left host memory for others
     num_reloads: int = 0  # loads of adapters that had left: misses of the host tier
 
 
@@ -83,64 +74,41 @@ class SglangEngine:
         ranks: Ranks,
         check: Check,
         limits: HostLimits,
-        room_timeout_s: float = ROOM_TIMEOUT_S,
-        turn_s: float = TURN_S,
+        turns: Turns | None = None,
     ) -> None:
-        self.counters = EngineCounters()
+        self._counters = EngineCounters()
         self._manager = manager
         self._registry = Registry(manager)
         self._ranks = ranks
         self._check = check
-        self._limits = limits
-        self._room_timeout_s = room_timeout_s
-        self._turn_s = turn_s
-        self._knows_slots = False
+        self._room = Room(self._registry, self, limits, turns or Turns())
         self._content: dict[str, AdapterContent] = {}  # by adapter id
         self._draining: dict[str, Any] = {}  # adapter id -> ref
         self._name_locks: dict[str, asyncio.Lock] = {}
-        self._queue = asyncio.Lock()  # of loads that want room, in the order they came
-        self._loading = asyncio.Lock()  # one adapter is read at a time
-        self._loaded_at_s: dict[str, float] = {}  # by adapter id, of the monotonic clock
-        self._leaving: asyncio.Task[None] | None = None  # of one that is in use, for another
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def counters(self) -> EngineCounters:
+        """As of now."""
+        return replace(self._counters, num_evictions=self._room.num_evictions)
 
     # ---- AdapterEngine ----
 
     async def load(
         self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
     ) -> LoadedAdapter:
-        async with self._lock_of(name):
-            names = list(self._registry.refs())
-            return await self._bring(name, folder, names, pinned, on_progress)
+        return await self._to_the_end(self._load(name, folder, pinned, on_progress))
 
     async def replace(
         self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
     ) -> LoadedAdapter:
-        async with self._lock_of(name):
-            if name not in self._registry.refs() and name not in self._manager.lora_ref_cache:
-                raise UnknownAdapterError(
-                    f"adapter {name!r} is not loaded, so nothing can take its place: load it"
-                )
-            return await self._bring(name, folder, [], pinned, on_progress)
+        return await self._to_the_end(self._replace(name, folder, pinned, on_progress))
 
     async def unload(self, name: str) -> None:
-        async with self._lock_of(name):
-            known = self._manager.lora_ref_cache.pop(name, None)
-            ref = await self._registry.take(name)
-            if ref is not None:
-                await self._to_the_end(self._retire(ref))
-            elif known is None:
-                raise UnknownAdapterError(f"adapter {name!r} is not loaded")
-            while any(ref.lora_name == name for ref in self._draining.values()):
-                await asyncio.sleep(_ROOM_POLL_S)  # it had to leave while it was in use
+        await self._to_the_end(self._unload(name))
 
     async def set_pinned(self, name: str, pinned: bool) -> None:
-        async with self._lock_of(name):
-            ref = self._registry.refs().get(name)
-            if ref is None:
-                raise UnknownAdapterError(f"adapter {name!r} is not loaded: load it first")
-            if bool(ref.pinned) != pinned:
-                await self._to_the_end(self._repin(ref, pinned))
+        await self._to_the_end(self._set_pinned(name, pinned))
 
     def loaded(self) -> Sequence[LoadedAdapter]:
         counts = self._registry.num_references()
@@ -164,6 +132,44 @@ class SglangEngine:
                 found[adapter_id] = (*found.get(adapter_id, ()), place)
         return found
 
+    # ---- what each of them does, one at a time for a name ----
+
+    async def _load(
+        self, name: str, folder: Path, pinned: bool, on_progress: OnProgress
+    ) -> LoadedAdapter:
+        async with self._lock_of(name):
+            names = list(self._registry.refs())
+            return await self._bring(name, folder, names, pinned, on_progress)
+
+    async def _replace(
+        self, name: str, folder: Path, pinned: bool, on_progress: OnProgress
+    ) -> LoadedAdapter:
+        async with self._lock_of(name):
+            if name not in self._registry.refs() and name not in self._manager.lora_ref_cache:
+                raise UnknownAdapterError(
+                    f"adapter {name!r} is not loaded, so nothing can take its place: load it"
+                )
+            return await self._bring(name, folder, [], pinned, on_progress)
+
+    async def _unload(self, name: str) -> None:
+        async with self._lock_of(name):
+            known = self._manager.lora_ref_cache.pop(name, None)
+            ref = await self._registry.take(name)
+            if ref is not None:
+                await self.see_off(ref)
+            elif known is None:
+                raise UnknownAdapterError(f"adapter {name!r} is not loaded")
+            while any(ref.lora_name == name for ref in self._draining.values()):
+                await asyncio.sleep(_DRAIN_POLL_S)  # it left for another while it was in use
+
+    async def _set_pinned(self, name: str, pinned: bool) -> None:
+        async with self._lock_of(name):
+            ref = self._registry.refs().get(name)
+            if ref is None:
+                raise UnknownAdapterError(f"adapter {name!r} is not loaded: load it first")
+            if bool(ref.pinned) != pinned:
+                await self._repin(ref, pinned)
+
     # ---- loading ----
 
     async def _bring(
@@ -181,13 +187,13 @@ class SglangEngine:
             content = await asyncio.to_thread(read_content, manifest)
             on_progress(LoadPhase.VALIDATING, 1.0)
             ref = sglang_api.make_adapter_ref(name, str(content.folder), pinned)
-            async with self._room_for(name, content.num_bytes):
-                await self._to_the_end(self._admit(ref, manifest, content, on_progress))
+            async with self._room.taken_by(name, content.num_bytes):
+                await self._admit(ref, manifest, content, on_progress)
         except BaseException:
-            self.counters.num_failed_loads += 1
+            self._counters.num_failed_loads += 1
             raise
-        self.counters.num_loads += 1
-        self.counters.load_seconds += time.monotonic() - started
+        self._counters.num_loads += 1
+        self._counters.load_seconds += time.monotonic() - started
         return self._described(ref, Counter())
 
     async def _admit(
@@ -205,35 +211,25 @@ class SglangEngine:
                 break
             except (NoFreeSlotError, OutOfExpertMemoryError):
                 # Where slots are permanent, pages may be short while a slot is free.
-                if self._limits.max_slots is None or not await self._evict_one(ref.lora_name):
+                if not self._room.keeps_slots or not await self._room.evict_one(ref.lora_name):
                     raise
         self._content[ref.lora_id] = content
-        self._loaded_at_s[ref.lora_id] = time.monotonic()
+        self._room.note_came(ref.lora_id)
         await self._publish(ref)
 
     async def _publish(self, ref: Any) -> None:
         name = ref.lora_name
         old = await self._registry.put(ref)
         if old is not None:
-            self.counters.num_replacements += 1
-            self._start(self._retire(old))
+            self._counters.num_replacements += 1
+            self.see_off(old)
         elif name in self._manager.lora_ref_cache:
-            self.counters.num_reloads += 1
+            self._counters.num_reloads += 1
         self._manager.lora_ref_cache[name] = ref
-
-    async def _retire(self, ref: Any) -> None:
-        """The ref's name means something else now: unload it once nobody uses it."""
-        self._draining[ref.lora_id] = ref
-        try:
-            await self._registry.forget_when_idle(ref.lora_id)
-            await self._ranks.unload(ref)
-        finally:
-            for known in (self._draining, self._content, self._loaded_at_s):
-                known.pop(ref.lora_id, None)
 
     async def _repin(self, ref: Any, pinned: bool) -> None:
         changed = sglang_api.make_adapter_ref(ref.lora_name, ref.lora_path, pinned, ref.lora_id)
-        async with self._loading:  # so that nobody evicts it meanwhile
+        async with self._room.loading:  # so that nobody evicts it meanwhile
             current = self._registry.refs().get(ref.lora_name)
             if current is None or current.lora_id != ref.lora_id:
                 raise UnknownAdapterError(f"adapter {ref.lora_name!r} has just left: load it first")
@@ -241,105 +237,32 @@ class SglangEngine:
             await self._registry.change(changed)
         self._manager.lora_ref_cache[ref.lora_name] = changed
 
-    # ---- room in host memory ----
+    # ---- Tenants ----
 
-    @asynccontextmanager
-    async def _room_for(self, name: str, num_bytes: int) -> AsyncIterator[None]:
-        """Be the one load that runs, with room for it. Waits a while for adapters in use."""
-        deadline = time.monotonic() + self._room_timeout_s
-        async with self._queue:
-            await self._learn_about_slots()
-            while True:
-                async with self._loading:
-                    if await self._has_room(name, num_bytes, deadline):
-                        yield
-                        return
-                await self._let_one_leave(name)
-                await asyncio.sleep(_ROOM_POLL_S)
+    def draining_refs(self) -> Sequence[Any]:
+        return tuple(self._draining.values())
 
-    async def _has_room(self, name: str, num_bytes: int, deadline: float) -> bool:
-        """Make it if idle adapters can. Raises OutOfHostMemoryError after the deadline."""
+    def num_bytes_of(self, ref: Any) -> int:
+        return self._content_of(ref).num_bytes
+
+    def see_off(self, ref: Any) -> asyncio.Task[None]:
+        self._draining[ref.lora_id] = ref  # at once: it takes room until the ranks forget it
+        task = self._start(self._forgotten(ref))
+        task.add_done_callback(_log_failure)
+        return task
+
+    async def _forgotten(self, ref: Any) -> None:
         try:
-            await self._make_room(name, num_bytes)
-        except OutOfHostMemoryError:
-            if time.monotonic() >= deadline:
-                raise
-            return False
-        return True
+            await self._registry.forget_when_idle(ref.lora_id)
+            await self._ranks.unload(ref)
+        finally:
+            self._draining.pop(ref.lora_id, None)
+            self._content.pop(ref.lora_id, None)
+            self._room.note_left(ref.lora_id)
 
-    async def _learn_about_slots(self) -> None:
-        """Whether a loaded adapter keeps its slot: under DP attention, and in elastic engines."""
-        if self._knows_slots:
-            return
+    async def num_kept_slots(self) -> int | None:
         first = (await self._ranks.report())[0]
-        if first.is_resident:
-            self._limits = replace(self._limits, max_slots=first.num_slots)
-        self._knows_slots = True
-
-    async def _make_room(self, name: str, num_bytes: int) -> None:
-        if self._limits.is_unlimited:
-            return
-        for leaving in plan_evictions(self._entries(name), name, num_bytes, self._limits):
-            await self._evict(leaving)
-        # Whoever was asked for meanwhile has stayed.
-        if plan_evictions(self._entries(name), name, num_bytes, self._limits):
-            await self._make_room(name, num_bytes)
-
-    def _entries(self, coming: str) -> list[HostEntry]:
-        draining = [
-            HostEntry(ref.lora_name, self._content_of(ref).num_bytes, False, has_name=False)
-            for ref in self._draining.values()
-        ]
-        return draining + [
-            HostEntry(
-                name,
-                self._content_of(ref).num_bytes,
-                is_evictable=name != coming and self._is_idle(ref),
-                has_name=name != coming,
-            )
-            for name, ref in self._registry.refs().items()
-        ]
-
-    def _is_idle(self, ref: Any) -> bool:
-        return not (ref.pinned or self._registry.is_busy(ref.lora_id) or self._is_expected(ref))
-
-    def _is_expected(self, ref: Any) -> bool:
-        """Whether the request that it was loaded for may still be on its way to it."""
-        is_used = self._registry.last_used_s(ref.lora_id) is not None
-        return not is_used and self._age_s(ref) < self._turn_s
-
-    def _age_s(self, ref: Any) -> float:
-        """How long it has been there; what was loaded at launch, for ever."""
-        return time.monotonic() - self._loaded_at_s.get(ref.lora_id, -math.inf)
-
-    async def _let_one_leave(self, coming: str) -> None:
-        """Nothing is idle: of what has had its turn, the one that has been there longest."""
-        if self._leaving is not None and not self._leaving.done():
-            return
-        others = [ref for name, ref in self._registry.refs().items() if name != coming]
-        had_turn = [ref for ref in others if not ref.pinned and self._age_s(ref) >= self._turn_s]
-        oldest = max(had_turn, key=self._age_s, default=None)
-        if oldest is None or await self._registry.take(oldest.lora_name) is None:
-            return
-        logger.info("adapter %s makes room for %s after its requests", oldest.lora_name, coming)
-        self._leaving = self._start(self._retire(oldest))
-        self.counters.num_evictions += 1
-
-    async def _evict_one(self, coming: str) -> bool:
-        for name, ref in self._registry.refs().items():
-            if name != coming and self._is_idle(ref) and await self._evict(name):
-                return True
-        return False
-
-    async def _evict(self, name: str) -> bool:
-        """Unload an adapter that is still idle; its name stays known."""
-        ref = await self._registry.take(name, only_idle=True)
-        if ref is None:
-            return False
-        logger.info("adapter %s leaves host memory for another one", name)
-        await self._to_the_end(self._retire(ref))
-        self.counters.num_evictions += 1
-        return True
+        return first.num_slots if first.is_resident else None
 
     # ---- helpers ----
 
@@ -369,17 +292,25 @@ class SglangEngine:
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("an adapter's change failed: %s: %s", type(error).__name__, error)
-
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Ranks and registry must agree, so a caller that gives up does not stop the work."""
-        return await asyncio.shield(self._start(work))
+        """A caller that gives up stops nothing: ranks and registry must agree.
+
+        The work keeps its locks to its end, too, so that the next load waits for it.
+        """
+        task = self._start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)  # nobody else will hear of it
+            raise
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("an adapter's change failed: %s: %s", type(error).__name__, error)
 
 
 @cache

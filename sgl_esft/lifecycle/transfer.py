@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
-from sgl_esft.errors import EsftError
-from sgl_esft.lifecycle.commands import StageState
+from sgl_esft.errors import EsftError, RequestTimeoutError
+from sgl_esft.lifecycle.commands import StageState, error_of
 from sgl_esft.lifecycle.engine import LoadPhase, OnProgress
-from sgl_esft.lifecycle.ranks import Ranks, error_of
+from sgl_esft.lifecycle.ranks import Ranks
 
 _FIRST_POLL_S = 0.005
 _LAST_POLL_S = 0.1
+STALLED_S = 120.0  # loads come one after another, so one that hangs holds up all
 
 
 async def transfer(
@@ -46,9 +48,17 @@ async def _read(ranks: Ranks, ref: Any, on_progress: OnProgress) -> None:
     on_progress(LoadPhase.READING, 0.0)
     await ranks.stage(ref)
     interval_s = _FIRST_POLL_S
+    before, went_on_s = StageState(), time.monotonic()
     while not (state := _checked(await ranks.poll(ref.lora_id))).is_read:
         if not state.is_known:
             return  # other ranks serve since: they will read it when it is admitted
+        if state != before:
+            before, went_on_s = state, time.monotonic()
+        elif time.monotonic() - went_on_s > STALLED_S:
+            raise RequestTimeoutError(
+                f"adapter {ref.lora_name!r}: not a byte of its files has come for "
+                f"{STALLED_S:.0f} s: look at its file system, ask again"
+            )
         if state.num_bytes:
             on_progress(LoadPhase.READING, min(state.num_bytes_read / state.num_bytes, 1.0))
         await asyncio.sleep(interval_s)

@@ -40,7 +40,10 @@ class Watcher:
 
     def _run(self) -> None:
         for _ in self._wakes():
-            self._refresh()
+            try:
+                self._refresh()
+            except Exception:  # a defect: what it met may be gone the next time
+                logger.exception("what lies below --adapter-root cannot be listed now")
 
     def _wakes(self) -> Iterator[None]:
         """Once for each change, and every POLL_S."""

@@ -1,6 +1,9 @@
 """An adapter folder is read exactly or refused with the right error, whatever is in it."""
 
+import errno
+import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sgl_esft import adapter_format
 from sgl_esft.adapter_format import (
     AdapterManifest,
     AdapterReader,
@@ -178,6 +182,9 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "weights": lambda folder: _flip_last_byte(folder / "model.safetensors"),
     "config": lambda folder: _flip_last_byte(folder / "expert_cfg.json"),
     "file name": lambda folder: (folder / "model.safetensors").rename(folder / "m.safetensors"),
+    "file name that is not Unicode": lambda folder: (folder / "model.safetensors").rename(
+        folder / os.fsdecode(b"\xff.safetensors")
+    ),
 }
 
 
@@ -186,6 +193,21 @@ def test_digest_changes(change: str, adapter: Path) -> None:
     before = content_digest(adapter)
     CHANGES[change](adapter)
     assert content_digest(adapter) != before
+
+
+def test_a_file_that_breaks_while_it_is_digested_is_the_adapters_fault(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_broken(path: Path, error: type[Exception]) -> io.BufferedReader:
+        class Broken(io.FileIO):
+            def readinto(self, buffer: object) -> int:
+                raise OSError(errno.EIO, "Input/output error")
+
+        return io.BufferedReader(Broken(path))
+
+    monkeypatch.setattr(adapter_format, "open_regular", open_broken)
+    with pytest.raises(AdapterFormatError, match="cannot be read: Input/output error"):
+        content_digest(adapter)
 
 
 def test_read_slice(manifest: AdapterManifest) -> None:

@@ -107,6 +107,10 @@ class FakeEngine:
 
     # ---- requests for the model, and an engine that needs room ----
 
+    def has(self, name: str) -> bool:
+        """Whether a request finds the name."""
+        return name in self._loaded
+
     def begin_request(self, name: str) -> LoadedAdapter:
         """A request finds what the name means now, and keeps it."""
         adapter = self._loaded[name]

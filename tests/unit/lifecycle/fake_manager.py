@@ -22,6 +22,7 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.lifecycle import commands, registry
 from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
+from sgl_esft.lifecycle.room import Turns
 from sgl_esft.lifecycle.sglang_engine import SglangEngine
 from sgl_esft.model_spec import read_moe_spec
 
@@ -37,6 +38,7 @@ class FakeManager:
         self.staged: set[str] = set()
         self.fail_next: str | None = None
         self.is_resident = False
+        self.is_reading = False  # what is staged is not read to its end
         self.told: list[str] = []
         self._rids = itertools.count()
 
@@ -49,8 +51,9 @@ class FakeManager:
             return [sglang_api.make_lora_result(False, failure, {})]
         path = getattr(message, "lora_path", None)
         if commands.is_command(path):
-            reply = self._answer(commands.decode(path))
-            return [sglang_api.make_lora_result(True, "", commands.reply_table(reply))]
+            command = commands.decode(path)
+            table = commands.reply_table(command, self._answer(command))
+            return [sglang_api.make_lora_result(True, "", table)]
         self.told.append(f"{'load' if path else 'unload'} {message.lora_name}")
         if path:
             self.staged.discard(message.lora_id)
@@ -68,7 +71,7 @@ class FakeManager:
             self.staged.add(command.adapter_id)
         if command.verb == "drop":
             self.staged.discard(command.adapter_id)
-        return asdict(commands.StageState(10, 10, True))
+        return asdict(commands.StageState(10, 10, not self.is_reading))
 
     @asynccontextmanager
     async def request(self, name: str) -> AsyncIterator[str]:
@@ -96,6 +99,5 @@ def make_engine(
         Ranks(manager),
         lambda name, folder, taken: check_loadable(name, folder, taken, spec, config),
         limits or HostLimits(),
-        room_timeout_s,
-        turn_s,
+        Turns(room_timeout_s, turn_s),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 
 from sgl_esft.adapter_format import AdapterManifest
 from sgl_esft.errors import AdapterFormatError
@@ -87,6 +87,8 @@ class Site:
         """What the model would answer: the contents of the adapters, or the base."""
         names = body.get("lora_path")
         names = names if isinstance(names, list) else [names]
+        if any(name and not self.engine.has(name) for name in names):
+            raise HTTPException(400, "unloaded between its load and this")  # as SGLang answers
         used = [self.engine.begin_request(name) if name else None for name in names]
         try:
             if self.running is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft.adapter_format import AdapterManifest, content_digest
+from sgl_esft.errors import AdapterFormatError
 from sgl_esft.lifecycle.catalogue import Catalogue, scan
 from sgl_esft.lifecycle.folders import DigestCache, fingerprint
 from sgl_esft.lifecycle.watch import Watcher
@@ -96,6 +98,51 @@ def test_fingerprints_follow_the_files(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "old.bin", "OLD.PT", "link"]
+)
+def test_a_folder_is_checked_again_without_the_file_that_it_was_refused_for(
+    tmp_path: Path, name: str
+) -> None:
+    def refuse(folder: Path) -> AdapterManifest:
+        if os.path.lexists(folder / name):
+            raise AdapterFormatError(f"remove {name}")
+        return check(folder)
+
+    write_folder(tmp_path / "math", "v1")
+    file = tmp_path / "math" / name
+    file.symlink_to("nowhere") if name == "link" else file.write_text("{}")
+    refused = scan(tmp_path, refuse)
+    assert refused["math"].error is not None
+    assert scan(tmp_path, refuse, refused)["math"] is refused["math"]
+    file.unlink()
+    assert scan(tmp_path, refuse, refused)["math"].error is None
+
+
+def test_what_stays_wrong_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(folder: Path) -> AdapterManifest:
+        raise AdapterFormatError(f"{folder.name} cannot be listed")
+
+    root = tmp_path / "root"
+    root.mkdir()
+    write_folder(root / "math", "v1")
+    catalogue = Catalogue(root, refuse)
+    with pytest.MonkeyPatch.context() as patch:  # as for a folder that may not be read
+        patch.setattr("sgl_esft.lifecycle.catalogue.fingerprint", lambda folder: None)
+        for _ in range(3):
+            catalogue.refresh()
+    assert caplog.text.count("math cannot be listed") == 1
+    shutil.rmtree(root)
+    for _ in range(3):
+        catalogue.refresh()
+    assert caplog.text.count("--adapter-root cannot be read") == 1
+    root.mkdir()
+    catalogue.refresh()
+    root.rmdir()
+    catalogue.refresh()
+    assert caplog.text.count("--adapter-root cannot be read") == 2
+
+
 def test_a_digest_is_read_once_for_a_fingerprint(tmp_path: Path) -> None:
     read: list[Path] = []
 
@@ -143,6 +190,24 @@ def test_changes_are_seen_within_two_seconds(
         _within(2.0, lambda: "math" not in catalogue.entries)
     finally:
         watcher.stop()
+
+
+def test_a_look_that_fails_does_not_end_the_watch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[int] = []
+
+    def refresh() -> None:
+        looks.append(1)
+        raise ZeroDivisionError("a defect")
+
+    watcher = Watcher(tmp_path, refresh)
+    watcher.start()
+    try:
+        _within(10.0, lambda: len(looks) > 1)
+    finally:
+        watcher.stop()
+    assert "ZeroDivisionError: a defect" in caplog.text
 
 
 def _within(seconds: float, is_so: Callable[[], bool]) -> None:

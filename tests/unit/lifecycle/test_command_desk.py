@@ -179,6 +179,41 @@ def test_a_rank_without_pages_decides_for_all(
         ranks.check(root / "math")
 
 
+@pytest.mark.parametrize("num_pieces", [None, 0, 1])
+def test_a_rank_that_cannot_take_it_in_speaks_for_all(
+    root: Path, num_pieces: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(root, is_resident=True)
+    before = ranks.snapshot()
+    if num_pieces is not None:
+        ranks.stage(root / "math")
+        for _ in range(num_pieces):
+            ranks.ask("place")
+
+    def fail(*args: Any) -> None:
+        raise errors.OutOfExpertMemoryError("no page")
+
+    last = list(ranks.devices[1].layers.values())[-1]
+    monkeypatch.setattr(last, "place", fail)
+    source = AdapterSource("id", "math", str(root / "math"))
+    for told in [ranks._pool.submit(desk.take_in, source) for desk in ranks.desks]:
+        with pytest.raises(errors.OutOfExpertMemoryError, match="no page"):
+            told.result(TIMEOUT_S)
+    assert ranks.snapshot() == before
+
+
+def test_a_pin_that_is_refused_leaves_the_adapter(root: Path) -> None:
+    ranks = Ranks(root, is_resident=False)
+    for name in ("math", "law"):
+        ranks.take_in(root / name, adapter_id=name)
+    before = ranks.snapshot()
+    for name, error in (("math", None), ("law", errors.NoFreeSlotError)):
+        source = AdapterSource(name, name, str(root / name), pinned=True)
+        for told in [ranks._pool.submit(desk.take_in, source) for desk in ranks.desks]:
+            assert type(told.exception(TIMEOUT_S)) is (error or type(None))
+    assert ranks.snapshot() == before
+
+
 def test_a_reader_that_fails_is_an_error_of_its_load(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

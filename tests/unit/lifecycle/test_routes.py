@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sgl_esft.errors import AdapterMismatchError, NoFreeSlotError
-from sgl_esft.lifecycle.engine import LoadPhase
+from sgl_esft.errors import (
+    AdapterFormatError,
+    AdapterMismatchError,
+    NoFreeSlotError,
+    RequestTimeoutError,
+)
+from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, Residency
 from tests.unit.lifecycle.site import Site, touch_folder, write_folder
 
 Test = Callable[[Site], Awaitable[None]]
@@ -365,6 +370,55 @@ def test_a_link_out_of_the_root_is_listed_with_what_is_wrong(root: Path, tmp_pat
         assert str(tmp_path / "outside") not in shown["error"]["message"]
         assert (await site.generate("linked")).status_code == 400
         assert site.engine.num_loads == 0
+
+    on_site(root, test)
+
+
+def test_a_listing_survives_a_file_name_that_is_not_unicode(root: Path) -> None:
+    async def test(site: Site) -> None:
+        site.engine.fails["math"] = AdapterFormatError("the adapter holds \udcff.bin")
+        load = {"lora_name": "math", "lora_path": "math"}
+        assert (await site.client.post("/load_lora_adapter", json=load)).status_code == 400
+        message = (await site.adapters())["math"]["error"]["message"]
+        assert message == "the adapter holds \udcff.bin"
+        site.engine.fails["math"] = AdapterFormatError("the adapter holds \udcff.bin")
+        refused = await site.client.post("/v1/adapters?wait=true", json={"name": "math"})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+
+    on_site(root, test)
+
+
+def test_an_unknown_name_asks_the_engine_a_few_times_only(root: Path) -> None:
+    for number in range(30):
+        write_folder(root / f"a{number}", f"{number}")
+
+    async def test(site: Site) -> None:
+        asked: list[int] = []
+        loaded = site.engine.loaded
+
+        def counting() -> Sequence[LoadedAdapter]:
+            asked.append(1)
+            return loaded()
+
+        site.engine.loaded = counting  # type: ignore[method-assign]
+        assert (await site.generate("nobody")).status_code == 404
+        assert len(await site.adapters()) == 32
+        assert len(asked) < 20
+
+    on_site(root, test)
+
+
+def test_a_listing_does_not_need_the_ranks(root: Path) -> None:
+    async def test(site: Site) -> None:
+        assert (await site.generate("math")).status_code == 200
+        site.engine.slots[site.engine.loaded()[0].adapter_id] = 2
+        assert (await site.adapters())["math"]["state"] == "on_device"
+
+        async def fail() -> Mapping[str, tuple[Residency, ...]]:
+            raise RequestTimeoutError("the ranks have not answered")
+
+        site.engine.residency = fail  # type: ignore[method-assign]
+        assert (await site.adapters())["math"]["state"] == "on_device"
 
     on_site(root, test)
 

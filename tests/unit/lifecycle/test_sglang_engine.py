@@ -12,6 +12,7 @@ import pytest
 
 from sgl_esft import errors
 from sgl_esft.adapter_format import content_digest
+from sgl_esft.lifecycle import transfer
 from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase
 from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.registry import AdapterGoneError, acquire
@@ -168,6 +169,63 @@ def test_a_caller_that_gives_up_leaves_no_half_load(root: Path, manager: FakeMan
             assert not manager.staged
             if ids:
                 await engine.unload("math")
+
+    run(work())
+
+
+def test_a_load_that_nobody_waits_for_keeps_its_turn(root: Path, manager: FakeManager) -> None:
+    async def work() -> None:
+        engine, told = make_engine(manager, root / "base"), manager.told
+        manager.is_reading = True
+        loading = asyncio.create_task(load(engine, root / "math"))
+        await until(lambda: "poll" in told)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        next_one = asyncio.create_task(load(engine, root / "law"))
+        await asyncio.sleep(0.2)
+        manager.is_reading = False
+        await next_one
+        assert [each for each in told if each.startswith(("stage", "load"))] == [
+            "stage math",
+            "load math",
+            "stage law",
+            "load law",
+        ]
+
+    run(work())
+
+
+def test_a_file_system_that_hangs_holds_up_one_load_only(
+    root: Path, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "STALLED_S", 0.05)
+
+    async def work() -> None:
+        engine = make_engine(manager, root / "base")
+        manager.is_reading = True
+        with pytest.raises(errors.RequestTimeoutError, match="'math': not a byte"):
+            await load(engine, root / "math")
+        assert not manager.staged
+        manager.is_reading = False
+        await load(engine, root / "law")
+
+    run(work())
+
+
+def test_an_old_version_is_counted_from_the_moment_it_has_no_name(
+    root: Path, manager: FakeManager
+) -> None:
+    async def work() -> None:
+        engine = make_engine(manager, root / "base")
+        old = await load(engine, root / "math")
+        replacing = asyncio.create_task(
+            engine.replace("math", root / "law", pinned=False, on_progress=ignore)
+        )
+        while not replacing.done() or old.adapter_id in manager.on_ranks:
+            if old.adapter_id in manager.on_ranks:
+                counted = (*engine.loaded(), *engine.draining())
+                assert old.adapter_id in [adapter.adapter_id for adapter in counted]
+            await asyncio.sleep(0)
 
     run(work())
 

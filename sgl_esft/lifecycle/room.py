@@ -1,0 +1,184 @@
+"""Room for one more adapter: who leaves, who waits, and in which order.
+
+    a load --[Room.taken_by]--> idle adapters leave (host_tier.py) --> it runs, no other beside it
+                          \\--> none is idle: one that is in use stops taking requests, and leaves
+
+Loads that find no room take turns: first come, first served. Where all that could leave is in use,
+the adapter that has been there longest takes no new requests and leaves when those it has have
+ended; who asks for it queues like the others. So none waits for ever, however busy the others are:
+at most, for each load before it, a stay (`Turns.stay_s`) and the longest request of one adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from sgl_esft.errors import OutOfHostMemoryError
+from sgl_esft.lifecycle.host_tier import HostEntry, HostLimits, plan_evictions
+from sgl_esft.lifecycle.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How long one waits for another."""
+
+    wait_s: float = 30.0  # a load, for others to leave
+    stay_s: float = 2.0  # an adapter that others wait for, at least
+
+
+class Tenants(Protocol):
+    """The adapters that take the room: sglang_engine.py."""
+
+    def draining_refs(self) -> Sequence[Any]:
+        """Of versions that no name means any more, and that the ranks still hold."""
+
+    def num_bytes_of(self, ref: Any) -> int:
+        """Of host memory, over all ranks."""
+
+    def see_off(self, ref: Any) -> asyncio.Task[None]:
+        """Unload what no name means any more once nobody uses it. It drains from now on."""
+
+    async def num_kept_slots(self) -> int | None:
+        """Adapter slots where a loaded adapter keeps its own; None where it does not."""
+
+
+class Room:
+    """The room of one engine. All methods belong to its event loop."""
+
+    def __init__(
+        self, registry: Registry, tenants: Tenants, limits: HostLimits, turns: Turns
+    ) -> None:
+        self.num_evictions = 0  # adapters that left for others
+        self.loading = asyncio.Lock()  # one adapter is read at a time, and none leaves meanwhile
+        self._registry = registry
+        self._tenants = tenants
+        self._limits = limits
+        self._turns = turns
+        self._knows_slots = False
+        self._queue = asyncio.Lock()  # fair: who came first is first
+        self._came_s: dict[str, float] = {}  # adapter id -> when, by the monotonic clock
+        self._leaving: asyncio.Task[None] | None = None  # of one that was in use
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether a loaded adapter keeps its slot: under DP attention, and in elastic engines."""
+        return self._limits.max_slots is not None
+
+    def note_came(self, adapter_id: str) -> None:
+        """An adapter's turn begins."""
+        self._came_s[adapter_id] = time.monotonic()
+
+    def note_left(self, adapter_id: str) -> None:
+        """The ranks hold it no more."""
+        self._came_s.pop(adapter_id, None)
+
+    @asynccontextmanager
+    async def taken_by(self, name: str, num_bytes: int) -> AsyncIterator[None]:
+        """Be the one load that runs, with room for it.
+
+        Raises AdapterTooLargeError at once, OutOfHostMemoryError after a wait.
+        """
+        deadline = time.monotonic() + self._turns.wait_s
+        async with self._queue:
+            await self._learn_about_slots()
+            while True:
+                async with self.loading:
+                    if await self._has_room(name, num_bytes, deadline):
+                        yield
+                        return
+                await self._let_one_leave(name)
+                await asyncio.sleep(_POLL_S)
+
+    async def evict_one(self, coming: str) -> bool:
+        """Let the idle adapter that was used longest ago leave; False if there is none."""
+        for name, ref in self._registry.refs().items():
+            if name != coming and self._is_idle(ref) and await self._evict(name):
+                return True
+        return False
+
+    async def _learn_about_slots(self) -> None:
+        if not self._knows_slots:
+            self._limits = replace(self._limits, max_slots=await self._tenants.num_kept_slots())
+            self._knows_slots = True
+
+    async def _has_room(self, name: str, num_bytes: int, deadline: float) -> bool:
+        try:
+            await self._make_room(name, num_bytes)
+        except OutOfHostMemoryError:
+            if time.monotonic() >= deadline:
+                raise
+            return False
+        return True
+
+    async def _make_room(self, name: str, num_bytes: int) -> None:
+        """Of idle adapters."""
+        if self._limits.is_unlimited:
+            return
+        for leaving in plan_evictions(self._entries(name), name, num_bytes, self._limits):
+            await self._evict(leaving)
+        # Whoever was asked for meanwhile has stayed.
+        if plan_evictions(self._entries(name), name, num_bytes, self._limits):
+            await self._make_room(name, num_bytes)
+
+    def _entries(self, coming: str) -> list[HostEntry]:
+        size_of = self._tenants.num_bytes_of
+        draining = [
+            HostEntry(ref.lora_name, size_of(ref), is_evictable=False, has_name=False)
+            for ref in self._tenants.draining_refs()
+        ]
+        return draining + [
+            HostEntry(
+                name,
+                size_of(ref),
+                is_evictable=name != coming and self._is_idle(ref),
+                has_name=name != coming,
+            )
+            for name, ref in self._registry.refs().items()
+        ]
+
+    def _is_idle(self, ref: Any) -> bool:
+        return not (ref.pinned or self._registry.is_busy(ref.lora_id) or self._is_expected(ref))
+
+    def _is_expected(self, ref: Any) -> bool:
+        """Whether the request that it was loaded for may still be on its way to it."""
+        is_used = self._registry.last_used_s(ref.lora_id) is not None
+        return not is_used and self._age_s(ref) < self._turns.stay_s
+
+    def _age_s(self, ref: Any) -> float:
+        """How long it has been there; what was loaded at launch, for ever."""
+        return time.monotonic() - self._came_s.get(ref.lora_id, -math.inf)
+
+    async def _evict(self, name: str) -> bool:
+        """Unload an adapter that is still idle; its name stays known."""
+        ref = await self._registry.take(name, only_idle=True)
+        if ref is None:
+            return False
+        logger.info("adapter %s leaves host memory for another one", name)
+        await self._tenants.see_off(ref)
+        self.num_evictions += 1
+        return True
+
+    async def _let_one_leave(self, coming: str) -> None:
+        """Nothing is idle: of what has had its turn, the one that has been there longest."""
+        if self._leaving is not None and not self._leaving.done():
+            return
+        others = [ref for name, ref in self._registry.refs().items() if name != coming]
+        stayed_s = self._turns.stay_s
+        had_turn = [ref for ref in others if not ref.pinned and self._age_s(ref) >= stayed_s]
+        oldest = max(had_turn, key=self._age_s, default=None)
+        if oldest is None or await self._registry.take(oldest.lora_name) is None:
+            return
+        logger.info("adapter %s makes room for %s after its requests", oldest.lora_name, coming)
+        self._leaving = self._tenants.see_off(oldest)
+        self.num_evictions += 1
