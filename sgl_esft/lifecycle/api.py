@@ -91,13 +91,16 @@ async def load_adapter(request: Request, body: LoadBody, wait: Wait = False) -> 
 
 
 async def change_adapter(request: Request, name: str, body: ChangeBody, wait: Wait = False) -> Any:
-    """Pin, unpin or replace a loaded adapter. Requests in flight end on the version they began."""
+    """Pin, unpin or replace an adapter. Requests in flight end on the version they began.
+
+    One that was evicted is loaded for it.
+    """
     library = backing(request).library
     job: Job | None = None
     if body.replaces:
         job = await library.replace(name, body.path, pinned=body.pinned)
     elif body.pinned is not None:
-        await library.set_pinned(name, body.pinned)
+        job = await library.set_pinned(name, body.pinned)
     return await _answer(request, job, name, wait=wait, done=200)
 
 

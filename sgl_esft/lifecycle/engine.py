@@ -67,7 +67,10 @@ class AdapterEngine(Protocol):
         """
 
     async def unload(self, name: str) -> None:
-        """New requests no longer find the name; returns once the last that uses it has ended."""
+        """New requests no longer find the name; returns once the last that uses it has ended.
+
+        Also where it fails: then the ranks may hold what nobody finds.
+        """
 
     async def set_pinned(self, name: str, pinned: bool) -> None:
         """A pinned adapter is never evicted, neither from the device nor from the host."""

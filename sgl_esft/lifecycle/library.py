@@ -119,7 +119,9 @@ class AdapterLibrary:
             return Situation.LOADING if job.kind is JobKind.LOAD else Situation.REPLACING
         if name in (self.loaded() if loaded is None else loaded):
             return Situation.LOADED
-        known = (self._sources, self._failures, self.catalogue.entries)
+        if name in self._sources:
+            return Situation.EVICTED
+        known = (self._failures, self.catalogue.entries)
         return Situation.ON_DISK if any(name in each for each in known) else Situation.ABSENT
 
     def is_usable(self, name: str, loaded: Collection[str] | None = None) -> bool:
@@ -208,12 +210,18 @@ class AdapterLibrary:
     async def replace(
         self, name: str, path: str | None = None, *, pinned: bool | None = None
     ) -> Job | None:
-        """Load another version, or the folder as it is now, in place of what is loaded."""
+        """Load another version, or the folder as it is now, in place of what is loaded.
+
+        What was evicted is loaded as that version: at once, so that a folder that is refused is
+        heard of now, and the name goes on meaning the old one.
+        """
         if decide(Command.REPLACE, self.situation(name)) in (Action.UNKNOWN, Action.NOT_LOADED):
             self._join(decide(Command.REPLACE, self.situation(name)), name)
         folder = await self._resolve(name, path)
         digest = await self.digests.read(folder)
         action = decide(Command.REPLACE, self.situation(name))
+        if action is Action.BRING_BACK:
+            return self._start(Job(JobKind.LOAD, name, folder, bool(pinned)))
         if action is not Action.START:
             return self._join(action, name, folder, pinned)
         old = self.loaded()[name]
@@ -224,13 +232,20 @@ class AdapterLibrary:
             await self._pin(name, pinned)
         return None
 
-    async def set_pinned(self, name: str, pinned: bool) -> None:
-        """Pin or unpin a loaded adapter."""
+    async def set_pinned(self, name: str, pinned: bool) -> Job | None:
+        """Pin or unpin a loaded adapter; one that was evicted is loaded for a pin."""
         action = decide(Command.PIN, self.situation(name))
+        if action is Action.BRING_BACK:
+            return self._bring_back(name) if pinned else None
         if action is not Action.START:
             self._join(action, name)
         if self.loaded()[name].pinned != pinned:
             await self._pin(name, pinned)
+        return None
+
+    def _bring_back(self, name: str) -> Job:
+        folder = self.home_of(name) or self._sources[name].folder
+        return self._start(Job(JobKind.LOAD, name, folder, pinned=True))
 
     async def _pin(self, name: str, pinned: bool) -> None:
         """Whoever asked may leave; the ranks must not be told by halves."""

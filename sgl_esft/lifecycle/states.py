@@ -31,6 +31,7 @@ class Situation(Enum):
 
     ABSENT = "absent"  # nobody has said it, and it is not below the root
     ON_DISK = "on disk"  # a folder is known; nothing is loaded
+    EVICTED = "evicted"  # it was loaded and left for another; asked for, it comes back
     LOADING = "loading"
     LOADED = "loaded"
     REPLACING = "being replaced"  # loaded, and a new version on its way
@@ -60,6 +61,7 @@ class Action(Enum):
     """What the library does about a command."""
 
     START = "start"  # begin the work
+    BRING_BACK = "bring back"  # load it, as the command says: what was evicted is still managed
     JOIN = "join"  # what is wanted is on its way: wait for it
     JOIN_IF_SAME = "join if same"  # as JOIN for the same folder, BUSY for another
     QUEUE = "queue"  # begin when what goes on has ended
@@ -79,6 +81,7 @@ _ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType
         _C.LOAD: {
             _S.ABSENT: _A.START,
             _S.ON_DISK: _A.START,
+            _S.EVICTED: _A.START,
             _S.LOADING: _A.JOIN_IF_SAME,
             _S.LOADED: _A.COMPARE,
             _S.REPLACING: _A.JOIN_IF_SAME,
@@ -88,6 +91,7 @@ _ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType
         _C.REPLACE: {
             _S.ABSENT: _A.UNKNOWN,
             _S.ON_DISK: _A.NOT_LOADED,
+            _S.EVICTED: _A.BRING_BACK,
             _S.LOADING: _A.BUSY,
             _S.LOADED: _A.START,
             _S.REPLACING: _A.JOIN_IF_SAME,
@@ -97,6 +101,7 @@ _ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType
         _C.PIN: {
             _S.ABSENT: _A.UNKNOWN,
             _S.ON_DISK: _A.NOT_LOADED,
+            _S.EVICTED: _A.BRING_BACK,
             _S.LOADING: _A.BUSY,
             _S.LOADED: _A.START,
             _S.REPLACING: _A.BUSY,
@@ -106,6 +111,7 @@ _ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType
         _C.UNLOAD: {
             _S.ABSENT: _A.UNKNOWN,
             _S.ON_DISK: _A.FORGET,
+            _S.EVICTED: _A.FORGET,
             _S.LOADING: _A.QUEUE,
             _S.LOADED: _A.START,
             _S.REPLACING: _A.QUEUE,
@@ -115,6 +121,7 @@ _ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType
         _C.USE: {
             _S.ABSENT: _A.UNKNOWN,
             _S.ON_DISK: _A.START,
+            _S.EVICTED: _A.START,
             _S.LOADING: _A.JOIN,
             _S.LOADED: _A.NOTHING,
             _S.REPLACING: _A.NOTHING,  # the old version answers until the new one is there
@@ -129,7 +136,11 @@ _STARTED: Final[Mapping[tuple[Command, Situation], Situation]] = MappingProxyTyp
     {
         (_C.LOAD, _S.ABSENT): _S.LOADING,
         (_C.LOAD, _S.ON_DISK): _S.LOADING,
+        (_C.LOAD, _S.EVICTED): _S.LOADING,
         (_C.USE, _S.ON_DISK): _S.LOADING,
+        (_C.USE, _S.EVICTED): _S.LOADING,
+        (_C.REPLACE, _S.EVICTED): _S.LOADING,
+        (_C.PIN, _S.EVICTED): _S.LOADING,
         (_C.REPLACE, _S.LOADED): _S.REPLACING,
         (_C.UNLOAD, _S.LOADED): _S.DRAINING,
         (_C.UNLOAD, _S.LOADING): _S.LEAVING,
@@ -142,14 +153,14 @@ _STARTED: Final[Mapping[tuple[Command, Situation], Situation]] = MappingProxyTyp
 _ENDED: Final[Mapping[tuple[Situation, Outcome], frozenset[Situation]]] = MappingProxyType(
     {
         (_S.LOADING, Outcome.DONE): frozenset({_S.LOADED}),
-        (_S.LOADING, Outcome.FAILED): frozenset({_S.ON_DISK}),
+        (_S.LOADING, Outcome.FAILED): frozenset({_S.ON_DISK, _S.EVICTED}),
         (_S.REPLACING, Outcome.DONE): frozenset({_S.LOADED}),
         (_S.REPLACING, Outcome.FAILED): frozenset({_S.LOADED}),
         (_S.LEAVING, Outcome.DONE): frozenset({_S.DRAINING}),
         (_S.LEAVING, Outcome.FAILED): frozenset({_S.DRAINING, _S.ON_DISK, _S.ABSENT}),
         (_S.DRAINING, Outcome.DONE): frozenset({_S.ON_DISK, _S.ABSENT}),
-        (_S.DRAINING, Outcome.FAILED): frozenset({_S.LOADED}),
-        (_S.LOADED, Outcome.EVICTED): frozenset({_S.ON_DISK}),
+        (_S.DRAINING, Outcome.FAILED): frozenset({_S.EVICTED}),
+        (_S.LOADED, Outcome.EVICTED): frozenset({_S.EVICTED}),
     }
 )
 

@@ -171,10 +171,13 @@ class LifecycleMachine(RuleBasedStateMachine):
             joins = known.work and known.work.replaces and not known.work.leaves
             expected = {202} if joins and known.on_disk else {409, 400}
             assert answer.status_code in expected, answer.text
-        elif not known.loaded:
+        elif not known.loaded and not known.was_loaded:
             assert answer.status_code == 409
         elif known.on_disk is None:
             assert answer.status_code == 400
+        elif not known.loaded:
+            assert answer.status_code == 202
+            self._begin_load(name, pinned=False)
         else:
             digest = content_digest(self.root / name)
             assert answer.status_code == (200 if digest == known.loaded else 202)
@@ -187,11 +190,23 @@ class LifecycleMachine(RuleBasedStateMachine):
         answer = self.call("PATCH", f"/v1/adapters/{name}", {"pinned": pinned})
         if not known.exists:
             assert answer.status_code == 404
-        elif known.work or known.draining or not known.loaded:
+        elif known.work or known.draining or not (known.loaded or known.was_loaded):
             assert answer.status_code == 409
+        elif not known.loaded:
+            self._expect_brought_back(answer, name, pinned)
         else:
             assert (answer.status_code, answer.json()["pinned"]) == (200, pinned)
             known.pinned = pinned
+
+    def _expect_brought_back(self, answer: httpx.Response, name: str, pinned: bool) -> None:
+        known = self.known[name]
+        assert answer.status_code == (202 if pinned else 200), answer.text
+        if not pinned:
+            assert answer.json()["pinned"] is False
+        elif known.on_disk is not None:
+            self._begin_load(name, pinned=True)
+        else:
+            known.failed, known.failed_load, known.failed_changed = "user", True, False
 
     @rule(name=names)
     def delete(self, name: str) -> None:
