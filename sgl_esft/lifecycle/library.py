@@ -194,7 +194,6 @@ class AdapterLibrary:
             digest = await self.digests.read(folder)
         action = decide(Command.LOAD, self.situation(name))
         if action is Action.START:
-            self._held.pop(name, None)
             return self._start(Job(JobKind.LOAD, name, folder, pinned))
         if action is not Action.COMPARE:
             return self._join(action, name, folder, pinned or None)
@@ -340,6 +339,7 @@ class AdapterLibrary:
     def _start(self, job: Job) -> Job:
         """Begin now: nothing may come between a decision and this."""
         self._jobs[job.name] = job
+        self._held.pop(job.name, None)
         task = asyncio.create_task(self._run(job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
