@@ -9,8 +9,7 @@
 Patterns are the client's own: `zipf` is `--lora-request-distribution skewed`, `round_robin` is
 `distinct`, in which no adapter is asked for twice before all others were. Windows with operations
 and without take turns, so that both are paced by the same machine. First come turns without
-operations, on eight adapters and on three: with more adapters than slots nothing may fall off a
-cliff.
+operations, on twice as many adapters as slots and on as many: nothing may fall off a cliff.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Plan:
     num_prompts: int = 48
     num_tokens: int = 24
     patterns: tuple[str, ...] = ("zipf", "round_robin")
-    turns: int = 4  # on eight adapters, and as many on three
+    turns: int = 4  # on twice as many adapters as slots, and as many on half of them
     turn_s: float = 8.0
     sizes: tuple[int, ...] = ()  # of an elastic server; empty: a plain one
 
@@ -309,17 +308,18 @@ def _counts(words: Sequence[str]) -> dict[str, int]:
 
 
 def crowding(ground: Ground, plan: Plan, url: str) -> dict[str, Any]:
-    """Tokens a second with more adapters than slots, over as many as slots, turn by turn."""
+    """Tokens a second with twice as many adapters as slots, over as many, turn by turn."""
     record = ground.work / "crowding.jsonl"
-    few = list(ground.live)[:NUM_SLOTS]
-    traffic = ["--lora-name", *ground.live, *PATTERNS["round_robin"]]
+    many = list(ground.live)[: 2 * NUM_SLOTS]
+    few = many[:NUM_SLOTS]
+    traffic = ["--lora-name", *many, *PATTERNS["round_robin"]]
     traffic += ["--fold", *few, "--fold-s", str(plan.turn_s)]
     seconds = 2 * plan.turns * plan.turn_s + 1.0
     command = client_command(ground, plan, url, seconds, record, traffic)
     requests = asyncio.run(ask(command, record))
     ratios = checks.turn_ratios(requests, plan.turn_s, TURN_MARGIN_S)
-    print(f"  all adapters over as many as slots: {ratios}", flush=True)
-    return {"adapters": len(ground.live), "all_over_slots": any_spread(ratios)}
+    print(f"  twice as many adapters as slots, over as many: {ratios}", flush=True)
+    return {"adapters": len(many), "all_over_slots": any_spread(ratios)}
 
 
 def verdict(row: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ its other version: in between its requests are answered with 404.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -42,6 +43,7 @@ CYCLE: tuple[Kind, ...] = (
 LOADS = ("load", "load_live", "replace")
 CHANGES = ("load_live", "replace")  # of what a name of the traffic means
 TIMEOUT_S = 60.0
+CONFLICT = 409
 
 
 @dataclass(frozen=True)
@@ -130,21 +132,35 @@ class Planner:
 
 
 async def carry_out(session: aiohttp.ClientSession, url: str, operation: Operation) -> Done:
-    """Do it and wait for its end; a refusal or a break is in the answer."""
+    """Do it and wait for its end; a refusal or a break is in the answer.
+
+    Where other work on the name goes on, as when a request has just had it loaded, the server says
+    so and when to come again (409 with Retry-After); that is done.
+    """
     if operation.kind == "scale":
         return await _scale(url, operation)
     method, path, body = _call(operation)
     sent_s = time.monotonic()
+    status, text = 0, ""
+    again_s: float | None = 0.0
     try:
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with session.request(
-            method, f"{url}{path}?wait=true", json=body, timeout=timeout
-        ) as response:
-            text, status = await response.text(), response.status
+        async with asyncio.timeout(TIMEOUT_S):
+            while again_s is not None:
+                await asyncio.sleep(again_s)
+                status, text, again_s = await _ask(session, method, f"{url}{path}", body)
     except (aiohttp.ClientError, TimeoutError) as error:
-        text, status = f"{type(error).__name__}: {error}", 0
+        text, status = f"{type(error).__name__}: {error} {text}", 0
     is_good = status in (200, 201, 204)
     return Done(operation, sent_s, time.monotonic(), status, "" if is_good else text[:800])
+
+
+async def _ask(
+    session: aiohttp.ClientSession, method: str, url: str, body: Any
+) -> tuple[int, str, float | None]:
+    """Status, text, and seconds until it is to be asked again; None: that is the answer."""
+    async with session.request(method, f"{url}?wait=true", json=body) as response:
+        again = response.headers.get("Retry-After") if response.status == CONFLICT else None
+        return response.status, await response.text(), None if again is None else float(again)
 
 
 async def _scale(url: str, operation: Operation) -> Done:

@@ -247,6 +247,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "of the time per output token, during loads over without:",
         lifecycle_tables.load_test,
     ),
+    "lifecycle_load_elastic": (
+        "The same on an elastic server, which besides is scaled between one and two devices; of\n"
+        "eight adapters three are loaded at a time, and the others when they are asked for:",
+        lifecycle_tables.load_test,
+    ),
     **elastic_tables.TABLES,
 }
 

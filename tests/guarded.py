@@ -54,11 +54,22 @@ def _guarded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def guarded(_guarded_folder: Path, server_pool: ServerPool) -> Guarded:
-    root = _guarded_folder / "adapters"
+    return _served(_guarded_folder, server_pool, "--enable-metrics")
+
+
+@pytest.fixture
+def guarded_elastic(_guarded_folder: Path, server_pool: ServerPool) -> Guarded:
+    """The same on one of two devices."""
+    elastic = ("--elastic", "--max-devices", "2", "--device-memory", "64MiB")
+    return _served(_guarded_folder, server_pool, *elastic)
+
+
+def _served(folder: Path, server_pool: ServerPool, *more: str) -> Guarded:
+    root = folder / "adapters"
     adapters = tuple((name, root / name) for name in ("reverse", "caesar"))
     args = (
-        *("--api-keys-file", str(_guarded_folder / "keys.json")),
+        *("--api-keys-file", str(folder / "keys.json")),
         *("--body-timeout", f"{BODY_TIMEOUT_S:g}", "--adapter-root", str(root)),
-        *("--max-adapters", str(NUM_SLOTS), "--enable-metrics", "--request-timeout", "20"),
+        *("--max-adapters", str(NUM_SLOTS), "--request-timeout", "20", *more),
     )
     return Guarded(server_pool.get(ServerSpec(zoo.base_path(), adapters, args)), root)

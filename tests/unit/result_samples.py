@@ -305,8 +305,16 @@ def lifecycle_load() -> dict[str, Any]:
     return {**ORIGIN, **whole, "crowding": crowding, "rows": rows}
 
 
+def lifecycle_load_elastic() -> dict[str, Any]:
+    found = lifecycle_load()
+    for row in found["rows"]:
+        row["operations"]["scale"] = 4
+    return found
+
+
 SAMPLES = {
     "lifecycle_load": lifecycle_load,
+    "lifecycle_load_elastic": lifecycle_load_elastic,
     "elastic_gap": elastic_gap,
     "figure5": figure5,
     "figure6": figure6,

@@ -192,13 +192,17 @@ def test_what_is_pinned_is_left_alone() -> None:
         planner.took(operation)
 
 
-async def _answer(kind: Any, status: int) -> tuple[Done, list[tuple[str, str, Any]]]:
+async def _answer(
+    operation: Operation, *answers: web.Response
+) -> tuple[Done, list[tuple[str, str, Any]]]:
+    """A server that gives these answers, one after the other."""
     seen = []
+    coming = iter(answers)
 
     async def handle(http: web.Request) -> web.Response:
         body = await http.json() if http.can_read_body else None
         seen.append((http.method, http.path_qs, body))
-        return web.Response(status=status, text="said")
+        return next(coming)
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
@@ -209,7 +213,7 @@ async def _answer(kind: Any, status: int) -> tuple[Done, list[tuple[str, str, An
     try:
         async with aiohttp.ClientSession() as session:
             host, port = runner.addresses[0][:2]
-            one = await carry_out(session, f"http://{host}:{port}", Operation(kind, "a", "a.v2"))
+            one = await carry_out(session, f"http://{host}:{port}", operation)
     finally:
         await runner.cleanup()
     return one, seen
@@ -226,11 +230,40 @@ async def _answer(kind: Any, status: int) -> tuple[Done, list[tuple[str, str, An
     ],
 )
 def test_operations_are_calls_and_refusals_are_kept(kind: Any, call: Any) -> None:
-    good, seen = asyncio.run(_answer(kind, 200))
+    operation = Operation(kind, "a", "a.v2")
+    good, seen = asyncio.run(_answer(operation, web.Response(text="said")))
     assert (seen, good.answer) == ([call], "")
     assert good.returned_s > good.sent_s
-    refused, _ = asyncio.run(_answer(kind, 409))
+    refused, _ = asyncio.run(_answer(operation, web.Response(status=409, text="said")))
     assert (refused.status, refused.answer) == (409, "said")
+
+
+def test_what_is_busy_is_asked_again_when_it_says() -> None:
+    busy = web.Response(status=409, text="busy", headers={"Retry-After": "0"})
+    operation = Operation("replace", "a", "a.v2")
+    done, seen = asyncio.run(_answer(operation, busy, web.Response(text="said")))
+    assert (len(seen), done.status, done.answer) == (2, 200, "")
+
+
+@pytest.mark.parametrize(("state", "is_good"), [("succeeded", True), ("rolled_back", False)])
+def test_a_scale_ends_well_or_says_how(state: str, is_good: bool) -> None:
+    begun = web.json_response({"id": "scale-1", "state": "running"}, status=202)
+    ended = web.json_response({"id": "scale-1", "state": state})
+    done, seen = asyncio.run(_answer(Operation("scale", "", "", 2), begun, ended))
+    assert seen == [("POST", "/v1/scale", {"dp_size": 2}), ("GET", "/v1/scale/scale-1", None)]
+    assert (not done.answer, done.status) == (is_good, 200 if is_good else 0)
+
+
+def test_an_elastic_server_is_scaled_after_each_cycle() -> None:
+    planner = Planner(LIVE, ["x"], sizes=(2, 1))
+    sizes = []
+    for number in range(3 * (len(CYCLE) + 1)):
+        operation = planner.next()
+        planner.took(operation)
+        if operation.kind == "scale":
+            assert (number + 1) % (len(CYCLE) + 1) == 0
+            sizes.append(operation.dp_size)
+    assert sizes == [2, 1, 2]
 
 
 # The client's records.

@@ -46,7 +46,7 @@ class Known:
     """What the model knows of one name."""
 
     on_disk: str | None = None  # "good", "broken"
-    digest: str | None = None  # of the folder, if it is good
+    digest: str | None = None  # of the folder
     loaded: str | None = None  # digest
     pinned: bool = False
     work: Work | None = None
@@ -115,7 +115,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.site.write(name, content)
         known = self.known[name]
         known.on_disk = "broken" if broken else "good"
-        known.digest = None if broken else content_digest(self.root / name)
+        known.digest = content_digest(self.root / name)
         known.held, known.failed_changed = False, True
         if known.work:
             known.work.is_outdated = True
@@ -152,7 +152,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             self._begin_load(name, pinned)
 
     def _expect_compared(self, answer: httpx.Response, known: Known, pinned: bool) -> None:
-        is_same = known.digest == known.loaded  # a broken folder is other content
+        is_same = known.digest == known.loaded
         assert answer.status_code == (200 if is_same else 409)
         known.pinned = known.pinned or (pinned and is_same)
 
