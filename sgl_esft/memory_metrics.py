@@ -1,35 +1,46 @@
 """Expert memory as Prometheus gauges, beside SGLang's own at /metrics (with --enable-metrics).
 
-lora_seat.py (an adapter came or went) -> [MemoryMetrics.set] -> SGLang's /metrics
+lora_seat.py (an adapter came or went) -> [MemoryMetrics.set] ---> SGLang's /metrics
+the elastic front (a scale ended) -> [MemoryMetrics.zero_from] ->
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_esft.memory_report import BASE_OWNER, DeviceMemory
 from sgl_esft.observe.record import BASE
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Gauge, Metric
 
 
 class MemoryMetrics:
-    """The gauges of one rank. `registry` None is prometheus_client's own."""
+    """The gauges of one rank, or of all as the front sees them.
+
+    `registry` None is prometheus_client's own.
+    """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         # SGLang names the folder that its processes share before it starts a rank, and
         # prometheus_client reads that name when it is imported.
         from prometheus_client import REGISTRY, Gauge
 
+        self._by_name: dict[str, Gauge] = {}
+
         def gauge(name: str, what: str, *labels: str) -> Gauge:
-            return Gauge(
-                f"sgl_esft:{name}",
+            full_name = f"sgl_esft:{name}"
+            self._by_name[full_name] = Gauge(
+                full_name,
                 what,
                 labelnames=("rank", *labels),
                 multiprocess_mode="mostrecent",
                 registry=registry or REGISTRY,
             )
+            return self._by_name[full_name]
 
         self._experts = gauge("expert_memory_bytes", "Bytes of the experts' slots.", "kind")
         self._pool = gauge("page_pool_bytes", "Bytes of the device's pages.", "state")
@@ -64,3 +75,27 @@ class MemoryMetrics:
             self._pool.labels(rank, "free").set(device.pool.free_bytes)
         self._fragmentation.labels(rank).set(device.fragmentation)
         self._adapters.labels(rank).set(len(device.adapters))
+
+    def zero_from(self, num_ranks: int, published: Iterable[Metric]) -> None:
+        """Ranks from `num_ranks` on serve no more: what they have published becomes 0.
+
+        Not the ranks themselves do it: by then rank 0 may be another process's number.
+        """
+        for metric in published:
+            gauge = self._by_name.get(metric.name)
+            if gauge is None:
+                continue
+            for sample in metric.samples:
+                if int(sample.labels["rank"]) >= num_ranks and sample.value:
+                    gauge.labels(**sample.labels).set(0)
+
+
+def published_gauges() -> Iterable[Metric]:
+    """The gauges of all processes of this server, each with its most recent value."""
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])  # SGLang's, with --enable-metrics
+    found: Iterable[Metric] = MultiProcessCollector.merge(
+        [str(file) for file in folder.glob("gauge_mostrecent_*.db")]
+    )
+    return found
