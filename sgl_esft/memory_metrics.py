@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_esft.memory_report import BASE_OWNER, DeviceMemory
-from sgl_esft.observe.record import BASE
+from sgl_esft.observe.labels import MAX_ADAPTERS, BoundedLabel
+from sgl_esft.observe.record import BASE, OTHERS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Gauge, Metric
@@ -49,6 +50,7 @@ class MemoryMetrics:
             "Bytes of the slots that the base or an adapter has.",
             "owner",
         )
+        self._labels = BoundedLabel(MAX_ADAPTERS, OTHERS, always=(BASE,))
         self._shown: frozenset[str] = frozenset()  # owners with a gauge
         self._fragmentation = gauge("expert_memory_fragmentation", "F_mem: mapped over used bytes.")
         self._adapters = gauge("adapters_on_device", "Adapters that have an adapter slot.")
@@ -64,17 +66,22 @@ class MemoryMetrics:
             ("padded", device.padded_bytes),
         ):
             self._experts.labels(rank, kind).set(num_bytes)
-        owners = {BASE: BASE_OWNER, **device.adapters}
-        # Set to 0, not removed: a removed gauge lives on in the file that processes share.
-        self._shown |= frozenset(owners)
-        for name in self._shown:
-            mapped = device.owner_bytes(owners[name]) if name in owners else 0
-            self._owners.labels(rank, name).set(mapped)
+        self._set_owners(rank, device)
         if device.pool is not None:
             self._pool.labels(rank, "used").set(device.pool.used_bytes)
             self._pool.labels(rank, "free").set(device.pool.free_bytes)
         self._fragmentation.labels(rank).set(device.fragmentation)
         self._adapters.labels(rank).set(len(device.adapters))
+
+    def _set_owners(self, rank: str, device: DeviceMemory) -> None:
+        # Set to 0, not removed: a removed gauge lives on in the file that processes share.
+        mapped = dict.fromkeys(self._shown, 0)
+        for name, owner in {BASE: BASE_OWNER, **device.adapters}.items():
+            label = self._labels.of(name)
+            mapped[label] = mapped.get(label, 0) + device.owner_bytes(owner)
+        self._shown = frozenset(mapped)
+        for label, num_bytes in mapped.items():
+            self._owners.labels(rank, label).set(num_bytes)
 
     def zero_from(self, num_ranks: int, published: Iterable[Metric]) -> None:
         """Ranks from `num_ranks` on serve no more: what they have published becomes 0.

@@ -15,6 +15,7 @@ from sgl_esft.launch import flags
 from sgl_esft.memory_metrics import MemoryMetrics
 from sgl_esft.observe import heat_hooks
 from sgl_esft.observe.heat import MAX_NAMES, HeatSampler
+from sgl_esft.observe.labels import MAX_ADAPTERS
 from sgl_esft.observe.middleware import OUTCOMES
 from sgl_esft.observe.request_metrics import RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
@@ -103,6 +104,7 @@ def test_the_heat_of_the_page_is_shaped_as_the_codes() -> None:
 
 def test_the_bound_of_names() -> None:
     assert f"At most {MAX_NAMES} adapters are told apart" in TEXT
+    assert f"at most {MAX_ADAPTERS} adapters" in TEXT
 
 
 def test_the_access_lines_keys() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from sgl_esft.memory_metrics import MemoryMetrics
+from sgl_esft.observe.labels import MAX_ADAPTERS
+from sgl_esft.observe.record import OTHERS
 from tests.memory_reports import padded_device
 
 # Two ranks as one process publishes them, then the front of a server that has one rank left.
@@ -47,6 +49,25 @@ def test_ranks_that_left_have_no_memory() -> None:
         (s.name, *s.labels.values()) for s in published if int(s.labels["rank"]) >= 2 and s.value
     }
     assert {(s.name, *s.labels.values()) for s in zeroed} == wanted
+
+
+def test_owners_that_come_and_go_have_only_so_many_series() -> None:
+    registry = CollectorRegistry()
+    metrics = MemoryMetrics(registry)
+    device = padded_device(rank=0)
+
+    def mapped(owner: str) -> float | None:
+        labels = {"rank": "0", "owner": owner}
+        return registry.get_sample_value("sgl_esft:expert_memory_owner_bytes", labels)
+
+    for number in range(MAX_ADAPTERS):
+        metrics.set(replace(device, adapters={f"made-{number}": 0}))
+    metrics.set(replace(device, adapters={"late": 0, "later": 2}))
+    assert mapped(OTHERS) == device.owner_bytes(0) + device.owner_bytes(2) > 0
+    assert (mapped("late"), mapped("made-0")) == (None, 0)
+    assert mapped("base") == device.owner_bytes(-1)
+    metrics.set(replace(device, adapters={}))
+    assert mapped(OTHERS) == 0
 
 
 def test_what_the_front_says_counts_over_what_the_ranks_said(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sgl_esft.observe import engine_hooks, record
-from sgl_esft.observe.record import RequestRecord
+from sgl_esft.observe.labels import MAX_ADAPTERS
+from sgl_esft.observe.record import OTHERS, RequestRecord
 from sgl_esft.observe.request_metrics import OTHER, RequestMetrics
 
 
@@ -107,6 +108,20 @@ def test_a_request_counts_once_for_each_of_its_adapters(metrics: Metrics) -> Non
     assert metrics.value("requests_total", adapter="math", outcome="ok") == 1
     assert metrics.value("requests_total", adapter="base", outcome="ok") == 1
     assert metrics.value("requests_total", adapter="(none)", outcome="refused") == 1
+
+
+def test_adapters_that_come_and_go_have_only_so_many_series(metrics: Metrics) -> None:
+    for number in range(MAX_ADAPTERS + 3):
+        sequence = Sequence(f"made-{number}")
+        run(metrics, sequence, 1)
+        metrics.metrics.request_ended(RequestRecord("id", 0.0, sequences=[sequence]), "ok")
+    run(metrics, Sequence(None), 1)
+    run(metrics, Sequence("made-0"), 1)
+    assert metrics.value("generation_tokens_total", adapter="made-0") == 2
+    assert metrics.value("generation_tokens_total", adapter="base") == 1
+    assert metrics.value("requests_total", adapter=OTHERS, outcome="ok") == 3
+    assert metrics.value("e2e_request_latency_seconds_count", adapter=OTHERS) == 3
+    assert metrics.value("requests_total", adapter=f"made-{MAX_ADAPTERS}", outcome="ok") is None
 
 
 def test_error_types_are_few(metrics: Metrics) -> None:
