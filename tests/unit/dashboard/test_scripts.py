@@ -101,9 +101,10 @@ MAP = """async ([ranks, layers, slots, runs]) => {
   });
   source.show({ devices: Array.from({ length: ranks }, (_, rank) => device(rank)) });
   const cells = [...document.querySelectorAll("#memory .cell")];
+  const number = (cell, name) => Number(cell.getAttribute(name));
   const drawn = cells
     .slice(0, cells.length / ranks / layers)
-    .map((cell) => [cell.getAttribute("class"), +cell.getAttribute("x"), +cell.getAttribute("width")]);
+    .map((cell) => [cell.getAttribute("class"), number(cell, "x"), number(cell, "width")]);
   const picture = document.querySelector("#memory .cells");
   const readout = document.querySelector("#memory .readout");
   picture.focus();
@@ -254,3 +255,13 @@ def test_the_map_of_a_large_model_stays_small(page: Page) -> None:
     runs = [[0, 32, -1], *([32 + 28 * slot, 9, slot] for slot in range(16))]
     number, _, _ = page.evaluate(MAP, [8, 58, 32 + 28 * 16, runs])
     assert number == 8 * 58 * (1 + 2 * 16)
+
+
+def test_a_key_that_is_forgotten_leaves_nothing_on_the_page(page: Page) -> None:
+    page.fill("#key", "an-admin-key-0123456789")
+    page.press("#key", "Enter")
+    page.evaluate("document.getElementById('adapter-rows').append('what an admin saw')")
+    page.click("#key-forget")
+    page.wait_for_selector("#key[placeholder='API key']")
+    page.wait_for_function("!document.body.textContent.includes('what an admin saw')", timeout=5000)
+    assert page.evaluate("sessionStorage.length") == 0
