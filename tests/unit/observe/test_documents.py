@@ -147,6 +147,19 @@ def test_everything_documented_is_on_the_dashboard() -> None:
     assert set(_METRIC.findall(section_of_elastic)) - asked == set()
 
 
+def test_a_tile_divides_by_nothing_that_may_be_zero() -> None:
+    """An idle server's rates are 0: the tile would show NaN, where a line only has a gap."""
+    exprs = [
+        target["expr"]
+        for panel in DASHBOARD["panels"]
+        if panel["type"] == "stat"
+        for target in panel["targets"]
+    ]
+    divisors = [expr.split(" / ")[1] for expr in exprs if " / " in expr]
+    assert divisors
+    assert [divisor for divisor in divisors if not divisor.endswith(" > 0) or vector(0)")] == []
+
+
 def test_variables_are_used_and_defined() -> None:
     variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
     assert variables == {"datasource", "instance", "adapter"}
