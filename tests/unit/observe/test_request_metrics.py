@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,9 +137,17 @@ def test_error_types_are_few(metrics: Metrics) -> None:
     assert len(types) <= 101
 
 
-def test_hooks_fill_the_record_of_the_request_at_hand() -> None:
-    request = RequestRecord("id", 10.0)
-    record.begin(request)
+@pytest.fixture
+def request_at_hand() -> Iterator[RequestRecord]:
+    """Only as long as the test runs: the others have none."""
+    begun = RequestRecord("id", 10.0)
+    record.begin(begun)
+    yield begun
+    record._current.set(None)
+
+
+def test_hooks_fill_the_record_of_the_request_at_hand(request_at_hand: RequestRecord) -> None:
+    request = request_at_hand
     one, two = Sequence("math", "a"), Sequence(None, "b")
     manager = SimpleNamespace(rid_to_state={"a": one, "b": two})
     engine_hooks.note_prompt(None, manager, None, "text", [1, 2, 3])
