@@ -2,10 +2,11 @@
 # See to it that this machine has a browser for the tests of the page at /dashboard.
 #
 # One that is on the PATH will do. Otherwise Debian's package is installed, which needs
-# root. tests/browser.py looks for the same names.
+# root. The names are those of browsers.txt, which browsers.py reads too.
 set -euo pipefail
 
-readonly BROWSERS=(chromium chromium-browser google-chrome-stable google-chrome)
+mapfile -t BROWSERS <"${BASH_SOURCE[0]%/*}/browsers.txt"
+readonly BROWSERS
 
 has_browser() {
     local name

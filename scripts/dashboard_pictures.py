@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import threading
 import time
 import urllib.request
@@ -21,7 +20,8 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+from scripts import browsers
+
 PROMPTS = ("coffee -> ", "spoon -> ", "7 + 5 = ", "winter -> ")
 STREAMS = 3
 
@@ -38,12 +38,15 @@ def main() -> None:
         "--scale", type=int, nargs="*", default=[], help="devices, one after another"
     )
     wanted = parser.parse_args()
+    try:
+        browser_path = browsers.find()
+    except browsers.NoBrowserError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     stop = threading.Event()
     for seed in range(STREAMS):
         threading.Thread(target=load, args=(wanted.url, stop, seed), daemon=True).start()
     with sync_playwright() as driver:
-        path = next(found for name in BROWSERS if (found := shutil.which(name)))
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         scheme = "dark" if wanted.dark else "light"
         page = browser.new_page(
             viewport={"width": wanted.width, "height": 800}, color_scheme=scheme

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from sgl_elastic.errors import ElasticConfigError, ElasticError
 from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.runtime import Runtime
 from sgl_elastic.types import AdapterEntry
-from sgl_esft import platform, plugin
+from sgl_esft import memory_metrics, platform, plugin
 from sgl_esft.adapter_format import read_manifest
 from sgl_esft.errors import EsftError
 from sgl_esft.expert_memory import choose_page_bytes
@@ -251,7 +251,17 @@ def _ready(runtime: Runtime) -> None:
     manager = http_server._global_state.tokenizer_manager
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
     add_routes(http_server.app, runtime.coordinator, runtime.manager.instances, protect)
-    runtime.serve(manager.update_control_communicator_fan_out)
+    runtime.serve(manager.update_control_communicator_fan_out, _zero_departed_ranks())
+
+
+def _zero_departed_ranks() -> Callable[[int], None]:
+    """Told how many ranks serve, it sets what /metrics says of the others' memory to 0."""
+    from sgl_esft import sglang_api
+
+    if not sglang_api.has_metrics():
+        return lambda _: None
+    gauges = memory_metrics.MemoryMetrics()
+    return lambda num_ranks: gauges.zero_from(num_ranks, memory_metrics.published_gauges())
 
 
 if __name__ == "__main__":

@@ -104,13 +104,16 @@ class Runtime:
         tokens = min(placement.kv_tokens)
         return {"max_total_num_tokens": tokens, "max_req_input_len": tokens - 6}
 
-    def serve(self, on_size: Callable[[int], None]) -> None:
-        """HTTP is up: standbys and the autoscaler may start. `on_size` hears each new size."""
+    def serve(self, on_size: Callable[[int], None], on_ended: Callable[[int], None]) -> None:
+        """HTTP is up: standbys and the autoscaler may start.
+
+        `on_size` hears each new size at its switch, `on_ended` the size after each operation.
+        """
         self._on_size = on_size
         threading.Thread(target=self._keep_standbys, name="elastic-standbys", daemon=True).start()
         self._wanted.set()
         self._start_guard()
-        self._start_metrics()
+        self._start_metrics(on_ended)
         if self.options.autoscale is not None and self.coordinator is not None:
             self.autoscaler = Autoscaler(
                 self.options.autoscale,
@@ -120,12 +123,13 @@ class Runtime:
             )
             self.autoscaler.start()
 
-    def _start_metrics(self) -> None:
+    def _start_metrics(self, on_ended: Callable[[int], None]) -> None:
         if self.coordinator is None:
             raise RuntimeError("metrics of a coordinator that is not there")
         self._metrics = metrics.ScaleMetrics()
         self._metrics.set_placement(self.coordinator.serving[1])
         self.coordinator.listen(self._metrics.observe)
+        self.coordinator.listen(metrics.when_ended(on_ended))
 
     def _note_held(self, seconds: float) -> None:
         if self._metrics is not None:

@@ -230,9 +230,9 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         kind=HookKind.AFTER,
-        function=memory_hooks.add_memory_report,
+        function=memory_hooks.add_report,
         parameters=("self", "recv_req"),
-        why="GET /v1/memory asks every rank for its expert memory",
+        why="GET /v1/memory asks every rank for its expert memory, GET /v1/heat for the heat",
         remove_when="SGLang lets a plugin add to a scheduler's internal state",
     ),
     Hook(

@@ -20,6 +20,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import (
+    GetInternalStateReq,
     LoadLoRAAdapterReqInput,
     LoRAUpdateOutput,
     ShutdownReq,
@@ -188,6 +189,17 @@ def http_log_level() -> str:
     """The level of the HTTP server's log, such as `info`."""
     found = get_observability()
     return str(found.log_level_http or found.log_level)
+
+
+async def internal_states(tokenizer_manager: Any, subject: str) -> list[dict[str, Any]]:
+    """Every scheduler's internal state, asked from the process that serves HTTP.
+
+    subject: in the id, which SGLang leaves empty: what our hook there adds to the reply.
+    """
+    tokenizer_manager.auto_create_handle_loop()
+    question = GetInternalStateReq(rid=subject)
+    replies = await tokenizer_manager.get_internal_state_communicator(question)
+    return [reply.internal_state for reply in replies]
 
 
 def tp_rank() -> int:

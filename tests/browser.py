@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, ConsoleMessage, Error, Request, sync_playwright
 
-# As scripts/browser.sh looks for them.
-BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+from scripts import browsers
+
 WAIT_MS = 30_000
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[Browser]:
-    """A browser of this machine. While it is open, asyncio.run does not work in this thread."""
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        raise RuntimeError(f"none of {', '.join(BROWSERS)} is here: run `make browser`")
+    """A browser of this machine. While it is open, asyncio.run does not work in this thread.
+
+    Raises NoBrowserError.
+    """
+    path = browsers.find()
     args = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=args)

@@ -6,6 +6,7 @@ front.py --seconds a request was held------>
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sgl_elastic.coordinator.operations import Operation, StepState
@@ -86,3 +87,16 @@ class ScaleMetrics:
     def observe_held(self, seconds: float) -> None:
         """A request waited so long at a switch."""
         self._held_seconds.observe(seconds)
+
+
+def when_ended(tell: Callable[[int], None]) -> Callable[[Operation, Placement], None]:
+    """A listener of the coordinator: `tell` hears how many ranks serve after each operation.
+
+    By then those of the former instance have run their last batch, and publish nothing more.
+    """
+
+    def observe(operation: Operation, placement: Placement) -> None:
+        if operation.finished:
+            tell(placement.dp_size)
+
+    return observe

@@ -17,12 +17,11 @@ from typing import Any, Final
 
 import torch
 
-from sgl_esft.observe.record import BASE, NO_ADAPTER
+from sgl_esft.observe.record import BASE, NO_ADAPTER, OTHERS
 
 # Adapters that are told apart. Names come and go for as long as a rank serves, and each report,
 # which is made between two steps, has all of them: 64 names of DeepSeek-V3 are 1 M numbers.
 MAX_NAMES: Final = 64
-OTHERS: Final = "(others)"  # no adapter has this name
 
 OnDistinct = Callable[[int, int], None]  # (layer id, experts that the step read)
 

@@ -1,6 +1,6 @@
 """The way of the experts' heat from a rank to HTTP and to Prometheus.
 
-GET /v1/heat -> SGLang's get_internal_state -> [add_heat] on every rank -> reply -> [fetch_heat]
+GET /v1/heat -> SGLang's get_internal_state -> memory_hooks.py, [add_heat] on every rank -> reply
 a sampled step -> [sampler_of]'s summary -> SGLang's /metrics
 """
 
@@ -72,7 +72,7 @@ def add_heat(reply: Any, heat: HeatSampler | None) -> None:
 
 async def fetch_heat(tokenizer_manager: Any) -> dict[str, Any]:
     """The server's report, asked from the process that serves HTTP. Raises HeatOffError."""
-    states = await tokenizer_manager.get_internal_state()
+    states = await sglang_api.internal_states(tokenizer_manager, STATE_KEY)
     reports = [state[STATE_KEY] for state in states if STATE_KEY in state]
     if not reports:
         raise HeatOffError(

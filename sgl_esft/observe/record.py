@@ -19,6 +19,7 @@ Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 BASE: Final = "base"  # of the label `adapter`
 NO_ADAPTER: Final = "(none)"  # of a request that ended before it had one; no adapter has this name
+OTHERS: Final = "(others)"  # of adapters that are told apart no more; nor this one
 REQUEST_ID_HEADER: Final = b"x-request-id"
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 

@@ -5,7 +5,7 @@
 
 Times and tokens are taken where SGLang takes its own, so over all adapters they add up to
 `sglang:time_to_first_token_seconds` and its neighbours. Labels are names that the server knows, or
-classes of errors: no client can make one.
+classes of errors: no client can make one, and labels.py bounds how many there are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from sgl_esft.observe.record import NO_ADAPTER, RequestRecord, adapter_of
+from sgl_esft.observe.labels import MAX_ADAPTERS, BoundedLabel
+from sgl_esft.observe.record import BASE, NO_ADAPTER, OTHERS, RequestRecord, adapter_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -78,14 +79,16 @@ class RequestMetrics:
         self._e2e = histogram(
             "e2e_request_latency_seconds", "Seconds to a sequence's last token.", _E2E_S
         )
-        self._error_types: set[str] = set()
+        self._adapters = BoundedLabel(MAX_ADAPTERS, OTHERS, always=(BASE, NO_ADAPTER))
+        # Class names of ours and of SGLang's: few.
+        self._error_types = BoundedLabel(_MAX_ERROR_TYPES, OTHER)
 
     def observe_output(self, state: Any, outputs: Any, index: int) -> None:
         """One sequence's part of a batch of outputs, before SGLang has counted it.
 
         state: SGLang's ReqState; outputs: its BatchStrOutput or the like.
         """
-        adapter = adapter_of(state)
+        adapter = self._adapters.of(adapter_of(state))
         num_tokens = _tokens_at(outputs, "completion_tokens", index)
         if not state.ttft_observed:
             num_new = num_tokens
@@ -111,20 +114,14 @@ class RequestMetrics:
     def request_ended(self, record: RequestRecord, outcome: str) -> None:
         """A request for the model has ended; it counts once for each adapter it used."""
         for adapter in record.adapters or (NO_ADAPTER,):
-            self._requests.labels(adapter, outcome).inc()
+            self._requests.labels(self._adapters.of(adapter), outcome).inc()
 
     def error_answered(self, error_type: str | None) -> None:
         """An answer was an error of this type; None: it did not say which."""
-        self._errors.labels(self._known_type(error_type)).inc()
-
-    def _known_type(self, error_type: str | None) -> str:
-        """Types are class names of ours and of SGLang's: few. OTHER, should they be more."""
-        if error_type is None or not _ERROR_TYPE.fullmatch(error_type):
-            return OTHER
-        if error_type not in self._error_types and len(self._error_types) >= _MAX_ERROR_TYPES:
-            return OTHER
-        self._error_types.add(error_type)
-        return error_type
+        label = OTHER
+        if error_type is not None and _ERROR_TYPE.fullmatch(error_type):
+            label = self._error_types.of(error_type)
+        self._errors.labels(label).inc()
 
 
 def ready_gauge(registry: CollectorRegistry | None = None) -> Callable[[bool], None]:

@@ -72,9 +72,11 @@ HANDED_OVER = {
         "sgl_esft.launch.flags",
         "sgl_esft.launch.plan",
         "sgl_esft.launch.serve",
+        "sgl_esft.memory_metrics",
         "sgl_esft.model_spec",
         "sgl_esft.platform",
         "sgl_esft.plugin",
+        "sgl_esft.sglang_api",
     },
     "sgl_elastic.options": {"sgl_esft.byte_size"},
 }

@@ -14,7 +14,6 @@ import pytest
 
 import sgl_esft
 import sgl_esft_kernels
-from tests.browser import BROWSERS
 from tests.repo.tree import ROOT, project_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -117,9 +116,37 @@ def test_setup_does_nothing_when_the_stamp_fits(checkout: Path) -> None:
     assert run_setup(checkout, python="/bin/false").returncode == 1
 
 
-def test_the_script_and_the_tests_look_for_the_same_browsers() -> None:
-    script = (ROOT / "scripts/browser.sh").read_text()
-    assert f"readonly BROWSERS=({' '.join(BROWSERS)})" in script
+@pytest.mark.parametrize("name", (ROOT / "scripts/browsers.txt").read_text().split())
+def test_any_of_the_browsers_will_do(tmp_path: Path, name: str) -> None:
+    browser = tmp_path / name
+    browser.write_text("#!/bin/sh\n")
+    browser.chmod(0o755)
+    path = {"PATH": str(tmp_path)}
+    subprocess.run(["/bin/bash", "scripts/browser.sh"], cwd=ROOT, env=path, check=True)
+    command = "from scripts.browsers import find; print(find())"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=ROOT,
+        env=path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{browser}\n"
+
+
+def test_pictures_without_a_browser_say_the_remedy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.dashboard_pictures", "http://127.0.0.1:9", "x.png"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "run `make browser`" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_without_a_browser_and_root_the_remedy_is_said(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 // A grid of cells with a label left and right of each row, as memory map and heat need it. What a
-// cell means is said in a line below, for the pointer and for the arrow keys.
+// cell means is said in a line below, for the pointer and for the arrow keys. Neighbours that look
+// alike are one element: a large model has 100,000s of slots, in few runs.
 
 import { attribute, el, keyed, svg, text } from "./dom.js";
 
 const COLUMN = 10;
 const ROW = 10;
+
+const columnsOf = (row) => row.runs.reduce((sum, run) => sum + run.count, 0);
 
 export class CellGrid {
   // host: an empty element. name: what a screen reader calls it.
@@ -24,16 +27,17 @@ export class CellGrid {
     this.listen();
   }
 
-  // rows: [{ key, left, right, cells: [{ fill, opacity?, kind?, words }] }]; all rows equally long.
+  // rows: [{ key, left, right, runs: [{ count, fill, opacity?, kind? }], words(column) }]; the counts
+  // of each row's runs add up to the same number of columns.
   show(rows, hint) {
     this.rows = rows;
     this.hint = hint;
-    this.columns = rows.length ? Math.max(...rows.map((row) => row.cells.length)) : 0;
+    this.columns = rows.length ? Math.max(...rows.map(columnsOf)) : 0;
     this.labels(this.left, "left");
     this.labels(this.right, "right");
     attribute(this.picture, "aria-label", `${this.name}: ${hint}`);
     this.resize();
-    rows.forEach((row, r) => row.cells.forEach((cell, c) => this.paint(this.nodes[r][c], cell)));
+    rows.forEach((row, r) => this.draw(row, r));
     this.say();
   }
 
@@ -48,27 +52,38 @@ export class CellGrid {
   }
 
   resize() {
-    const shape = this.rows.map((row) => row.cells.length).join();
+    const shape = this.rows.map(columnsOf).join();
     if (shape === this.shape) return;
     this.shape = shape;
     attribute(this.picture, "viewBox", `0 0 ${Math.max(1, this.columns) * COLUMN} ${Math.max(1, this.rows.length) * ROW}`);
     this.picture.dataset.rows = this.rows.length;
-    this.nodes = this.rows.map((row, r) =>
-      row.cells.map((_, c) =>
-        svg("rect", { class: "cell", x: c * COLUMN + 0.5, y: r * ROW + 0.5, width: COLUMN - 1, height: ROW - 1 }),
-      ),
-    );
-    this.picture.replaceChildren(...this.nodes.flat(), this.cursor);
+    this.lines = this.rows.map((_, r) => svg("g", { transform: `translate(0 ${r * ROW})` }));
+    this.picture.replaceChildren(...this.lines, this.cursor);
     const height = this.rows.length > 12 ? 14 : 20;
     this.picture.style.blockSize = `${this.rows.length * height}px`;
     for (const labels of [this.left, this.right]) labels.style.gridAutoRows = `${height}px`;
     this.move(null);
   }
 
-  paint(node, cell) {
-    attribute(node, "class", cell.kind ? `cell ${cell.kind}` : "cell");
-    if (node.style.fill !== cell.fill) node.style.fill = cell.fill ?? "";
-    attribute(node, "fill-opacity", cell.opacity === undefined ? null : cell.opacity.toFixed(3));
+  // One rect for each run of a row.
+  draw({ runs }, r) {
+    const line = this.lines[r];
+    while (line.childElementCount > runs.length) line.lastElementChild.remove();
+    while (line.childElementCount < runs.length) line.append(svg("rect", { y: 0.5, height: ROW - 1 }));
+    let column = 0;
+    runs.forEach((run, index) => {
+      const node = line.children[index];
+      attribute(node, "x", column * COLUMN + 0.5);
+      attribute(node, "width", run.count * COLUMN - 1);
+      this.paint(node, run);
+      column += run.count;
+    });
+  }
+
+  paint(node, run) {
+    attribute(node, "class", run.kind ? `cell ${run.kind}` : "cell");
+    if (node.style.fill !== run.fill) node.style.fill = run.fill ?? "";
+    attribute(node, "fill-opacity", run.opacity === undefined ? null : run.opacity.toFixed(3));
   }
 
   listen() {
@@ -96,7 +111,7 @@ export class CellGrid {
   move(at) {
     if (at && this.rows.length) {
       const row = Math.min(Math.max(0, at[0]), this.rows.length - 1);
-      this.at = [row, Math.min(Math.max(0, at[1]), this.rows[row].cells.length - 1)];
+      this.at = [row, Math.min(Math.max(0, at[1]), columnsOf(this.rows[row]) - 1)];
       attribute(this.cursor, "x", this.at[1] * COLUMN);
       attribute(this.cursor, "y", row * ROW);
     } else {
@@ -107,7 +122,7 @@ export class CellGrid {
   }
 
   say() {
-    const cell = this.at && this.rows[this.at[0]]?.cells[this.at[1]];
-    text(this.readout, cell ? cell.words : this.hint);
+    const row = this.at && this.rows[this.at[0]];
+    text(this.readout, row ? row.words(this.at[1]) : this.hint);
   }
 }

@@ -17,12 +17,13 @@ function rowOf(device, rank, { homes, kv_tokens: kvTokens }) {
     key: device,
     left: `device ${device}`,
     right: `${plural(own, "expert")}, ${count(kvTokens[rank])} KV tokens`,
-    cells: homes.map((home, expert) => ({
+    runs: homes.map((home) => ({
+      count: 1,
       fill: "var(--accent)",
       kind: home === device ? "home" : "away",
       opacity: home === device ? 1 : 0,
-      words: `expert ${expert} lives on device ${home}, in every layer`,
     })),
+    words: (expert) => `expert ${expert} lives on device ${homes[expert]}, in every layer`,
   };
 }
 

@@ -49,7 +49,8 @@ export function showRates(rates) {
   text(byId("queued"), count(rates.queued));
 }
 
-// onChange() after the key was set or forgotten.
+// onChange() after the key was set. When it is forgotten the page begins anew, so that nothing of what
+// the key has shown stays in it.
 export function keyForm(onChange) {
   const [form, field, problem] = [byId("key-form"), byId("key"), byId("key-problem")];
   const draw = () => {
@@ -68,9 +69,7 @@ export function keyForm(onChange) {
   });
   byId("key-forget").addEventListener("click", () => {
     setKey("");
-    draw();
-    field.focus();
-    onChange();
+    location.reload();
   });
   draw();
 }

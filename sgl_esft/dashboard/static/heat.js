@@ -45,12 +45,16 @@ function rowOf(heat, counts, index, most, colour) {
     key: layer,
     left: `layer ${layer}`,
     right: Number.isFinite(distinct) ? `${short(distinct)} a step` : "",
-    cells: counts.map((value, expert) => ({
+    runs: counts.map((value) => ({
+      count: 1,
       fill: colour,
       kind: value > 0 ? "warm" : "cold",
       opacity: value > 0 ? 0.08 + 0.92 * Math.sqrt(value / most) : 0,
-      words: `layer ${layer}, expert ${expert}: chosen ${count(value)} times, ${whole > 0 ? ((100 * value) / whole).toFixed(1) : 0} % of the layer`,
     })),
+    words(expert) {
+      const share = whole > 0 ? ((100 * counts[expert]) / whole).toFixed(1) : 0;
+      return `layer ${layer}, expert ${expert}: chosen ${count(counts[expert])} times, ${share} % of the layer`;
+    },
   };
 }
 

@@ -1,4 +1,4 @@
-// The expert tensor of every device: a row for each MoE layer, a cell for each slot.
+// The expert tensor of every device: a row for each MoE layer, a cell for each run of slots.
 
 import { request } from "./api.js";
 import { CellGrid } from "./cells.js";
@@ -69,19 +69,29 @@ function drawLegend(device) {
   return [...swatches, el("span", { class: "entry" }, el("i", { class: "swatch hollow" }), "no memory of its own")];
 }
 
-function rowOf(layer, names) {
-  const cells = Array.from({ length: layer.num_slots }, (_, slot) => ({
-    kind: "hollow",
-    words: `layer ${layer.layer_id}, slot ${slot}: no memory of its own`,
-  }));
-  for (const run of layer.runs) {
-    const whose = names.get(run.owner) ?? `adapter slot ${run.owner}`;
-    for (let slot = run.first; slot < run.first + run.count; slot += 1) {
-      const words = `layer ${layer.layer_id}, slot ${slot}: ${whose}, ${bytes(layer.slot_bytes)}`;
-      cells[slot] = { fill: slotColour(run.owner), kind: run.owner < 0 ? "of-base" : "of-adapter", words };
-    }
+// The layer's runs, which ascend, and what is between them.
+function runsOf(layer) {
+  const runs = [];
+  let next = 0;
+  const hollowUntil = (slot) => slot > next && runs.push({ count: slot - next, kind: "hollow" });
+  for (const { first, count: length, owner } of layer.runs) {
+    hollowUntil(first);
+    runs.push({ count: length, fill: slotColour(owner), kind: owner < 0 ? "of-base" : "of-adapter" });
+    next = first + length;
   }
-  return { key: layer.layer_id, left: `layer ${layer.layer_id}`, right: bytes(layer.mapped_bytes), cells };
+  hollowUntil(layer.num_slots);
+  return runs;
+}
+
+function rowOf(layer, names) {
+  const words = (slot) => {
+    const run = layer.runs.find(({ first, count: length }) => first <= slot && slot < first + length);
+    const whose = run && (names.get(run.owner) ?? `adapter slot ${run.owner}`);
+    const what = run ? `${whose}, ${bytes(layer.slot_bytes)}` : "no memory of its own";
+    return `layer ${layer.layer_id}, slot ${slot}: ${what}`;
+  };
+  const [left, right] = [`layer ${layer.layer_id}`, bytes(layer.mapped_bytes)];
+  return { key: layer.layer_id, left, right, runs: runsOf(layer), words };
 }
 
 function showDevice(node, device) {

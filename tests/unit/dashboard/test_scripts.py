@@ -87,6 +87,37 @@ sgl_esft:generation_tokens_total{adapter="math"} 8
 """
 
 
+# The memory map of a rank; after it how many elements, what they are as x and width, what is said.
+MAP = """async ([ranks, layers, slots, runs]) => {
+  const { source } = await import("/dashboard/memory.js");
+  const layer = (id) => ({
+    layer_id: id, num_slots: slots, slot_bytes: 1024, mapped_bytes: 0,
+    runs: runs.map(([first, count, owner]) => ({ first, count, owner })),
+  });
+  const device = (rank) => ({
+    rank, device: "cpu", expert_memory: "virtual", adapters: { math: 0 }, mapped_bytes: 0,
+    shared_bytes: 0, padded_bytes: 0, fragmentation: 1, padded_fragmentation: 1,
+    layers: Array.from({ length: layers }, (_, index) => layer(index)),
+  });
+  source.show({ devices: Array.from({ length: ranks }, (_, rank) => device(rank)) });
+  const cells = [...document.querySelectorAll("#memory .cell")];
+  const number = (cell, name) => Number(cell.getAttribute(name));
+  const drawn = cells
+    .slice(0, cells.length / ranks / layers)
+    .map((cell) => [cell.getAttribute("class"), number(cell, "x"), number(cell, "width")]);
+  const picture = document.querySelector("#memory .cells");
+  const readout = document.querySelector("#memory .readout");
+  picture.focus();
+  const said = [readout.textContent];
+  for (let slot = 1; slot < slots; slot += 1) {
+    picture.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+    said.push(readout.textContent);
+  }
+  picture.blur();
+  return [cells.length, drawn, said];
+}"""
+
+
 # A list of which the first item goes, one comes, and the focus is in the last.
 KEYED = """async () => {
   const { el, keyed } = await import("/dashboard/dom.js");
@@ -201,3 +232,36 @@ def test_rates_are_those_of_the_chosen_adapter(page: Page) -> None:
     }"""
     found = page.evaluate(script, [METRICS % 2, METRICS % 10])
     assert found == [["2.0", "0"], ["2.0", "0"], ["0", "0"]]
+
+
+def test_slots_of_one_owner_are_one_element_and_each_has_its_words(page: Page) -> None:
+    number, drawn, said = page.evaluate(MAP, [2, 3, 8, [[0, 3, -1], [4, 2, 0]]])
+    assert number == 2 * 3 * 4
+    assert drawn == [
+        ["cell of-base", 0.5, 29],
+        ["cell hollow", 30.5, 9],
+        ["cell of-adapter", 40.5, 19],
+        ["cell hollow", 60.5, 19],
+    ]
+    base, math, none = "base, 1.02 KB", "math, 1.02 KB", "no memory of its own"
+    owners = [base, base, base, none, math, math, none, none]
+    assert said == [f"layer 0, slot {slot}: {whose}" for slot, whose in enumerate(owners)]
+    number, drawn, _ = page.evaluate(MAP, [2, 3, 8, [[0, 8, -1]]])
+    assert (number, drawn) == (6, [["cell of-base", 0.5, 79]]), "another report, other runs"
+
+
+def test_the_map_of_a_large_model_stays_small(page: Page) -> None:
+    """DeepSeek-V3's layers on 8 ranks, 16 adapters: 227,000 slots."""
+    runs = [[0, 32, -1], *([32 + 28 * slot, 9, slot] for slot in range(16))]
+    number, _, _ = page.evaluate(MAP, [8, 58, 32 + 28 * 16, runs])
+    assert number == 8 * 58 * (1 + 2 * 16)
+
+
+def test_a_key_that_is_forgotten_leaves_nothing_on_the_page(page: Page) -> None:
+    page.fill("#key", "an-admin-key-0123456789")
+    page.press("#key", "Enter")
+    page.evaluate("document.getElementById('adapter-rows').append('what an admin saw')")
+    page.click("#key-forget")
+    page.wait_for_selector("#key[placeholder='API key']")
+    page.wait_for_function("!document.body.textContent.includes('what an admin saw')", timeout=5000)
+    assert page.evaluate("sessionStorage.length") == 0

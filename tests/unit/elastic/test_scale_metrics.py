@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from sgl_elastic.coordinator.metrics import ScaleMetrics
+from sgl_elastic.coordinator.metrics import ScaleMetrics, when_ended
 from sgl_elastic.types import Plan, ScaleRequest
 from tests.unit.elastic.scale_fakes import (
     NEW,
@@ -81,6 +81,16 @@ def test_steps_of_a_degraded_operation_count_once() -> None:
     assert watched.value("scale_operations_total", outcome="degraded") == 1
     assert watched.value("scale_operations_total", outcome="succeeded") == 2
     assert watched.value("scale_step_seconds_count", kind="copy_trunk") == 1
+
+
+def test_each_end_tells_how_many_ranks_serve() -> None:
+    watched = Watched(PLAN, PLAN)
+    told: list[int] = []
+    watched.coordinator.listen(when_ended(told.append))
+    watched.world.fault = once(4)
+    watched.scale()
+    watched.scale()
+    assert told == [2, 3]
 
 
 def test_held_requests() -> None:

@@ -15,6 +15,7 @@ from sgl_esft.launch import flags
 from sgl_esft.memory_metrics import MemoryMetrics
 from sgl_esft.observe import heat_hooks
 from sgl_esft.observe.heat import MAX_NAMES, HeatSampler
+from sgl_esft.observe.labels import MAX_ADAPTERS
 from sgl_esft.observe.middleware import OUTCOMES
 from sgl_esft.observe.request_metrics import RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
@@ -103,6 +104,7 @@ def test_the_heat_of_the_page_is_shaped_as_the_codes() -> None:
 
 def test_the_bound_of_names() -> None:
     assert f"At most {MAX_NAMES} adapters are told apart" in TEXT
+    assert f"at most {MAX_ADAPTERS} adapters" in TEXT
 
 
 def test_the_access_lines_keys() -> None:
@@ -143,6 +145,19 @@ def test_everything_documented_is_on_the_dashboard() -> None:
     assert set(documented()) - asked == set()
     section_of_elastic = ELASTIC.partition("## Metrics")[2].partition("## ")[0]
     assert set(_METRIC.findall(section_of_elastic)) - asked == set()
+
+
+def test_a_tile_divides_by_nothing_that_may_be_zero() -> None:
+    """An idle server's rates are 0: the tile would show NaN, where a line only has a gap."""
+    exprs = [
+        target["expr"]
+        for panel in DASHBOARD["panels"]
+        if panel["type"] == "stat"
+        for target in panel["targets"]
+    ]
+    divisors = [expr.split(" / ")[1] for expr in exprs if " / " in expr]
+    assert divisors
+    assert [divisor for divisor in divisors if not divisor.endswith(" > 0) or vector(0)")] == []
 
 
 def test_variables_are_used_and_defined() -> None:

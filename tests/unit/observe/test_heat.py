@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from sgl_esft.observe.heat import (
     MAX_NAMES,
-    OTHERS,
     HeatSampler,
     SlotOwner,
     distinct_experts,
     merged,
 )
+from sgl_esft.observe.record import OTHERS
 
 LAYERS = (1, 2)
 NUM_EXPERTS = 4

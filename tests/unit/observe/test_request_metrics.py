@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sgl_esft.observe import engine_hooks, record
-from sgl_esft.observe.record import RequestRecord
+from sgl_esft.observe.labels import MAX_ADAPTERS
+from sgl_esft.observe.record import OTHERS, RequestRecord
 from sgl_esft.observe.request_metrics import OTHER, RequestMetrics
 
 
@@ -109,6 +111,20 @@ def test_a_request_counts_once_for_each_of_its_adapters(metrics: Metrics) -> Non
     assert metrics.value("requests_total", adapter="(none)", outcome="refused") == 1
 
 
+def test_adapters_that_come_and_go_have_only_so_many_series(metrics: Metrics) -> None:
+    for number in range(MAX_ADAPTERS + 3):
+        sequence = Sequence(f"made-{number}")
+        run(metrics, sequence, 1)
+        metrics.metrics.request_ended(RequestRecord("id", 0.0, sequences=[sequence]), "ok")
+    run(metrics, Sequence(None), 1)
+    run(metrics, Sequence("made-0"), 1)
+    assert metrics.value("generation_tokens_total", adapter="made-0") == 2
+    assert metrics.value("generation_tokens_total", adapter="base") == 1
+    assert metrics.value("requests_total", adapter=OTHERS, outcome="ok") == 3
+    assert metrics.value("e2e_request_latency_seconds_count", adapter=OTHERS) == 3
+    assert metrics.value("requests_total", adapter=f"made-{MAX_ADAPTERS}", outcome="ok") is None
+
+
 def test_error_types_are_few(metrics: Metrics) -> None:
     for number in range(300):
         metrics.metrics.error_answered(f"Made{number}Error")
@@ -121,9 +137,17 @@ def test_error_types_are_few(metrics: Metrics) -> None:
     assert len(types) <= 101
 
 
-def test_hooks_fill_the_record_of_the_request_at_hand() -> None:
-    request = RequestRecord("id", 10.0)
-    record.begin(request)
+@pytest.fixture
+def request_at_hand() -> Iterator[RequestRecord]:
+    """Only as long as the test runs: the others have none."""
+    begun = RequestRecord("id", 10.0)
+    record.begin(begun)
+    yield begun
+    record._current.set(None)
+
+
+def test_hooks_fill_the_record_of_the_request_at_hand(request_at_hand: RequestRecord) -> None:
+    request = request_at_hand
     one, two = Sequence("math", "a"), Sequence(None, "b")
     manager = SimpleNamespace(rid_to_state={"a": one, "b": two})
     engine_hooks.note_prompt(None, manager, None, "text", [1, 2, 3])
