@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -34,27 +34,11 @@ from sgl_esft.lifecycle.failures import Failure, Failures
 from sgl_esft.lifecycle.folders import DigestCache, Fingerprint, fingerprint
 from sgl_esft.lifecycle.jobs import Job, JobKind
 from sgl_esft.lifecycle.states import Action, Command, Situation, decide
+from sgl_esft.lifecycle.usable import UsableNames
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ENSURE_TIMEOUT_S: Final = 120.0
-
-
-class UsableNames(Collection[str]):
-    """The names of a library that a request may say, looked up one by one: there may be many."""
-
-    def __init__(self, library: AdapterLibrary) -> None:
-        self._library = library
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._library.is_usable(name)
-
-    def __iter__(self) -> Iterator[str]:
-        loaded = self._library.loaded()
-        return (name for name in self._library.names() if self._library.is_usable(name, loaded))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class AdapterLibrary:
