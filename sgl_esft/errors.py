@@ -194,6 +194,10 @@ class RetryLaterError(EsftError):
 
     http_status = 503
 
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class NoFreeSlotError(RetryLaterError):
     """Every adapter slot is pinned or in use."""
@@ -222,10 +226,6 @@ class KeyLimitError(RetryLaterError):
 
     http_status = 429
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
 
 class RequestTimeoutError(RetryLaterError):
     """The answer took longer than --request-timeout."""
@@ -235,10 +235,6 @@ class RequestTimeoutError(RetryLaterError):
 
 class DrainingError(RetryLaterError):
     """The server is about to end and takes no new requests; another one may."""
-
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class DrainTimeoutError(RetryLaterError):

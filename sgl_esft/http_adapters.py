@@ -12,26 +12,19 @@ in /v1/models suggest, and what names nobody is a 404.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_esft.access.answers import error_json
+from sgl_esft.access.answers import App, Message, Receive, Scope, Send, send_error
 from sgl_esft.access.classes import routed_path
 from sgl_esft.errors import (
     AdapterNameError,
     ConfigError,
     EsftError,
-    RetryLaterError,
     UnknownAdapterError,
 )
 
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Body = dict[str, Any]
 # Returns once a request may use all these adapters. Raises EsftError.
 Ensure = Callable[[Collection[str]], Awaitable[None]]
@@ -42,7 +35,6 @@ ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completion
 _PROMPT_FIELDS: Mapping[str, type] = {"text": int, "input_ids": int, "prompt": int}
 # Routes of SGLang 0.5.21 that read whole weights, so also slots that have no memory.
 ROUTES_OVER_ALL_SLOTS = frozenset({"/weights_checker", "/send_weights_to_remote_instance"})
-_RETRY_AFTER_S = 1.0
 _MAX_LISTED = 20
 # Names of the base model that clients send when they do not care.
 BASE_ALIASES = frozenset({"", "default", "base"})
@@ -188,7 +180,7 @@ class AdapterMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = routed_path(scope) if scope["type"] == "http" else ""
         if path in self._refused_routes:
-            await _answer(send, _refusal(path))
+            await send_error(send, _refusal(path))
             return
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
@@ -199,7 +191,7 @@ class AdapterMiddleware:
             changed = body and resolve_body(path, body, self._known_names())
             await self._ensure(adapters_of(path, changed or body or {}))
         except EsftError as error:
-            await _answer(send, error)
+            await send_error(send, error)
             return
         if changed:
             raw = json.dumps(changed).encode()
@@ -247,16 +239,3 @@ def _replay(raw: bytes, receive: Receive) -> Receive:
 def _with_length(scope: Scope, length: int) -> Scope:
     headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
-
-
-async def _answer(send: Send, error: EsftError) -> None:
-    """An error in the shape of OpenAI's, which SGLang's own routes use too."""
-    raw = error_json(error)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(raw)).encode()),
-    ]
-    if isinstance(error, RetryLaterError):
-        headers.append((b"retry-after", b"%d" % math.ceil(_RETRY_AFTER_S)))
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": raw})

@@ -7,13 +7,14 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
+from starlette.responses import Response
+
 from sgl_esft.errors import (
     BodyTooLargeError,
-    DrainingError,
     EsftError,
     HeadersTooLargeError,
-    KeyLimitError,
     NoKeyError,
+    RetryLaterError,
     SlowBodyError,
 )
 
@@ -27,34 +28,45 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 _CLOSING = (BodyTooLargeError, HeadersTooLargeError, SlowBodyError)
 
 
-def error_json(error: EsftError) -> bytes:
-    """The body of an error's answer."""
+def error_json(error: EsftError, status: int | None = None) -> bytes:
+    """The body of an error's answer; `status` if it is not the error's own."""
     described = {
         "message": str(error),
         "type": type(error).__name__,
         "param": None,
-        "code": error.http_status,
+        "code": error.http_status if status is None else status,
     }
     return json.dumps({"error": described}).encode()
 
 
-def _headers(error: EsftError, length: int) -> list[tuple[bytes, bytes]]:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
-    if isinstance(error, KeyLimitError | DrainingError):
-        headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
+def _headers(error: EsftError) -> dict[str, str]:
+    """The headers of an error's answer, but for those that every answer has."""
+    headers = {}
+    if isinstance(error, RetryLaterError):
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, NoKeyError):
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, _CLOSING):
-        headers.append((b"connection", b"close"))
+        headers["connection"] = "close"
     return headers
 
 
+def as_response(error: EsftError, status: int | None = None) -> Response:
+    """A route's answer with an error; `status` if it is not the error's own."""
+    return Response(
+        error_json(error, status),
+        error.http_status if status is None else status,
+        _headers(error),
+        media_type="application/json",
+    )
+
+
 async def send_error(send: Send, error: EsftError) -> None:
-    """Answer with an error."""
-    body = error_json(error)
-    headers = _headers(error, len(body))
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    """An ASGI application's answer with an error."""
+    answer = as_response(error)
+    start = {"status": answer.status_code, "headers": answer.raw_headers}
+    await send({"type": "http.response.start", **start})
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 async def end_stream(send: Send, error: EsftError) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
@@ -22,8 +21,8 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from sgl_esft.access.answers import error_json
-from sgl_esft.errors import BadBodyError, EsftError, RetryLaterError, UnknownAdapterError
+from sgl_esft.access.answers import as_response
+from sgl_esft.errors import BadBodyError, EsftError, UnknownAdapterError
 from sgl_esft.lifecycle.jobs import Job
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.listing import Lister
@@ -39,7 +38,6 @@ from sgl_esft.lifecycle.schemas import (
 )
 
 WAIT_TIMEOUT_S: Final = 600.0
-RETRY_AFTER_S: Final = 1.0
 
 Endpoint: TypeAlias = Callable[..., Any]
 Wait: TypeAlias = Annotated[
@@ -209,11 +207,11 @@ class AdapterRoute(APIRoute):
             try:
                 return await handle(request)
             except EsftError as error:
-                return answer_error(error)
+                return as_response(error)
             except RequestValidationError as error:
-                return answer_error(BadBodyError(_first_fault(error)))
+                return as_response(BadBodyError(_first_fault(error)))
             except HTTPException as error:
-                return answer_error(BadBodyError(str(error.detail)), error.status_code)
+                return as_response(BadBodyError(str(error.detail)), error.status_code)
 
         return handler
 
@@ -269,14 +267,3 @@ def _first_fault(error: RequestValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return f"{where}: {first['msg']}{more}; GET /openapi.json describes the body"
-
-
-def answer_error(error: EsftError, status: int | None = None) -> Response:
-    """The answer to a request that raised; `status` if it is not the error's own."""
-    described = json.loads(error_json(error))
-    code = error.http_status if status is None else status
-    described["error"]["code"] = code
-    answer = AsciiJson(described, status_code=code)
-    if isinstance(error, RetryLaterError):
-        answer.headers["Retry-After"] = str(math.ceil(RETRY_AFTER_S))
-    return answer

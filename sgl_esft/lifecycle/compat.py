@@ -11,6 +11,7 @@ from __future__ import annotations
 from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 
+from sgl_esft.access.answers import as_response
 from sgl_esft.errors import (
     AdapterExistsError,
     AdapterNotLoadedError,
@@ -19,7 +20,7 @@ from sgl_esft.errors import (
     UnknownAdapterError,
     UserError,
 )
-from sgl_esft.lifecycle.api import WAIT_TIMEOUT_S, AsciiJson, Route, answer_error, backing
+from sgl_esft.lifecycle.api import WAIT_TIMEOUT_S, AsciiJson, Route, backing
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.schemas import (
     SglangLoadBody,
@@ -42,7 +43,7 @@ async def vllm_load(request: Request, body: VllmLoadBody) -> Response:
         if job is not None:
             await job.wait(WAIT_TIMEOUT_S)
     except EsftError as error:
-        return answer_error(error, _vllm_status(error))
+        return as_response(error, _vllm_status(error))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -51,7 +52,7 @@ async def vllm_unload(request: Request, body: UnloadBody) -> Response:
     try:
         await _unload(backing(request).library, body.lora_name)
     except EsftError as error:
-        return answer_error(error, _vllm_status(error))
+        return as_response(error, _vllm_status(error))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
