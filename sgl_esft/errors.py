@@ -18,6 +18,7 @@
     │   ├── UndeclaredRouteError      a route of the server has no declared class (at start)
     │   ├── AccessError               a request that was refused before it cost work
     │   │   ├── BadBodyError          its body, or its Host header (HTTP 400)
+    │   │   │   └── EmptyPromptError  its prompt has no tokens
     │   │   ├── NoKeyError            no key, or an unknown one (401)
     │   │   ├── NotAllowedError       the key, or the web page's origin, may not do this (403)
     │   │   ├── UnknownRouteError     no such route, or one that is off (404)
@@ -131,6 +132,10 @@ class AccessError(UserError):
 
 class BadBodyError(AccessError):
     """The body is not JSON that the routes can take, or the Host header is none."""
+
+
+class EmptyPromptError(BadBodyError, ValueError):
+    """A prompt whose text has no tokens."""  # a ValueError: SGLang's routes answer that with 400
 
 
 class NoKeyError(AccessError):

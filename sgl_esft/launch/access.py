@@ -23,7 +23,7 @@ from sgl_esft.access.key_source import WatchedKeys
 from sgl_esft.access.keys import Caller, KeyEntry, KeyRing
 from sgl_esft.access.limits import KeyLimits
 from sgl_esft.access.origins import is_loopback
-from sgl_esft.access.unfit import answer_unfit
+from sgl_esft.access.unfit import answer_defect, answer_unfit
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
 from sgl_esft.http_adapters import KnownNames, resolve_body
@@ -259,6 +259,7 @@ def install(
     """
     check_routes(routes_of(app.router.routes), plan.policy.table)
     app.add_exception_handler(ValueError, answer_unfit)
+    app.add_exception_handler(Exception, answer_defect)
     build = app.build_middleware_stack
     limits = KeyLimits(time.monotonic)
 

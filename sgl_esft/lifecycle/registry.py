@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from sgl_esft.errors import UnknownAdapterError
+
 _POLL_S = 0.02
 # From the registry to the table of requests a request takes as long as its text to be tokenised.
 _ON_ITS_WAY_S = 10.0
 
 
-class AdapterGoneError(ValueError):
+class AdapterGoneError(UnknownAdapterError, ValueError):
     """A name that is not registered (now); SGLang answers ValueErrors of a request with 400."""
 
 

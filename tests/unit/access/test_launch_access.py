@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +21,9 @@ from sgl_esft.errors import ConfigError, UndeclaredRouteError, UnknownAdapterErr
 from sgl_esft.http_adapters import ADAPTER_ROUTES, AdapterMiddleware, KnownNames
 from sgl_esft.launch import access, flags
 from sgl_esft.launch.access import AccessPlan
+from sgl_esft.launch.resolved import check_resolved
+from sgl_esft.lifecycle.registry import AdapterGoneError
+from sgl_esft.request_hooks import refuse_empty
 
 KEY = "-client-key-0123456789"
 ADMIN = "admin-key-0123456789"
@@ -295,14 +300,34 @@ def test_an_undeclared_route_stops_the_start() -> None:
     installed(app, make("--enable-route", "/surprise"))
 
 
-def test_a_value_that_a_route_cannot_use_is_the_clients_error() -> None:
-    """Never a 500, and never the route's own text, which may repeat what was sent."""
+def as_if_in(module: str, function: Callable[..., Any]) -> Any:
+    """The function as code of another module."""
+    names = {**function.__globals__, "__name__": module}
+    return FunctionType(function.__code__, names, argdefs=function.__defaults__)
+
+
+def refuse(called: Callable[[], object] | None = None) -> None:
+    if called is not None:
+        called()
+    raise ValueError("no parser named secret")
+
+
+def refuse_in_library() -> None:
+    json.loads("secret")
+
+
+def refuse_on_purpose() -> None:
+    refuse_empty(None, None, [])
+
+
+def failing(path: str, fail: Callable[[], object]) -> httpx.Response:
+    """The answer of a route that fails so."""
+
+    def endpoint() -> None:
+        fail()
+
     app = application()
-
-    def refuse() -> None:
-        raise ValueError("no parser named secret")
-
-    app.add_api_route("/separate_reasoning", refuse, methods=["POST"])
+    app.add_api_route(path, endpoint, methods=["POST"])
     installed(app, make())
 
     async def ask() -> httpx.Response:
@@ -311,6 +336,53 @@ def test_a_value_that_a_route_cannot_use_is_the_clients_error() -> None:
             return await client.post("/separate_reasoning", json={"text": "x"})
 
     answer = asyncio.run(ask())
+    assert "secret" not in answer.text
+    return answer
+
+
+SGLANG, OURS, ELASTIC = "sglang.srt.x", "sgl_esft.x", "sgl_elastic.x"
+
+
+@pytest.mark.parametrize("path", ["/separate_reasoning", "/set_trace_level"])
+@pytest.mark.parametrize("raising", [refuse, refuse_in_library])
+def test_a_value_that_a_route_of_sglang_cannot_use_is_the_clients_error(
+    path: str, raising: Callable[[], None]
+) -> None:
+    """Never a 500, and never the route's own text, which may repeat what was sent."""
+    refusing = as_if_in(SGLANG, raising)
+    answer = failing(path, refusing)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "BadBodyError"
-    assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "modules", [(OURS,), (ELASTIC,), (OURS, SGLANG), (SGLANG, OURS), ("json.decoder",)]
+)
+@pytest.mark.parametrize("path", ["/separate_reasoning", "/v1/scale"])
+def test_a_value_that_our_code_cannot_use_is_our_defect(
+    path: str, modules: tuple[str, ...]
+) -> None:
+    """Whoever called it: a route of ours that SGLang refuses something has asked for the wrong."""
+    called: Any = None
+    for module in reversed(modules):
+        inner = as_if_in(module, refuse)
+        called = partial(inner, called)
+    answer = failing(path, called)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "InternalError"
+
+
+def test_any_other_error_is_our_defect_and_goes_on_to_the_log() -> None:
+    app = application()
+    app.add_api_route("/v1/scale", lambda: {}["secret"], methods=["POST"])
+    installed(app, make())
+    with pytest.raises(KeyError, match="secret"):
+        asyncio.run(statuses(app, [("POST", "/v1/scale", None, {})]))
+    answer = failing("/v1/scale", lambda: {}["secret"])
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalError")
+
+
+def test_what_a_hook_refuses_on_purpose_is_answered_by_name() -> None:
+    answer = failing("/separate_reasoning", as_if_in(SGLANG, refuse_on_purpose))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "EmptyPromptError")
+    assert issubclass(AdapterGoneError, ValueError)  # as SGLang's own routes catch it
