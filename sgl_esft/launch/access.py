@@ -33,13 +33,27 @@ DEFAULT_BODY_TIMEOUT_S = 30.0
 DEFAULT_REQUEST_TIMEOUT_S = 1800.0
 _LOGIT_PROCESSORS = "--enable-custom-logit-processor"
 _TEMPLATES = "--trust-request-chat-template"
-_GRPC_PORT = "--grpc-port"
-_RUST_SERVER = "SGLANG_RUST_SERVER"
+# Switches of SGLang's environment: what each opens that the gate does not see.
+_NO_OTHER_SWITCH: Mapping[str, str] = {
+    "SGLANG_RUST_SERVER": "that server has no access control",
+    "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": "headers would set fields that bodies may not",
+}
+_OFF = ("", "0", "false", "no", "n")  # as SGLang reads them
 
 # Other doors into the server, at which there is no gate.
 _NO_OTHER_DOOR: tuple[Needed, ...] = (
     Needed("tokenizer_worker_num", (1,), "each worker would be a server without access control"),
     Needed("grpc_port", (None,), "there is no access control on gRPC"),
+    Needed(
+        "disaggregation_mode",
+        ("null", None),
+        "prefill and decode find each other at a port without access control",
+    ),
+    Needed(
+        "enable_http2",
+        (False, None),
+        "headers are checked as HTTP/1 has them; put a proxy in front that speaks HTTP/2",
+    ),
 )
 
 
@@ -159,10 +173,7 @@ def plan_access(
             f"--host {host} can be reached from elsewhere, and there are no keys: give "
             "--api-keys-file or --api-key (and --admin-key-env), or leave --host out"
         )
-    if any(arg.split("=")[0] == _GRPC_PORT for arg in sglang_argv):
-        raise ConfigError(f"{_GRPC_PORT}: there is no access control on gRPC; leave it out")
-    if environment.get(_RUST_SERVER, "").lower() not in ("", "0", "false", "no"):
-        raise ConfigError(f"{_RUST_SERVER}: that server has no access control; unset it")
+    _check_doors(sglang_argv, environment)
     policy = Policy(
         keys=ring,
         table=RouteTable(flags.enabled_routes),
@@ -179,6 +190,18 @@ def plan_access(
     forgotten = () if flags.admin_key_env is None else (flags.admin_key_env,)
     current = _watched(ring, flags, dict(environment), weave)
     return AccessPlan(policy, InnerKey() if ring else None, current, forgotten)
+
+
+def _check_doors(sglang_argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """By name, before SGLang reads anything; `needed` has what it made of them. ConfigError."""
+    given = {arg.split("=")[0] for arg in sglang_argv}
+    for door in _NO_OTHER_DOOR:
+        flag = "--" + door.field.replace("_", "-")
+        if flag in given:
+            raise ConfigError(f"{flag}: {door.reason}; leave it out")
+    for switch, reason in _NO_OTHER_SWITCH.items():
+        if environment.get(switch, "").lower() not in _OFF:
+            raise ConfigError(f"{switch}: {reason}; unset it")
 
 
 def _ring(flags: AccessFlags, environment: Mapping[str, str], weave: bool) -> KeyRing:

@@ -119,13 +119,37 @@ def test_keys_for_some_adapters_need_adapters(keys_file: Path) -> None:
         make("--api-keys-file", str(keys_file), weave=False)
 
 
-def test_a_server_that_has_no_gate_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SGLANG_RUST_SERVER"):
-        make(SGLANG_RUST_SERVER="1")
-    make(SGLANG_RUST_SERVER="0")
-    for argv in (["--grpc-port", "5000"], ["--grpc-port=5000"]):
-        with pytest.raises(ConfigError, match="--grpc-port: there is no access control on gRPC"):
-            make(*argv)
+@pytest.mark.parametrize("weave", [True, False])
+@pytest.mark.parametrize("switch", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"])
+def test_a_switch_that_opens_another_door_is_refused(switch: str, weave: bool) -> None:
+    for value in ("1", "True", "y", "what"):
+        with pytest.raises(ConfigError, match=f"{switch}: .*; unset it"):
+            make(weave=weave, **{switch: value})
+    for value in ("", "0", "False", "n"):
+        make(weave=weave, **{switch: value})
+
+
+@pytest.mark.parametrize("weave", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "field", "value", "default"),
+    [
+        ("--grpc-port", "grpc_port", 5000, None),
+        ("--disaggregation-mode", "disaggregation_mode", "prefill", "null"),
+        ("--enable-http2", "enable_http2", True, False),
+        ("--tokenizer-worker-num", "tokenizer_worker_num", 2, 1),
+    ],
+)
+def test_a_flag_that_opens_another_door_is_refused(
+    flag: str, field: str, value: Any, default: Any, weave: bool
+) -> None:
+    """By its name, and by its value however that has come."""
+    for argv in ([flag, str(value)], [f"{flag}={value}"]):
+        with pytest.raises(ConfigError, match=f"{flag}: .*; leave it out"):
+            make(*argv, weave=weave)
+    (door,) = (each for each in access.needed("127.0.0.1") if each.field == field)
+    check_resolved(SimpleNamespace(**{field: default}), (door,))
+    with pytest.raises(ConfigError, match=f"{flag} .* cannot be used"):
+        check_resolved(SimpleNamespace(**{field: value}), (door,))
 
 
 def test_nothing_of_the_plan_shows_a_key(keys_file: Path) -> None:
@@ -331,9 +355,9 @@ def failing(path: str, fail: Callable[[], object]) -> httpx.Response:
     installed(app, make())
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.post("/separate_reasoning", json={"text": "x"})
+            return await client.post(path, json={})
 
     answer = asyncio.run(ask())
     assert "secret" not in answer.text
