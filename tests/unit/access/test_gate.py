@@ -162,6 +162,17 @@ def test_how_a_key_is_sent(headers: list[tuple[str, str]], status: int, inner: I
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_no_host_at_all(inner: Inner) -> None:
+    """It could be any; where keys are asked for it decides nothing, and old probes send none."""
+    answer = asyncio.run(raw_call(gate(inner, OPEN), "GET", "/v1/models", []))
+    assert answer is not None
+    assert (answer.status, answer.error) == (400, "BadBodyError")
+    headers = [("authorization", f"Bearer {CLIENT_KEY}")]
+    answer = asyncio.run(raw_call(gate(inner), "GET", "/v1/models", headers))
+    assert answer is not None
+    assert answer.status == 200
+
+
 @pytest.mark.parametrize("host", ["x/health?", "x/health#", "a b", "", "x@y", "x:123456", "[::1"])
 def test_the_host_header_does_not_choose_the_route(host: str, inner: Inner) -> None:
     headers = [("host", host), ("authorization", f"Bearer {CLIENT_KEY}")]
