@@ -25,15 +25,35 @@ class _Watched:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
+        self._waits: set[asyncio.Timeout] = set()
         self.is_over = False
         self.has_started = False
         self.has_ended = False
         self.is_stream = False
 
+    def end(self) -> None:
+        """The deadline: from now on, and for whoever waits already, the client has gone."""
+        self.is_over = True
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
+
     async def receive(self) -> Message:
         if self.is_over:
-            return {"type": "http.disconnect"}
-        return await self._receive()
+            return _gone()
+        # In the caller's own task, without a turn of the event loop where a message is there:
+        # Starlette's `is_disconnected` gives up at the first one.
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._waits.add(wait)
+                return await self._receive()
+        except TimeoutError:
+            if not wait.expired():
+                raise
+            return _gone()
+        finally:
+            self._waits.discard(wait)
 
     async def send(self, message: Message) -> None:
         if self.is_over:
@@ -44,6 +64,10 @@ class _Watched:
         elif message["type"] == "http.response.body":
             self.has_ended = not message.get("more_body", False)
         await self._send(message)
+
+
+def _gone() -> Message:
+    return {"type": "http.disconnect"}
 
 
 def is_event_stream(start: Message) -> bool:
@@ -85,7 +109,7 @@ async def run_until(
         if task.done():
             task.result()
             return
-        watched.is_over = True
+        watched.end()
         await asyncio.wait({task}, timeout=grace_s)
     finally:
         if not task.done():

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from sgl_esft.access import deadline
 from sgl_esft.access.gate import Policy
@@ -77,3 +78,55 @@ def test_a_cancelled_request_cancels_the_application() -> None:
 
     asyncio.run(run())
     assert ended == ["cancelled"]
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.sleep(3600)
+
+
+def test_who_waits_for_the_clients_leaving_hears_of_the_deadline() -> None:
+    """Several may; and each of them hears it at once, and not when it is cancelled."""
+    heard: list[str] = []
+
+    async def listen(receive: Any) -> None:
+        heard.append((await receive())["type"])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.gather(listen(receive), listen(receive))
+
+    async def run() -> list[str]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async with asyncio.timeout(5):  # far less than the time of grace
+            await deadline.run_within(0.02, app, {}, never, send, grace_s=60.0)
+        return [str(message.get("status")) for message in sent]
+
+    assert asyncio.run(run()) == ["504", "None"]
+    assert heard == ["http.disconnect"] * 2
+
+
+def test_a_message_that_is_there_comes_without_a_turn_of_the_loop() -> None:
+    """As Starlette's `is_disconnected` asks, by which SGLang sees that a client has gone."""
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for source, is_gone in ((receive, True), (never, False)):
+            assert await Request({"type": "http"}, source).is_disconnected() is is_gone
+
+    asyncio.run(deadline.run_within(5.0, app, {}, gone, never))
+
+
+def test_a_timeout_of_the_servers_own_is_its_own() -> None:
+    async def late() -> Any:
+        raise TimeoutError("the socket")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    with pytest.raises(TimeoutError, match="the socket"):
+        asyncio.run(deadline.run_within(5.0, app, {}, late, never))
