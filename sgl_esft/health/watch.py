@@ -46,6 +46,7 @@ class Watch:
         self._stopped_since_ns: dict[int, int] = {}
         self._looked_ns = self._since_ns = clock_ns()
         self._ended = threading.Event()
+        self._is_blind = False  # the last round has failed
 
     def start(self) -> None:
         """From now on, until `stop` or the first fault."""
@@ -68,11 +69,23 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(PERIOD_S):
-            fault = self.look()
+            fault = self._look_or_log()
             if fault is not None and not self._ended.is_set():
                 self._ended.set()
                 logger.error("health: %s", fault)
                 self._on_fault(fault)
+
+    def _look_or_log(self) -> str | None:
+        """A round that fails is a defect here, and no reason to look no more."""
+        try:
+            fault = self.look()
+        except Exception:  # nobody is above a thread's main loop
+            if not self._is_blind:  # once, and not four times a second
+                logger.exception("health: a round of the watch failed; it goes on")
+            self._is_blind = True
+            return None
+        self._is_blind = False
+        return fault
 
     def _parts(self, now_ns: int) -> Sequence[Part]:
         loops = [self._detokenizer()]

@@ -124,6 +124,29 @@ def test_the_thread_says_it_once() -> None:
     assert len(world.faults) == 1
 
 
+def test_the_thread_goes_on_after_a_round_that_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    world.states[2] = ProcessState.ENDED
+    rounds = iter([OSError("no /proc"), OSError("no /proc"), None])
+
+    def children() -> list[tuple[str, int]]:
+        if (error := next(rounds, None)) is not None:
+            raise error
+        return []
+
+    monkeypatch.setattr(world.engine, "children", children)
+    world.watch.start()
+    deadline = time.monotonic() + 20
+    while not world.faults and time.monotonic() < deadline:
+        time.sleep(0.02)
+    world.watch.stop()
+    assert len(world.faults) == 1
+    (logged,) = (each for each in caplog.records if "a round of the watch failed" in each.message)
+    assert "no /proc" in str(logged.exc_info)
+
+
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     code = "import subprocess, sys; subprocess.run(['sleep', '60'])"
