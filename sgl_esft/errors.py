@@ -37,6 +37,7 @@
     │   ├── AdapterLoadTimeoutError   the request's adapter took too long to load
     │   ├── KeyLimitError             the key's requests or tokens are used up for now (429)
     │   ├── RequestTimeoutError       the answer took longer than --request-timeout (504)
+    │   ├── StartingError             the server starts, and cannot drain yet (409)
     │   ├── DrainingError             the server ends, and takes no new requests
     │   ├── DrainTimeoutError         the server ended before the answer was whole
     │   └── EngineLostError           a process of the engine died, and the server ends
@@ -236,6 +237,12 @@ class RequestTimeoutError(RetryLaterError):
     """The answer took longer than --request-timeout."""
 
     http_status = 504
+
+
+class StartingError(RetryLaterError):
+    """The server still starts, and cannot be drained before it has."""
+
+    http_status = 409
 
 
 class DrainingError(RetryLaterError):

@@ -48,26 +48,28 @@ class Act(StrEnum):
 
 
 _P, _E, _A = Phase, Event, Act
-_UP = {
-    _E.DRAIN: (_P.DRAINING, _A.DRAIN),
-    _E.FAULT: (_P.FAILED, _A.FAIL),
-}
+_FAILED = {_E.FAULT: (_P.FAILED, _A.FAIL)}
 # What is not in the table changes nothing.
 TABLE: Mapping[Phase, Mapping[Event, tuple[Phase, Act]]] = {
     _P.STARTING: {
-        **_UP,
+        **_FAILED,
         _E.STARTED: (_P.SERVING, _A.NOTHING),
         # Only the warm-up can be in flight, and SGLang kills the process if that is refused or cut.
+        # So there is no drain yet, and a signal does not wait.
         _E.SIGNAL: (_P.STOPPING, _A.FORCE),
     },
-    _P.SERVING: {**_UP, _E.SIGNAL: (_P.DRAINING, _A.DRAIN)},
+    _P.SERVING: {
+        **_FAILED,
+        _E.SIGNAL: (_P.DRAINING, _A.DRAIN),
+        _E.DRAIN: (_P.DRAINING, _A.DRAIN),
+    },
     _P.DRAINING: {
+        **_FAILED,
         # A first signal after POST /v1/drain, as Kubernetes sends it after a preStop hook, changes
         # nothing.
         _E.DRAIN: (_P.DRAINING, _A.DRAIN),
         _E.IDLE: (_P.STOPPING, _A.STOP),
         _E.TIMED_OUT: (_P.STOPPING, _A.CUT),
-        _E.FAULT: (_P.FAILED, _A.FAIL),
     },
     _P.STOPPING: {},
     _P.FAILED: {},

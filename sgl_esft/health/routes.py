@@ -8,6 +8,8 @@ from fastapi import APIRouter, Body
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from sgl_esft.access.answers import as_response
+from sgl_esft.errors import StartingError
 from sgl_esft.health.service import Service
 
 MAX_DRAIN_S = 86_400.0
@@ -40,10 +42,15 @@ def router(service: Service) -> APIRouter:
     @routes.post(
         "/v1/drain",
         status_code=202,
+        response_model=dict[str, Any],
         summary="Take no new requests, answer those that run, then end the server",
+        responses={409: {"description": "The server still starts: again after `Retry-After`"}},
     )
-    async def drain(body: Annotated[DrainBody | None, Body()] = None) -> dict[str, Any]:
-        service.drain(body.timeout_s if body else None)
+    async def drain(body: Annotated[DrainBody | None, Body()] = None) -> Any:
+        try:
+            service.drain(body.timeout_s if body else None)
+        except StartingError as error:
+            return as_response(error)
         return {
             "state": str(service.life.phase),
             "in_flight": service.num_in_flight,

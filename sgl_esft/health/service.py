@@ -18,7 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_esft.errors import DrainingError, DrainTimeoutError, EngineLostError, EsftError
+from sgl_esft.errors import (
+    DrainingError,
+    DrainTimeoutError,
+    EngineLostError,
+    EsftError,
+    StartingError,
+)
 from sgl_esft.health import phases, readiness
 from sgl_esft.health.board import DETOKENIZER, Board
 from sgl_esft.health.engine import Engine
@@ -138,7 +144,9 @@ class Service:
         self._from_thread(lambda: self._take(Event.STARTED))
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """POST /v1/drain; of several times the last one counts."""
+        """POST /v1/drain; of several times the last one counts. Raises StartingError."""
+        if self.life.phase is Phase.STARTING:
+            raise StartingError("the server starts, and can drain when GET /readyz answers 200")
         self._take(Event.DRAIN, timeout_s)
 
     def on_signal(self, number: int) -> None:

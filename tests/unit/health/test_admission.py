@@ -141,3 +141,25 @@ def test_routes() -> None:
         await h.stopped()
 
     run(scenario)
+
+
+def test_a_server_that_starts_cannot_be_drained_yet() -> None:
+    """Its warm-up would be refused or cut, at which SGLang kills the process."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    async def scenario(h: Harness) -> None:
+        app = FastAPI()
+        app.include_router(routes.router(h.service))
+        client = TestClient(app)
+        answer = client.post("/v1/drain", json={"timeout_s": 5})
+        assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
+        assert answer.json()["error"]["type"] == "StartingError"
+        assert h.service.life.phase is Phase.STARTING
+        assert h.service.refusal() is None  # the warm-up goes on
+        h.service.started()
+        await h.until(lambda: h.service.life.phase is Phase.SERVING)
+        h.service.drain()
+        await h.stopped()
+
+    assert run(scenario, has_started=False).service.life.exit_status == 0
