@@ -9,6 +9,7 @@
     │   └── KeyReusedError        an idempotency key that came with another request (HTTP 409)
     ├── MemoryLostError           a device's memory worker has died (HTTP 503)
     ├── BusyError                 another scale is running (HTTP 409); try again later
+    ├── ClosingError              the server ends and scales no more (HTTP 503)
     ├── StepFailedError           one step of a scale failed; the scale was rolled back
     │   ├── MemoryWorkerError     a memory worker refused or failed
     │   ├── EngineFailedError     an engine rank failed, died or did not answer in time
@@ -64,6 +65,12 @@ class BusyError(ElasticError):
     """Another scale is running; try again when it has ended."""
 
     http_status = 409
+
+
+class ClosingError(ElasticError):
+    """The server ends and scales no more; another one may."""
+
+    http_status = 503
 
 
 class MemoryLostError(ElasticError):

@@ -32,6 +32,7 @@ from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
 logger = logging.getLogger(__name__)
 
 _PARKED_KV_TOKENS = 4096
+_CLOSE_S = 5.0  # for a scale that runs when the server ends; health's STOP_S is for all of it
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between attempts to start a standby
 
 
@@ -156,7 +157,10 @@ class Runtime:
         self._guard.start()
 
     def close(self) -> None:
-        """End instances and workers; remove the sockets. Harmless a second time."""
+        """End instances and workers; remove the sockets. Harmless a second time.
+
+        A scale that runs may end before, for a few seconds: what it works on is not taken from it.
+        """
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -165,6 +169,8 @@ class Runtime:
         self._wanted.set()
         if self.autoscaler is not None:
             self.autoscaler.stop()
+        if self.coordinator is not None and not self.coordinator.close(_CLOSE_S):
+            logger.warning("elastic: the server ends while a scale runs; its log ends with errors")
         if self.manager is not None:
             self.manager.close()
         self.hmm.close()

@@ -15,7 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,8 +23,8 @@ from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, 
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
 from sgl_elastic.coordinator.remainder import Remainder, Task
-from sgl_elastic.errors import BusyError, ElasticError, EngineFailedError
-from sgl_elastic.plan.planner import kv_at_switch
+from sgl_elastic.errors import BusyError, ClosingError, ElasticError, EngineFailedError
+from sgl_elastic.plan.planner import is_empty, placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 
 __all__ = ["Clock", "Coordinator", "Patience", "Remainder", "Task"]
@@ -80,7 +80,9 @@ class Coordinator:
         self._clock = clock or Clock()
         self._new_id = new_id
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._idle = threading.Event()  # nothing runs, and the last one's listeners have heard
+        self._idle.set()
         self._running = ""  # the id of the operation that runs
         self._remainder: Remainder | None = None
         self._replaced_by: dict[str, str] = {}  # lost instances
@@ -109,17 +111,17 @@ class Coordinator:
         return self.journal.wait(operation_id, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the scale that runs, if any. False when it still runs at the time-out."""
-        if (thread := self._thread) is not None:
-            thread.join(timeout_s)
-        return not self._running
+        """Nothing new begins; wait for what runs. False when it still runs at the time-out."""
+        with self._lock:
+            self._is_closing = True
+        return self._idle.wait(timeout_s)
 
     def submit(self, request: ScaleRequest) -> Operation:
         """Plan a request, and start carrying it out unless it is a dry run.
 
         A dry run's operation is kept nowhere and has an empty id; its `plan` is the answer. A key
         that came before gives that operation again, whatever became of it. Raises RequestError's
-        subclasses and BusyError, and then nothing was changed.
+        subclasses, BusyError and ClosingError, and then nothing was changed.
         """
         with self._lock:
             known = None if request.dry_run else self.journal.find_key(request)
@@ -132,6 +134,8 @@ class Coordinator:
         return operation
 
     def _check_idle(self) -> None:
+        if self._is_closing:
+            raise ClosingError("the server ends and scales no more: ask another one")
         if self._running:
             raise BusyError(
                 f"scale operation {self._running} is running: wait until GET "
@@ -156,12 +160,11 @@ class Coordinator:
     def _start(self, operation: Operation, plan: Plan) -> None:
         self.journal.record(operation)
         progress = Progress(operation, self.journal, self._clock, self._announce)
-        self._thread = threading.Thread(
+        threading.Thread(
             target=self._run, args=(progress, plan), name=operation.operation_id, daemon=True
-        )
-        self._thread.start()
+        ).start()
         # The thread cannot end before this: its end takes the lock that `submit` holds.
-        self._running = operation.operation_id
+        self._begin(operation.operation_id)
 
     def _run(self, progress: Progress, plan: Plan) -> None:
         """The thread of one operation: whatever happens, it finishes and the next may come."""
@@ -173,25 +176,34 @@ class Coordinator:
         except Exception as caught:  # nobody is above a thread's main loop
             logger.exception("Scale %s failed", progress.operation.operation_id)
             error = caught
+        self._end(progress, error)
+
+    def _begin(self, operation_id: str) -> None:
+        self._running = operation_id
+        self._idle.clear()
+
+    def _end(self, progress: Progress, error: Exception | None) -> None:
         with self._lock:
             self._running = ""
             progress.finish(_outcome(progress.operation, error), error)
+            self._idle.set()
 
     def recover(self) -> Operation | None:
         """Replace the instance that serves, which is lost, by one over the same memory.
 
-        Like a scale, in the caller's thread. None while one runs: it goes on to its new instance,
-        or is rolled back and this is called again. After a failure requests still wait.
+        Like a scale, in the caller's thread. None after `close`, and while one runs: it goes on to
+        its new instance, or is rolled back and this is called again. After a failure requests still
+        wait.
         """
         with self._lock:
-            if self._running:
+            if self._running or self._is_closing:
                 return None
             self._serving = lost, placement = self._instances.serving()
             request = ScaleRequest(placement.dp_size, placement.device_ids)
             name = self._new_id().replace("scale-", "recovery-")
             operation = Operation(name, request, created_s=self._clock.now())
             self.journal.record(operation)  # before it is the one that runs: `running` reads it
-            self._running = name
+            self._begin(name)
         progress = Progress(operation, self.journal, self._clock, self._announce)
         error: Exception | None = None
         try:
@@ -199,9 +211,7 @@ class Coordinator:
         except Exception as caught:  # as in `_run`: nobody is above
             logger.exception("Instance %s could not be replaced", lost)
             error = caught
-        with self._lock:
-            self._running = ""
-            progress.finish(_outcome(progress.operation, error), error)
+        self._end(progress, error)
         return progress.operation
 
     def _replace(self, progress: Progress, lost: str, placement: Placement) -> None:
@@ -383,18 +393,3 @@ def _outcome(operation: Operation, error: BaseException | None) -> OperationStat
     if error is None:
         return OperationState.SUCCEEDED
     return OperationState.DEGRADED if operation.switched else OperationState.ROLLED_BACK
-
-
-def is_empty(plan: Plan) -> bool:
-    """Whether the wanted configuration is the present one."""
-    same = (plan.new.device_ids, plan.new.homes) == (plan.old.device_ids, plan.old.homes)
-    return same and not plan.before and not plan.after
-
-
-def placement_at_switch(plan: Plan) -> Placement:
-    """The new placement with the KV capacity that each device has when the new instance starts.
-
-    A device that stays has what the old instance left it; it grows after the switch.
-    """
-    tokens = kv_at_switch(plan)
-    return replace(plan.new, kv_tokens=tuple(tokens[each] for each in plan.new.device_ids))

@@ -9,6 +9,7 @@ of both. Where that leaves less room than its KV takes, KV shrinks first and gro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from sgl_elastic.errors import DoesNotFitError, PlanError
 from sgl_elastic.plan.pages import device_pages, expert_bytes, max_kv_tokens, trunk_bytes
@@ -85,6 +86,21 @@ def kv_at_switch(plan: Plan) -> Mapping[int, int]:
     }
     sized = {StepKind.SHRINK_KV, StepKind.MAP_KV}
     return kv | {step.device_id: step.num_tokens for step in plan.before if step.kind in sized}
+
+
+def is_empty(plan: Plan) -> bool:
+    """Whether the wanted configuration is the present one."""
+    same = (plan.new.device_ids, plan.new.homes) == (plan.old.device_ids, plan.old.homes)
+    return same and not plan.before and not plan.after
+
+
+def placement_at_switch(plan: Plan) -> Placement:
+    """The new placement with the KV capacity that each device has when the new instance starts.
+
+    A device that stays has what the old instance left it; it grows after the switch.
+    """
+    tokens = kv_at_switch(plan)
+    return replace(plan.new, kv_tokens=tuple(tokens[each] for each in plan.new.device_ids))
 
 
 def _joining_steps(

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from sgl_elastic.coordinator.coordinator import Coordinator, is_empty, placement_at_switch
+from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Journal, Operation, StepState
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.errors import (
     BadScaleError,
     BusyError,
+    ClosingError,
     DoesNotFitError,
     EngineFailedError,
     KeyReusedError,
     StepFailedError,
 )
 from sgl_elastic.instance.state import InstanceState
+from sgl_elastic.plan.planner import is_empty, placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, StepKind
 from tests.unit.elastic.scale_fakes import (
     AFTER,
@@ -328,12 +330,39 @@ def test_one_scale_at_a_time() -> None:
         paused.coordinator.submit(ScaleRequest(dp_size=4))
     with pytest.raises(BusyError):
         paused.coordinator.submit(replace(UP, dry_run=True))
-    assert not paused.coordinator.close(0.01)
     paused.go_on.set()
     assert finished(paused.coordinator, first).state is OperationState.SUCCEEDED
-    assert paused.coordinator.close(WAIT_S)
     assert paused.coordinator.running() is None
     paused.coordinator.submit(UP)
+
+
+def test_close_waits_for_the_scale_that_runs_and_lets_no_other_begin() -> None:
+    paused = Paused()
+    first = paused.coordinator.submit(replace(UP, key="k"))
+    assert paused.reached.wait(WAIT_S)
+    assert not paused.coordinator.close(0.01)
+    for request in (UP, replace(UP, dry_run=True)):
+        with pytest.raises(ClosingError, match="the server ends"):
+            paused.coordinator.submit(request)
+    paused.go_on.set()
+    assert paused.coordinator.close(WAIT_S)
+    ended = paused.coordinator.submit(replace(UP, key="k"))  # a key that came before: what became
+    assert (ended.operation_id, ended.state) == (first.operation_id, OperationState.SUCCEEDED)
+    assert paused.coordinator.recover() is None
+    with pytest.raises(ClosingError):
+        paused.coordinator.submit(UP)
+    assert paused.coordinator.close(0.0)
+
+
+def test_close_waits_for_a_recovery() -> None:
+    paused = Paused()
+    recovery = threading.Thread(target=paused.coordinator.recover)
+    recovery.start()
+    assert paused.reached.wait(WAIT_S)
+    assert not paused.coordinator.close(0.01)
+    paused.go_on.set()
+    assert paused.coordinator.close(WAIT_S)
+    recovery.join(WAIT_S)
 
 
 def test_one_of_many_submitters_wins() -> None:

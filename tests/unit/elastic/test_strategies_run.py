@@ -11,7 +11,7 @@ import pytest
 
 from sgl_elastic import assembly, options
 from sgl_elastic.coordinator import strategy_plans as plans
-from sgl_elastic.coordinator.coordinator import Coordinator, Patience, placement_at_switch
+from sgl_elastic.coordinator.coordinator import Coordinator, Patience
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.coordinator.strategies import (
@@ -27,6 +27,7 @@ from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.handover import attach_messages, hand_over
 from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.memory.staged import StagedMemory
+from sgl_elastic.plan.planner import placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 from tests.unit.elastic import memory_workers
 from tests.unit.elastic.scale_fakes import OLD, Ticks, World, always
