@@ -318,7 +318,7 @@ def test_it_asks_less_where_nobody_looks_and_nobody_answers(
 ) -> None:
     board = Dashboard(browser, server.url).open()
     board.use_key(ADMIN_KEY)
-    board.page.wait_for_selector(".cells")
+    board.page.wait_for_selector("#memory .cells")
     board.page.evaluate(HIDE, True)
     board.page.wait_for_timeout(500)
     before = len(board.asked)

@@ -39,6 +39,7 @@ export class Poller {
       if (names.length === 0 || names.includes(source.name)) {
         source.dueMs = 0;
         source.failures = 0;
+        source.isAgain = true;
       }
     }
     this.wake();
@@ -71,7 +72,14 @@ export class Poller {
     }
   }
 
+  // What was to be asked at once while it was being asked is asked once more: that answer is of before.
   async once(source) {
+    source.isAgain = false;
+    await this.answered(source);
+    if (source.isAgain) source.dueMs = 0;
+  }
+
+  async answered(source) {
     try {
       const answer = await source.ask();
       source.show(answer);

@@ -17,11 +17,12 @@ PAGES = read_pages()
 # Sources that answer, or fail as told; what was asked; what the page was told about its reach.
 POLLED = """async (script) => {
   const { Poller } = await import("/dashboard/poll.js");
-  const asked = [], failing = {}, reach = [];
+  const asked = [], failing = {}, reach = [], meanwhile = {};
   const source = (name, fields) => ({
     name,
     async ask() {
       asked.push(name);
+      if (meanwhile[name]) meanwhile[name]();
       if (failing[name]) throw failing[name];
     },
     show() {},
@@ -44,9 +45,9 @@ POLLED = """async (script) => {
   const due = (name) => (poller.sources.find((each) => each.name === name).dueMs = 0);
   const late = { status: 0, isLate: true, message: "late", retryAfterMs: 0 };
   const gone = { status: 0, isLate: false, message: "gone", retryAfterMs: 0 };
-  const names = "round, due, failing, reach, late, gone";
+  const names = "round, due, failing, reach, late, gone, poller, meanwhile";
   const run = new Function(names, `return (async () => {${script}})()`);
-  return await run(round, due, failing, reach, late, gone);
+  return await run(round, due, failing, reach, late, gone, poller, meanwhile);
 }"""
 
 HEAT = """async (minutes) => {
@@ -192,6 +193,20 @@ def test_a_server_that_is_back_is_asked_everything_and_its_routes_first(page: Pa
     )
     everything = ["routes", "ready", "heat", "metrics"]
     assert found == [["ready"], "gone", ["ready"], everything]
+
+
+def test_what_is_wanted_again_while_it_is_asked_is_asked_again(page: Page) -> None:
+    """As when a key is typed while the answer to the page without one is on its way."""
+    found = polled(
+        page,
+        """failing.heat = { status: 401, message: "a key", retryAfterMs: 0 };
+        poller.wake = () => {};
+        meanwhile.heat = () => { poller.refresh("heat"); delete meanwhile.heat; };
+        const first = await round();
+        delete failing.heat;
+        return [first.includes("heat"), (await round()).includes("heat")];""",
+    )
+    assert found == [True, True]
 
 
 def test_the_last_minute_is_no_longer_than_that(page: Page) -> None:
