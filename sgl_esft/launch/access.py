@@ -37,8 +37,10 @@ _TEMPLATES = "--trust-request-chat-template"
 _NO_OTHER_SWITCH: Mapping[str, str] = {
     "SGLANG_RUST_SERVER": "that server has no access control",
     "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": "headers would set fields that bodies may not",
+    "DUMPER_SERVER_PORT": "that server listens everywhere, without access control",
 }
-_OFF = ("", "0", "false", "no", "n")  # as SGLang reads them
+# As SGLang reads them; with `reuse` the dumper's routes are this server's own.
+_OFF = ("", "0", "-1", "false", "no", "n", "reuse")
 
 # Other doors into the server, at which there is no gate.
 _NO_OTHER_DOOR: tuple[Needed, ...] = (

@@ -120,7 +120,10 @@ def test_keys_for_some_adapters_need_adapters(keys_file: Path) -> None:
 
 
 @pytest.mark.parametrize("weave", [True, False])
-@pytest.mark.parametrize("switch", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"])
+@pytest.mark.parametrize(
+    "switch",
+    ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", "DUMPER_SERVER_PORT"],
+)
 def test_a_switch_that_opens_another_door_is_refused(switch: str, weave: bool) -> None:
     for value in ("1", "True", "y", "what"):
         with pytest.raises(ConfigError, match=f"{switch}: .*; unset it"):
