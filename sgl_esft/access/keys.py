@@ -14,7 +14,7 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -129,6 +129,7 @@ def read_keys_file(path: Path) -> tuple[KeyEntry, ...]:
     listed = document.get("keys")
     if set(document) != {"keys"} or not isinstance(listed, list) or not listed:
         raise ConfigError(f'{path.name}: write {{"keys": [...]}} with at least one key')
+    _refuse_shown_keys(listed, path.name)
     return tuple(
         _entry(each, f"{path.name}, key {number}") for number, each in enumerate(listed, 1)
     )
@@ -145,6 +146,24 @@ def _read_private(path: Path) -> bytes:
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError(f"{path.name} has more than {_MAX_FILE_BYTES} bytes")
     return raw
+
+
+def _refuse_shown_keys(listed: Sequence[object], where: str) -> None:
+    """Names are told in errors, logs and metrics."""
+    keys = [each.get("key") for each in listed if isinstance(each, dict)]
+    secrets = [key for key in keys if isinstance(key, str) and len(key) >= MIN_KEY_LENGTH]
+    for number, each in enumerate(listed, 1):
+        if any(secret in name for name in _names_in(each) for secret in secrets):
+            raise ConfigError(f"{where}, key {number}: a name in it holds a key")
+
+
+def _names_in(fields: object) -> Iterator[str]:
+    if not isinstance(fields, dict):
+        return
+    adapters = fields.get("adapters")
+    for name in (fields.get("name"), *(adapters if isinstance(adapters, list) else ())):
+        if isinstance(name, str):
+            yield name
 
 
 def _entry(fields: object, where: str) -> KeyEntry:

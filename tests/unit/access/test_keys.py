@@ -64,7 +64,7 @@ def test_a_file_with_every_field(write: Write) -> None:
         assert ring.find(wrong) is None
 
 
-def one(**changes: object) -> dict[str, object]:
+def one(**changes: object) -> dict[str, list[Any]]:
     entry = {"name": "a", "key": SECRET, **changes}
     return {"keys": [{k: v for k, v in entry.items() if v != "LEFT OUT"}]}
 
@@ -77,6 +77,9 @@ REFUSED = [
     ({"keys": [], "more": 1}, "at least one key"),
     ({"keys": {"a": SECRET}}, "at least one key"),
     ({"keys": [SECRET]}, "key 1: an object of"),
+    (one(name=SECRET), "key 1: a name in it holds a key"),
+    (one(adapters=["a" + SECRET]), "key 1: a name in it holds a key"),
+    ({"keys": [{"name": "a" + SECRET, "key": "x" * 16}, *one()["keys"]]}, "key 1: a name in it"),
     (one(admni=True), "key 1: an object of"),
     (one(name="LEFT OUT"), "name is 1 to 64"),
     (one(name="a b"), "name is 1 to 64"),
