@@ -124,9 +124,9 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--adapter-host-memory",
         metavar="SIZE",
-        help="host memory for loaded adapters' experts, of all ranks together, such as 16GiB: the "
-        "idle adapter used longest ago leaves for a new one, and is read again when a request "
-        "names it (default: no limit)",
+        help="host memory for loaded adapters' experts, of all ranks together, such as 16GiB "
+        "(of each replica, with --dp-size and no DP attention): the idle adapter used longest ago "
+        "leaves for a new one, and is read again when a request names it (default: no limit)",
     )
     group.add_argument(
         "--expert-page-size",

@@ -9,15 +9,17 @@ more than that. If anything fails, no rank keeps anything.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sgl_esft.errors import EsftError, RequestTimeoutError
+from sgl_esft.errors import EsftError, RequestTimeoutError, UnknownAdapterError
 from sgl_esft.lifecycle.commands import StageState, error_of
 from sgl_esft.lifecycle.engine import LoadPhase, OnProgress
 from sgl_esft.lifecycle.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 _FIRST_POLL_S = 0.005
 _LAST_POLL_S = 0.1
@@ -80,7 +82,15 @@ def _checked(state: StageState) -> StageState:
 
 async def _clean_up(ranks: Ranks, ref: Any) -> None:
     """On ranks that had admitted it already, it is unloaded as it was loaded."""
-    with contextlib.suppress(EsftError):
-        await ranks.unload(ref)
-    with contextlib.suppress(EsftError):
-        await ranks.drop(ref.lora_id)
+    await _logged(ranks.unload(ref), ref)
+    await _logged(ranks.drop(ref.lora_id), ref)
+
+
+async def _logged(clean_up: Awaitable[None], ref: Any) -> None:
+    """The caller hears why the load failed; that its clean-up failed too is in the log."""
+    try:
+        await clean_up
+    except UnknownAdapterError:
+        pass  # they hold nothing of it
+    except EsftError as error:
+        logger.error("the ranks may keep memory of adapter %s: %s", ref.lora_name, error)
