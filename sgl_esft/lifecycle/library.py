@@ -380,7 +380,8 @@ class AdapterLibrary:
         self.digests.put(job.folder, seen, loaded.digest)
 
     def _note_failure(self, job: Job, seen: Fingerprint | None, error: EsftError) -> None:
-        logger.warning("adapter %s: the %s failed: %s", job.name, job.kind.value, error)
+        shown = str(error).encode(errors="backslashreplace").decode()  # file names may be any bytes
+        logger.warning("adapter %s: the %s failed: %s", job.name, job.kind.value, shown)
         failure = Failure(job.kind, job.folder, seen, error.with_traceback(None))
         self._failures.note(job.name, failure)
 
