@@ -29,7 +29,7 @@ serve-elastic: setup ## the same, on devices that come and go while it serves (P
 	@exec $(python) -m sgl_esft.launch_server --elastic --port $(PORT) $(ARGS)
 
 test: setup browser ## run the whole suite, two tests at a time where that is right (ARGS= for pytest)
-	@$(pytest_some) -m "not soak and not alone" -n 2 --dist loadgroup --durations=15 $(ARGS)
+	@$(pytest_some) -m "not soak and not alone" -n 2 --dist loadscope --durations=15 $(ARGS)
 	@$(pytest_some) -m "alone and not soak" --durations=15 $(ARGS)
 
 test-soak: setup ## the long random runs and the baselines of scaling (over an hour; ARGS= for pytest)

@@ -1,11 +1,12 @@
 """What every test shares: one hypothesis profile. Markers and paths are in pyproject.toml.
 
-`make test` runs two processes of tests side by side, and then those that are marked `alone`. A
-file's tests stay together, and with them those of the files that ask the same servers.
+`make test` runs two processes of tests side by side (scheduling.py), and then those that are marked
+`alone`.
 """
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,31 +16,13 @@ from hypothesis import settings
 settings.register_profile("repo", deadline=None, derandomize=True)
 settings.load_profile("repo")
 
-# File -> its group, where several files share servers (`ServerPool` keeps a few alive).
-GROUPS: Mapping[str, str] = {
-    "test_commands.py": "demo",
-    "test_readme.py": "demo",
-    "test_zoo_served.py": "demo",
-    "test_zoo_lifecycle.py": "demo",
-    "test_lifecycle_load.py": "demo",
-    "test_adapter_replacement.py": "demo",
-    "test_hostile.py": "guarded",
-    "test_schema_fuzz.py": "guarded",
-    "test_equality.py": "families",
-    "test_frontend_language.py": "families",
-    "test_adapter_memory.py": "families",
-    "test_one_rank_bad_input.py": "families",
-    "test_one_rank_cache.py": "families",
-    "test_one_rank_clients.py": "families",
-    "test_one_rank_memory.py": "families",
-    "test_one_rank_slots.py": "families",
-}
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `-n`: which tests one process runs."""
+    from tests.scheduling import GroupScheduling
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: what one process runs, in this order."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(GROUPS.get(item.path.name, str(item.path))))
+    return GroupScheduling(config, log)
 
 
 pytest_plugins = ["tests.servers", "tests.families", "tests.one_rank", "tests.guarded"]
