@@ -33,7 +33,7 @@ class Watched:
 
     def scale(self) -> None:
         self.coordinator.wait(self.coordinator.submit(UP).operation_id, 10.0)
-        assert self.coordinator.close(10.0)
+        assert self.coordinator._idle.wait(10.0)  # then the next one may be asked for
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"sgl_elastic:{name}", labels)
