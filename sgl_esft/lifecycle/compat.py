@@ -29,6 +29,7 @@ from sgl_esft.lifecycle.schemas import (
     error_example,
     example,
 )
+from sgl_esft.lifecycle.states import Situation
 
 
 async def vllm_load(request: Request, body: VllmLoadBody) -> Response:
@@ -89,7 +90,7 @@ def _refuse_loaded(library: AdapterLibrary, name: str) -> None:
 
 async def _unload(library: AdapterLibrary, name: str) -> None:
     """Of what is not loaded, only what was evicted is still there to be unloaded."""
-    if name not in library.loaded() and name not in library.jobs and not library.was_loaded(name):
+    if library.situation(name) in (Situation.ABSENT, Situation.ON_DISK):
         raise UnknownAdapterError(f"adapter {name!r} is not loaded")
     job = library.unload(name)
     if job is not None:

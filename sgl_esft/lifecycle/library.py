@@ -120,10 +120,6 @@ class AdapterLibrary:
         entry = self.catalogue.entries.get(name)
         return entry is None or entry.seen == self._held[name]
 
-    def was_loaded(self, name: str) -> bool:
-        """Whether it was loaded once, and nobody has unloaded it since; it may be evicted."""
-        return name in self._sources
-
     def failure_of(self, name: str) -> EsftError | None:
         """What went wrong last with a name, or what is wrong with its folder."""
         entry = self.catalogue.entries.get(name)
