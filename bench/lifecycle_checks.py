@@ -42,7 +42,7 @@ def _is_excused(request: Request, history: History) -> bool:
     if any(limit in request.error for limit in LIMITS):
         return True
     name = request.adapter
-    is_absent = name is not None and history.may_be_unknown(name, request.began_s)
+    is_absent = name is not None and history.may_be_unknown(name, request.began_s, request.ended_s)
     return UNKNOWN in request.error and is_absent
 
 

@@ -207,14 +207,13 @@ class History:
                 absences[name][-1] = (absences[name][-1][0], each.returned_s)
         return cls({name: v.old for name, v in live.items()}, changes, absences)
 
-    def may_be_unknown(self, name: str, began_s: float) -> bool:
+    def may_be_unknown(self, name: str, began_s: float, ended_s: float) -> bool:
         """Whether a request may be told that there is no such adapter.
 
         It was unloaded after the request was sent, or before and not loaded again yet.
         """
-        longest_s = 1.0  # from sending a request until the server looks at its name
         spans = self.absences[name]
-        return any(begin_s <= began_s + longest_s and began_s <= end for begin_s, end in spans)
+        return any(begin_s <= ended_s and began_s <= end for begin_s, end in spans)
 
     def allowed(self, name: str, began_s: float, first_token_s: float) -> set[str]:
         """Folders that an answer may be of, by when it was asked for and when it had begun.

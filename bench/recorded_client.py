@@ -37,6 +37,7 @@ class Request:
     adapter: str | None
     prompt: str
     began_s: float
+    ended_s: float
     token_s: tuple[float, ...]  # when each token came; empty where it failed
     text: str
     error: str  # empty = answered
@@ -60,16 +61,17 @@ def _from_json(found: Mapping[str, Any]) -> Request:
         raise ValueError(f"not a record of a request: {found}") from error
 
 
-def record_of(asked: Any, answer: Any, began_s: float) -> Request:
+def record_of(asked: Any, answer: Any, began_s: float, ended_s: float) -> Request:
     """From SGLang's RequestFuncInput and RequestFuncOutput."""
     gaps = (answer.ttft, *answer.itl) if answer.ttft else ()
-    error = "" if answer.success else (answer.error or "no reason given")[-800:]
-    if not error and not gaps:
-        error = "an answer without text"
+    error = str(answer.error)[-800:]  # also of a stream that ended with one, a success to SGLang
+    if not error and not (answer.success and gaps):
+        error = "an answer without text" if answer.success else "no reason given"
     return Request(
         adapter=asked.lora_name or None,
         prompt=asked.prompt,
         began_s=began_s,
+        ended_s=ended_s,
         token_s=tuple(began_s + seconds for seconds in accumulate(gaps)),
         text=answer.generated_text,
         error=error,
@@ -111,11 +113,25 @@ def recorded(
             answer = await asyncio.wait_for(sent, ANSWER_TIMEOUT_S)
         except TimeoutError:
             answer = failed(request_func_input, f"no answer in {ANSWER_TIMEOUT_S:.0f} s")
-        record = record_of(request_func_input, answer, began_s)
+        record = record_of(request_func_input, answer, began_s, time.monotonic())
         file.write(json.dumps(vars(record)) + "\n")
         return answer
 
     return one
+
+
+def noting_errors(note: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """SGLang's note of each event of a stream, and of the error that an event tells.
+
+    Once a stream has begun there is no status left to tell it by; the client drops it.
+    """
+
+    def both(data: Any, output: Any) -> None:
+        note(data, output)
+        if data.get("error"):
+            output.error = json.dumps(data["error"])
+
+    return both
 
 
 def _failed(asked: Any, reason: str) -> Any:
@@ -136,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, theirs = parser.parse_known_args(arguments)
     from sglang.benchmark import serving
 
+    serving._record_server_prompt_len = noting_errors(serving._record_server_prompt_len)
     send = serving.ASYNC_REQUEST_FUNCS["sglang"]
     with options.record.open("w", buffering=1) as file:
         serving.ASYNC_REQUEST_FUNCS["sglang"] = _Sender(send, file, options)

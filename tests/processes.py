@@ -1,13 +1,16 @@
-"""Modules of tests that must run in a process of their own, as SGLang's processes do."""
+"""Processes of tests: modules that must run in one of their own, and processes that are stopped."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
+from sgl_elastic.instance.supervise import is_stopped
 from tests.servers import ROOT
 
 
@@ -27,3 +30,12 @@ def run_module(module: str, *arguments: str, **environment: str) -> dict[str, An
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait for it: on a busy machine the process may do something else first."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while not is_stopped(pid):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)

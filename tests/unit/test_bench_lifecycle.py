@@ -21,7 +21,15 @@ from bench import lifecycle_load
 from bench.lifecycle_load import verdict
 from bench.lifecycle_operator import CYCLE, Done, History, Operation, Planner, carry_out
 from bench.lifecycle_versions import Versions, clear_texts, names, write_versions
-from bench.recorded_client import NOT_SENT, Fold, Request, read_requests, record_of, recorded
+from bench.recorded_client import (
+    NOT_SENT,
+    Fold,
+    Request,
+    noting_errors,
+    read_requests,
+    record_of,
+    recorded,
+)
 from sgl_esft import zoo
 from sgl_esft.adapter_format import read_manifest
 from sgl_esft.model_spec import read_moe_spec
@@ -32,7 +40,8 @@ TEXTS = {("a", "p"): "old", ("a.v2", "p"): "new", ("b", "p"): "other", ("b.v2", 
 
 
 def request(began_s: float, *token_s: float, adapter: str = "a", text: str = "old") -> Request:
-    return Request(adapter, "p", began_s, token_s, text, "" if token_s else "HTTP 500")
+    ended_s = token_s[-1] if token_s else began_s + 1.0
+    return Request(adapter, "p", began_s, ended_s, token_s, text, "" if token_s else "HTTP 500")
 
 
 def done(kind: Any, name: str, folder: str, sent_s: float, returned_s: float) -> Done:
@@ -106,7 +115,7 @@ def test_an_unloaded_adapter_is_unknown_until_it_is_loaded(began_s: float, count
 def test_an_adapter_that_did_not_come_back_stays_unknown() -> None:
     failed = replace(done("load_live", "a", "a.v2", 11.5, 12.0), answer="no", status=500)
     history = History.of(LIVE, [done("unload_live", "a", "a", 10.0, 11.0), failed])
-    assert history.may_be_unknown("a", 99.0)
+    assert history.may_be_unknown("a", 99.0, 99.1)
 
 
 # Pace: running streams during loads over without.
@@ -277,8 +286,8 @@ def output(**fields: Any) -> SimpleNamespace:
 
 
 def test_a_record_says_when_each_token_came(tmp_path: Path) -> None:
-    record = record_of(ASKED, output(), 10.0)
-    assert record == Request("a", "p", 10.0, (11.0, 11.5, 11.75), "t", "")
+    record = record_of(ASKED, output(), 10.0, 12.0)
+    assert record == Request("a", "p", 10.0, 12.0, (11.0, 11.5, 11.75), "t", "")
     path = tmp_path / "records"
     path.write_text(json.dumps(vars(record)) + "\n")
     assert read_requests(path) == [record]
@@ -287,10 +296,20 @@ def test_a_record_says_when_each_token_came(tmp_path: Path) -> None:
         read_requests(path)
 
 
+def test_an_error_inside_a_stream_is_the_answer() -> None:
+    events, answer = [], output(ttft=0.0, itl=[])
+    note = noting_errors(lambda data, output: events.append(data))
+    note({"text": ""}, answer)
+    assert not answer.error
+    note({"error": {"message": "UnknownAdapterError: adapter 'a' is not loaded"}}, answer)
+    assert len(events) == 2
+    assert "UnknownAdapterError" in record_of(ASKED, answer, 0.0, 1.0).error
+
+
 def test_an_answer_without_text_is_a_failure() -> None:
-    assert record_of(ASKED, output(ttft=0.0, itl=[]), 0.0).error == "an answer without text"
-    assert record_of(ASKED, output(success=False, error="why", ttft=0.0), 0.0).error == "why"
-    assert record_of(ASKED, output(success=False, error="", ttft=0.0), 0.0).error
+    assert record_of(ASKED, output(ttft=0.0, itl=[]), 0.0, 1.0).error == "an answer without text"
+    assert record_of(ASKED, output(success=False, error="why", ttft=0.0), 0.0, 1.0).error == "why"
+    assert record_of(ASKED, output(success=False, error="", ttft=0.0), 0.0, 1.0).error
 
 
 def test_nothing_is_sent_or_recorded_when_the_time_is_over() -> None:

@@ -18,6 +18,7 @@ from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, WireError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Asked
+from tests.processes import stop_process
 from tests.unit.elastic.memory_workers import (
     PAGE,
     SHAPE,
@@ -280,7 +281,7 @@ def test_a_dead_worker_is_a_named_error_in_time(one):
 def test_a_worker_that_hangs_is_a_named_error_in_time(tmp_path):
     with hmm_of(tmp_path, num_devices=1, timeout_s=1.0) as hmm:
         client = hmm.client(0)
-        os.kill(client.info.pid, signal.SIGSTOP)
+        stop_process(client.info.pid)
         with pytest.raises(MemoryWorkerError, match=r"longer than 1 s"):
             client.usage()
         os.kill(client.info.pid, signal.SIGCONT)
