@@ -11,6 +11,7 @@
     │   ├── AdapterPathError          a folder that is missing or outside --adapter-root
     │   ├── UnknownAdapterError       a request names an adapter nobody loaded (HTTP 404)
     │   ├── AdapterExistsError        the name is taken (409)
+    │   ├── TooManyAdaptersError      a request names more adapters than are loaded at a time
     │   ├── AdapterNotLoadedError     only a loaded adapter can be pinned or replaced (409)
     │   ├── AdapterFormatError        the folder is not an ESFT adapter
     │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
@@ -103,6 +104,10 @@ class AdapterExistsError(UserError):
     """An adapter of this name is loaded already."""
 
     http_status = 409
+
+
+class TooManyAdaptersError(UserError):
+    """One request names more adapters than can be loaded at a time."""
 
 
 class AdapterNotLoadedError(UserError):

@@ -270,10 +270,11 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
-        kind=HookKind.AROUND,
-        function=registry_hooks.resolve_again,
+        kind=HookKind.REPLACE,
+        function=registry_hooks.resolve,
         parameters=("self", "obj"),
-        why="an adapter may leave host memory between its load for a request and its use by it",
+        why="an adapter may leave host memory between its load for a request and its use by it; "
+        "SGLang would load it beside whoever loads it, and name all adapters to who asks for one",
         remove_when="SGLang holds an adapter from its load to its use",
     ),
     Hook(

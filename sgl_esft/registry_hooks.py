@@ -1,21 +1,18 @@
 """Hook functions around SGLang's adapter registry, in the process that serves HTTP.
 
 POST /load_lora_adapter, /unload_lora_adapter -> [load, unload] -> lifecycle/sglang_engine.py
-a request's adapter, not loaded now -> SGLang -> [load] -> [resolve_again]
+a request's adapters -> [resolve]: loaded if need be, by whoever loads for requests, and held
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from sgl_esft import sglang_api
-from sgl_esft.errors import EsftError
-from sgl_esft.lifecycle.registry import AdapterGoneError
+from sgl_esft.errors import EsftError, UnknownAdapterError
+from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
 from sgl_esft.lifecycle.sglang_engine import engine_of
-
-Call = Callable[..., Awaitable[Any]]
 
 _MAX_RESOLVES = 8
 
@@ -52,14 +49,29 @@ async def refuse_tensors(manager: Any, obj: Any, request: Any = None) -> Any:
     )
 
 
-async def resolve_again(original: Call, manager: Any, obj: Any) -> Any:
-    """A request's adapters are loaded if need be, and held; if one leaves between, once more."""
-    for _ in range(_MAX_RESOLVES - 1):
+async def resolve(manager: Any, obj: Any) -> None:
+    """In place of SGLang's: a request's adapters are loaded if need be, and held.
+
+    If one leaves between, once more. Raises AdapterGoneError, AdapterRefusedError.
+    """
+    names = [obj.lora_path] if isinstance(obj.lora_path, str) else obj.lora_path
+    wanted = {name for name in names if name is not None}
+    for is_last in [False] * (_MAX_RESOLVES - 1) + [True]:
         try:
-            return await original(manager, obj)
+            await engine_of(manager).bring(wanted)
+            obj.lora_id = await manager.lora_registry.acquire(obj.lora_path)
+            break
         except AdapterGoneError:
-            continue
-    return await original(manager, obj)
+            if is_last:
+                raise
+        except UnknownAdapterError:  # whose text may name other adapters
+            asked = ", ".join(sorted(wanted))
+            raise AdapterGoneError(f"UnknownAdapterError: not loaded any more: {asked}") from None
+        except EsftError as error:
+            raise AdapterRefusedError(error) from error
+    # Requests of a batch that SGLang has taken apart already.
+    for place, single in obj.__dict__.get("_sub_obj_cache", {}).items():
+        single.lora_id = obj.lora_id[place] if isinstance(obj.lora_id, list) else obj.lora_id
 
 
 def _failed(manager: Any, error: EsftError) -> Any:

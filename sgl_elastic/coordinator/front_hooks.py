@@ -71,6 +71,13 @@ async def note_outputs(
     await original(manager, recv_obj)
 
 
+def note_who_asks(result: None, communicator: Any, *arguments: Any, **named: Any) -> None:
+    """So that what is asked during a switch waits for the answers of the ranks that get it."""
+    from sgl_elastic.coordinator import sglang_wire
+
+    sglang_wire.note_who_asks(result, communicator, *arguments, **named)
+
+
 FRONT_HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
@@ -108,5 +115,14 @@ FRONT_HOOKS: tuple[Hook, ...] = (
         parameters=("self", "recv_obj"),
         why="a request that is handed over goes on only after its last tokens have come by",
         remove_when="SGLang tells a plugin of outputs",
+    ),
+    Hook(
+        target="sglang.srt.managers.communicator.FanOutCommunicator.__init__",
+        kind=HookKind.AFTER,
+        function=note_who_asks,
+        parameters=("self", "send", "fan_out", "mode"),
+        why="a control message that is held during a switch is answered by another number of "
+        "ranks than when it was asked: too few for ever, or one too many for the next question",
+        remove_when="SGLang's communicator counts the answers of those it was sent to",
     ),
 )

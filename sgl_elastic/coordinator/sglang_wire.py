@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -33,6 +33,21 @@ _BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
 _SINGLES = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
 _WARM_UP_TOKENS = 8
 
+# Type of a control message -> the communicator that asked with one last. One asks at a time.
+_asking: dict[type, Any] = {}
+
+
+def note_who_asks(
+    _: None, communicator: Any, send: Callable[[Any], None], fan_out: int, mode: str = "queueing"
+) -> None:
+    """Of a new FanOutCommunicator, which message is whose is known from now on."""
+
+    def ask(message: Any) -> None:
+        _asking[type(message)] = communicator
+        send(message)
+
+    communicator._send = ask
+
 
 class SglangWire:
     """`Wire` of switchboard.py."""
@@ -52,6 +67,11 @@ class SglangWire:
             sock_send(socket, message, zmq.NOBLOCK)
         except zmq.Again:
             raise EngineFailedError("nobody takes requests there: the instance has ended") from None
+
+    def expect_answers(self, message: Any) -> None:
+        communicator = _asking.get(type(message))
+        if communicator is not None and communicator._result_event is not None:
+            communicator._result_fan_out = communicator._fan_out
 
     def is_request(self, message: Any) -> bool:
         return isinstance(message, (*_BATCHES, *_SINGLES))

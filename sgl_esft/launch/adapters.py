@@ -42,7 +42,9 @@ class Seat:
         """The library and what lists it."""
         from sgl_esft.lifecycle.sglang_engine import engine_of
 
-        library = AdapterLibrary(engine_of(self._manager()), self._catalogue)
+        engine = engine_of(self._manager())
+        library = AdapterLibrary(engine, self._catalogue)
+        engine.load_by(library.ensure)
         lister = Lister(
             library,
             num_slots=self._config.max_adapters,

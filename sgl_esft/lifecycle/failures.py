@@ -11,11 +11,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from sgl_esft.errors import EsftError, UserError
+from sgl_esft.errors import (
+    AdapterFormatError,
+    AdapterMismatchError,
+    AdapterNameError,
+    AdapterPathError,
+    AdapterTooLargeError,
+    DeviceMemoryError,
+    EsftError,
+    UnsupportedAdapterError,
+)
 from sgl_esft.lifecycle.folders import Fingerprint
 from sgl_esft.lifecycle.jobs import JobKind
 
 _MAX_FAILURES: Final = 256  # the newest are kept
+# What is wrong with a name, a folder, or what lies in it, and stays so until it changes.
+_OF_CONTENT: Final = (
+    AdapterFormatError,
+    AdapterMismatchError,
+    AdapterNameError,
+    AdapterPathError,
+    AdapterTooLargeError,
+    DeviceMemoryError,
+    UnsupportedAdapterError,
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +51,10 @@ class Failure:
     def is_lasting(self) -> bool:
         """Whether to load the same content again would fail again.
 
-        Not for want of room, nor because of a defect or of ranks that did not answer.
+        Not for want of room, nor because of a defect, of ranks that did not answer, or of what
+        others did with the name meanwhile.
         """
-        return self.kind is JobKind.LOAD and isinstance(self.error, UserError)
+        return self.kind is JobKind.LOAD and isinstance(self.error, _OF_CONTENT)
 
 
 class Failures:

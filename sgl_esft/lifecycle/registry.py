@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from sgl_esft.errors import UnknownAdapterError
+from sgl_esft.errors import EsftError, UnknownAdapterError
 
 _POLL_S = 0.02
 # From the registry to the table of requests a request takes as long as its text to be tokenised.
@@ -24,6 +24,16 @@ _ON_ITS_WAY_S = 10.0
 
 class AdapterGoneError(UnknownAdapterError, ValueError):
     """A name that is not registered (now); SGLang answers ValueErrors of a request with 400."""
+
+    status_code = UnknownAdapterError.http_status  # some of its routes look at this
+
+
+class AdapterRefusedError(ValueError):
+    """An adapter that a request names cannot be loaded for it now: `error` says why."""
+
+    def __init__(self, error: EsftError) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.status_code = error.http_status
 
 
 async def acquire(registry: Any, lora_name: str | Sequence[str | None]) -> Any:

@@ -75,6 +75,12 @@ class Room:
         """Whether a loaded adapter keeps its slot: under DP attention, and in elastic engines."""
         return self._limits.max_slots is not None
 
+    @property
+    def max_names(self) -> int | None:
+        """Adapters that can be loaded at a time, as far as is known; None = no limit."""
+        limits = (self._limits.max_names, self._limits.max_slots)
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def note_came(self, adapter_id: str) -> None:
         """An adapter's turn begins."""
         self._came_s[adapter_id] = time.monotonic()

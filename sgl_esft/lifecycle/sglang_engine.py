@@ -11,10 +11,11 @@ when its last request has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,8 +26,10 @@ from sgl_esft.adapter_check import check_loadable
 from sgl_esft.adapter_format import AdapterManifest
 from sgl_esft.config import required_config
 from sgl_esft.errors import (
+    AdapterExistsError,
     NoFreeSlotError,
     OutOfExpertMemoryError,
+    TooManyAdaptersError,
     UnknownAdapterError,
 )
 from sgl_esft.lifecycle.content import (
@@ -38,7 +41,7 @@ from sgl_esft.lifecycle.content import (
 from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, OnProgress, Residency
 from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
-from sgl_esft.lifecycle.registry import Registry
+from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
 from sgl_esft.lifecycle.room import Room, Turns
 from sgl_esft.lifecycle.transfer import transfer
 from sgl_esft.model_spec import MoeSpec
@@ -51,6 +54,8 @@ _DRAIN_POLL_S = 0.1
 
 # (name, folder, names in use) -> manifest; raises one of the Adapter* errors
 Check = Callable[[str, str, Sequence[str]], AdapterManifest]
+# Returns once a request may use all these adapters. Raises EsftError.
+Ensure = Callable[[Collection[str]], Awaitable[None]]
 
 
 @dataclass
@@ -86,11 +91,37 @@ class SglangEngine:
         self._draining: dict[str, Any] = {}  # adapter id -> ref
         self._name_locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._ensure: Ensure = self._bring_known
 
     @property
     def counters(self) -> EngineCounters:
         """As of now."""
         return replace(self._counters, num_evictions=self._room.num_evictions)
+
+    # ---- for requests ----
+
+    def load_by(self, ensure: Ensure) -> None:
+        """From now on `ensure` loads what requests ask for; nobody loads the same beside it."""
+        self._ensure = ensure
+
+    async def bring(self, names: Collection[str]) -> None:
+        """Return once a request may use all of these. Raises EsftError, AdapterGoneError."""
+        most = self._room.max_names
+        if most is not None and len(names) > most:
+            raise TooManyAdaptersError(
+                f"the request names {len(names)} adapters, and at most {most} are loaded at a time"
+            )
+        await self._ensure(names)
+
+    async def _bring_known(self, names: Collection[str]) -> None:
+        """Where nobody else loads: what has left for others comes back from where it came."""
+        for name in sorted(set(names) - set(self._registry.refs())):
+            known = self._manager.lora_ref_cache.get(name)
+            if known is None:
+                raise AdapterGoneError(f"UnknownAdapterError: adapter {name!r} is not loaded")
+            with contextlib.suppress(AdapterExistsError):  # another request has brought it
+                folder, pinned = Path(known.lora_path), bool(known.pinned)
+                await self.load(name, folder, pinned=pinned, on_progress=_nobody_looks)
 
     # ---- AdapterEngine ----
 
@@ -306,6 +337,10 @@ class SglangEngine:
         except asyncio.CancelledError:
             task.add_done_callback(_log_failure)  # nobody else will hear of it
             raise
+
+
+def _nobody_looks(phase: LoadPhase, share: float) -> None:
+    """Progress of a load that nobody has asked about."""
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

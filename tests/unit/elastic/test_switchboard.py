@@ -50,6 +50,7 @@ class FakeWire:
 
     sent: list[tuple[str, Any]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    on_expect: Callable[[Any], None] = lambda message: None
     on_send: Callable[[Any], None] = lambda message: None
 
     def open(self, address):
@@ -61,6 +62,9 @@ class FakeWire:
     def send(self, socket, message):
         self.sent.append((socket, message))
         self.on_send(message)
+
+    def expect_answers(self, message):
+        self.on_expect(message)
 
     def is_request(self, message):
         return isinstance(message, Request | Batch)
@@ -261,6 +265,23 @@ def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> Non
         bench.switch(ONE, HandedOver({}, {0: 0}))
     assert bench.board.routing.table.instance_id == "i1"
     assert bench.sent_to("i2") == []
+
+
+def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench) -> None:
+    """Those of the old one may have been more or fewer when it was asked."""
+    expected: list[tuple[str, int]] = []
+    bench.wire.on_expect = lambda message: expected.append((message.name, len(bench.placements)))
+    bench.board.scaling(True)
+    bench.board.dispatch(Control("load x", is_adapter_change=True))
+    bench.board.hold()
+    bench.board.dispatch(Control("flush"))
+    assert expected == []
+    bench.switch()
+    bench.board.release()
+    bench.board.scaling(False)
+    assert bench.placements == [TWO, THREE]
+    assert expected == [("flush", 2), ("load x", 2)]
+    assert bench.sent_to("i2") == ["flush", "load x"]
 
 
 def test_adapter_changes_wait_for_the_end_of_a_scale(bench: Bench) -> None:
