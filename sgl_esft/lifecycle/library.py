@@ -100,8 +100,12 @@ class AdapterLibrary:
                 return Situation.DRAINING
             if job.unload_next is not None:
                 return Situation.LEAVING
-            return Situation.LOADING if job.kind is JobKind.LOAD else Situation.REPLACING
-        if name in (self.loaded() if loaded is None else loaded):
+        is_loaded = name in (self.loaded() if loaded is None else loaded)
+        if job is not None:
+            # The old version may have left for others meanwhile.
+            is_replaced = job.kind is JobKind.REPLACE and is_loaded
+            return Situation.REPLACING if is_replaced else Situation.LOADING
+        if is_loaded:
             return Situation.LOADED
         if name in self._sources:
             return Situation.EVICTED
@@ -359,7 +363,7 @@ class AdapterLibrary:
             job.done.set_result(result)
         if job.unload_next is None:
             return
-        if job.name in self.loaded():
+        if job.name in self.loaded() or job.name in self._sources:
             self._start(job.unload_next)
         else:
             self._forget(job.name)

@@ -124,6 +124,8 @@ class Lister:
         if loaded is not None:
             on_device = bool(view.places_of(loaded))
             return AdapterState.ON_DEVICE if on_device else AdapterState.IN_HOST_CACHE
+        if job is not None:
+            return AdapterState.LOADING
         failed = self._library.failure_of(name) is not None
         return AdapterState.FAILED if failed else AdapterState.ON_DISK
 

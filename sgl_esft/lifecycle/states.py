@@ -161,6 +161,7 @@ _ENDED: Final[Mapping[tuple[Situation, Outcome], frozenset[Situation]]] = Mappin
         (_S.DRAINING, Outcome.DONE): frozenset({_S.ON_DISK, _S.ABSENT}),
         (_S.DRAINING, Outcome.FAILED): frozenset({_S.EVICTED}),
         (_S.LOADED, Outcome.EVICTED): frozenset({_S.EVICTED}),
+        (_S.REPLACING, Outcome.EVICTED): frozenset({_S.LOADING}),
     }
 )
 

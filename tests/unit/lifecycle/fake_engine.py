@@ -51,9 +51,9 @@ class FakeEngine:
     ) -> LoadedAdapter:
         assert name in self._loaded, "the library replaces a name that is not loaded"
         adapter = await self._read(name, folder, pinned, on_progress)
-        old = self._loaded[name]
+        old = self._loaded.get(name)  # it may have been evicted meanwhile
         self._loaded[name] = adapter
-        if self._references.get(old.adapter_id):
+        if old is not None and self._references.get(old.adapter_id):
             self._draining[old.adapter_id] = old
         return adapter
 

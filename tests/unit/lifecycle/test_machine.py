@@ -168,7 +168,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         if not known.exists:
             assert answer.status_code == 404
         elif known.work or known.draining:
-            joins = known.work and known.work.replaces and not known.work.leaves
+            replaces = known.work and known.work.replaces and known.loaded
+            joins = replaces and not known.work.leaves
             expected = {202} if joins and known.on_disk else {409, 400}
             assert answer.status_code in expected, answer.text
         elif not known.loaded and not known.was_loaded:
@@ -351,7 +352,9 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     def _can_evict(self, name: str) -> bool:
         known = self.known[name]
-        idle = known.loaded and not known.work and not known.pinned
+        idle = known.loaded and not known.pinned
+        if known.work and not known.work.replaces:
+            return False
         return bool(idle) and not self._in_use(name)
 
     # ---- what the listing says ----

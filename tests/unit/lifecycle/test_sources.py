@@ -57,6 +57,26 @@ def test_an_evicted_adapter_comes_back_from_where_it_came(root: Path) -> None:
     on_site(root, test)
 
 
+def test_one_that_leaves_while_it_is_replaced_is_waited_for(root: Path) -> None:
+    """The name means nothing then, until the new version is there."""
+
+    async def test(site: Site) -> None:
+        assert await used(site, "math") == content_digest(root / "math")
+        site.engine.holds = True
+        change = {"path": "math-next"}
+        assert (await site.client.patch("/v1/adapters/math", json=change)).status_code == 202
+        assert await used(site, "math") == content_digest(root / "math")
+        site.engine.evict("math")
+        assert (await site.adapters())["math"]["state"] == "loading"
+        asking = asyncio.create_task(used(site, "math"))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        site.engine.finish("math")
+        assert await asking == content_digest(root / "math-next")
+
+    on_site(root, test)
+
+
 def test_a_link_may_lead_elsewhere_by_now(root: Path) -> None:
     (root / "current").symlink_to("math")
 
