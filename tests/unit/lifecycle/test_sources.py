@@ -65,6 +65,8 @@ def test_one_that_leaves_while_it_is_replaced_is_waited_for(root: Path) -> None:
         site.engine.holds = True
         change = {"path": "math-next"}
         assert (await site.client.patch("/v1/adapters/math", json=change)).status_code == 202
+        while "math" not in site.engine.pending:
+            await asyncio.sleep(0.001)
         assert await used(site, "math") == content_digest(root / "math")
         site.engine.evict("math")
         assert (await site.adapters())["math"]["state"] == "loading"
