@@ -15,11 +15,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, StepRecord
+from sgl_elastic.coordinator.patience import Patience
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
 from sgl_elastic.coordinator.remainder import Remainder, Task
@@ -39,15 +39,6 @@ Describe: TypeAlias = Callable[[Plan], dict[str, Any]]
 Listener: TypeAlias = Callable[[Operation, Placement], None]
 
 ENGINE_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.GROW_KV})
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How often what cannot be taken back is tried, and how long a drain may take."""
-
-    attempts: int = 4
-    first_pause_s: float = 0.1  # doubled after each attempt
-    drain_timeout_s: float = 30.0
 
 
 class Coordinator:
@@ -128,10 +119,26 @@ class Coordinator:
             if known is not None:
                 return known
             self._check_idle()
-            operation, plan = self._planned(request)
-            if not request.dry_run:
+            if request.dry_run:
+                return self._planned(request)[0]
+            with self._adapters_settled():
+                operation, plan = self._planned(request)
                 self._start(operation, plan)
         return operation
+
+    @contextmanager
+    def _adapters_settled(self) -> Iterator[None]:
+        """A plan, and the ranks that take over, are to know every adapter that is there.
+
+        They stay as they are until the operation has ended, or now if none begins.
+        """
+        if self._front.settle(self._patience.settle_s):
+            self._instances.hear_out(self._patience.hear_s)
+        try:
+            yield
+        except BaseException:
+            self._front.scaling(False)
+            raise
 
     def _check_idle(self) -> None:
         if self._is_closing:
@@ -375,14 +382,7 @@ class Coordinator:
         progress.enter("switch")
 
     def _patiently(self, act: Callable[[], None]) -> None:
-        """Try an action that is harmless to repeat. Raises the last attempt's error."""
-        for attempt in range(self._patience.attempts - 1):
-            try:
-                return act()
-            except ElasticError as error:
-                logger.warning("Attempt %d failed: %s", attempt + 1, error)
-            self._clock.sleep(self._patience.first_pause_s * 2**attempt)
-        return act()
+        self._patience.insist(act, self._clock.sleep)
 
     def _announce(self, operation: Operation) -> None:
         for listener in self._listeners:

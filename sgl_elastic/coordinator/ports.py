@@ -45,6 +45,9 @@ class Instances(Protocol):
     def serving(self) -> tuple[str, Placement]:
         """The instance that serves, and its placement."""
 
+    def hear_out(self, timeout_s: float) -> None:
+        """What the serving instance's ranks have said is known, unless they are gone or hang."""
+
     def prepare(self, placement: Placement) -> str:
         """An instance attached to `placement`'s memory and warm: a parked standby, or a new one."""
 
@@ -75,6 +78,15 @@ class Instances(Protocol):
 
 class Front(Protocol):
     """Where requests wait or go."""
+
+    def settle(self, timeout_s: float) -> bool:
+        """Adapters stay as they are from now on, until the operation has ended.
+
+        Returns whether they have changed lately. Raises BusyError when a change does not end.
+        """
+
+    def scaling(self, is_running: bool) -> None:
+        """Whether adapters are to stay as they are."""
 
     def hold(self) -> None:
         """From now on new requests queue."""

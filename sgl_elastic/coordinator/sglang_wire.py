@@ -73,6 +73,11 @@ class SglangWire:
         if communicator is not None and communicator._result_event is not None:
             communicator._result_fan_out = communicator._fan_out
 
+    def is_changing_adapters(self) -> bool:
+        changes = (LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput)
+        asking = [_asking[change] for change in changes if change in _asking]
+        return any(communicator._queueing_lock.locked() for communicator in asking)
+
     def is_request(self, message: Any) -> bool:
         return isinstance(message, (*_BATCHES, *_SINGLES))
 

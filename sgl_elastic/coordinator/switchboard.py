@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 from sgl_elastic.coordinator.rank_choice import LoadBook, RankPolicy, choose
 from sgl_elastic.coordinator.routing import Routing
 from sgl_elastic.coordinator.slo import Attainment, SloWindow
-from sgl_elastic.errors import ElasticInternalError, EngineFailedError
+from sgl_elastic.errors import BusyError, ElasticInternalError, EngineFailedError
 from sgl_elastic.instance.messages import RequestState
 from sgl_elastic.types import Placement
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 _OUTPUT_TIMEOUT_S = 2.0
 _QUIET_S = 0.1  # so long after the last output of a dead instance none is on its way
 _WARM_UP_POLL_S = 0.2
+_SETTLE_POLL_S = 0.002
+_LATELY_S = 600.0  # a change takes no longer
 _INTERVAL_S = 0.005  # between threads of one interpreter: Python's own
 _HELD_INTERVAL_S = 0.0005  # the same while requests are held
 
@@ -45,6 +48,7 @@ class Wire(Protocol):
     def close(self, socket: Any) -> None: ...
     def send(self, socket: Any, message: Any) -> None: ...
     def expect_answers(self, message: Any) -> None: ...
+    def is_changing_adapters(self) -> bool: ...
     def is_request(self, message: Any) -> bool: ...
     def is_adapter_change(self, message: Any) -> bool: ...
     def singles(self, message: Any) -> Sequence[Any]: ...
@@ -103,6 +107,7 @@ class Switchboard:
         self._held: deque[tuple[Any, float]] = deque()  # with when each came
         self._deferred: deque[Any] = deque()  # adapter changes while a scale runs
         self._is_scaling = False
+        self._last_change_s = -math.inf
         self._warmed: dict[str, threading.Event] = {}
         self._lost = ""  # the instance that requests may not be sent to
         self._last_output_s = 0.0
@@ -261,6 +266,29 @@ class Switchboard:
 
     # ---- adapters stay as they are while a scale runs ----
 
+    def settle(self, timeout_s: float) -> bool:
+        """Adapter changes wait from now on; the one that is on its way to the ranks has ended.
+
+        Returns whether there was one lately. Raises BusyError at the time-out: none waits then.
+        """
+        deadline = self._clock() + timeout_s
+        with self._lock:
+            self._is_scaling = True
+        while self._is_changing():
+            if self._clock() >= deadline:
+                self.scaling(False)
+                raise BusyError(
+                    f"an adapter's change has not ended within {timeout_s:g} s: scale when it has"
+                )
+            time.sleep(_SETTLE_POLL_S)
+        return self._clock() - self._last_change_s < _LATELY_S
+
+    def _is_changing(self) -> bool:
+        """One change is asked for at a time: if it waits here, no rank has heard of it."""
+        with self._lock:
+            waits = bool(self._deferred or self._lost)
+        return not waits and self._wire.is_changing_adapters()
+
     def scaling(self, is_running: bool) -> None:
         """A scale begins or has ended."""
         with self._lock:
@@ -273,7 +301,10 @@ class Switchboard:
     def dispatch(self, message: Any) -> None:
         """What the tokenizer manager has for the scheduler."""
         with self._lock:
-            if self._is_scaling and self._wire.is_adapter_change(message):
+            is_change = self._wire.is_adapter_change(message)
+            if is_change:
+                self._last_change_s = self._clock()
+            if is_change and self._is_scaling:
                 self._deferred.append(message)
             elif self.routing.held is not None:
                 self._held.append((copy.copy(message), self._clock()))

@@ -27,6 +27,7 @@ from sgl_elastic.instance import messages as m
 logger = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 10.0
+_PONG_POLL_S = 0.002
 _DECODER: msgspec.msgpack.Decoder[m.FromRank] = msgspec.msgpack.Decoder(m.FromRank)
 Answer = TypeVar("Answer", bound=m.FromRank)
 
@@ -78,6 +79,17 @@ class RankLink:
         """Seconds for which the last Ping has waited for its Pong; 0 when it has come."""
         pinged_s = self._pinged_s
         return 0.0 if pinged_s is None else now_s - pinged_s
+
+    def hear_out(self, deadline: float) -> bool:
+        """Wait until all that the rank has sent so far is read; False if it says nothing more."""
+        for _ in range(2):  # a Ping may be on its way that was sent before
+            with contextlib.suppress(EngineFailedError):
+                self.ping(time.monotonic())
+            while self._pinged_s is not None:
+                if self._lost or time.monotonic() >= deadline:
+                    return False
+                time.sleep(_PONG_POLL_S)
+        return not self._lost
 
     def fail(self, reason: str) -> None:
         """Give the rank up: whoever waits for it, now or later, hears the reason."""

@@ -61,6 +61,18 @@ class InstanceTable:
         except EngineFailedError as error:
             logger.warning("elastic: %s was not woken: %s", instance, error)
 
+    def hear_out(self, timeout_s: float) -> None:
+        """What the serving instance's ranks have said is known, unless they are gone or hang."""
+        name, _ = self.serving()
+        running = self._running.get(name)
+        if running is None or running.lost:
+            return
+        self.wake(name)
+        deadline = time.monotonic() + timeout_s
+        for link in running.links:
+            if not link.hear_out(deadline):
+                logger.warning("elastic: %s has not answered a ping: the scale goes on", link.name)
+
     def instances(self) -> tuple[Instance, ...]:
         """All of them, the serving one first."""
         with self._lock:

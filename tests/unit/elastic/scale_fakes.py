@@ -86,6 +86,8 @@ class World:
         self.is_held = False
         self.lost_devices: set[int] = set()
         self.gate: Callable[[str], None] = lambda name: None
+        self.has_changed_adapters = False
+        self.are_adapters_settled = False
         self._numbers = itertools.count(1)
 
     def call(self, name: str, *args: Any) -> None:
@@ -153,6 +155,9 @@ class World:
         """Nothing is undone by the same step in a later operation here."""
 
     # Instances
+    def hear_out(self, timeout_s: float) -> None:
+        self.call("hear_out")
+
     def serving(self) -> tuple[str, Placement]:
         self.call("serving")
         return self.table
@@ -203,6 +208,13 @@ class World:
         self.table = (name, replace(placement, kv_tokens=tokens))
 
     # Front
+    def settle(self, timeout_s: float) -> bool:
+        self.are_adapters_settled = True
+        return self.has_changed_adapters
+
+    def scaling(self, is_running: bool) -> None:
+        self.are_adapters_settled = is_running
+
     def hold(self) -> None:
         self.call("hold")
         self.is_held = True

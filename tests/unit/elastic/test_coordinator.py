@@ -304,6 +304,32 @@ def test_a_request_that_cannot_be_planned_changes_nothing(error: Exception) -> N
     assert world.calls == [("serving",), ("serving",)]
 
 
+def test_a_plan_knows_the_adapters_that_are_there() -> None:
+    """Whatever the ranks have said of them is heard before, and nothing changes until the end."""
+    world = World()
+    world.has_changed_adapters = True
+
+    def plan(request: ScaleRequest, old: Placement) -> Plan:
+        assert world.are_adapters_settled is not request.dry_run
+        heard = ("hear_out",) in world.calls
+        assert heard is not request.dry_run
+        return PLAN
+
+    coordinator = make_coordinator(world, plan)
+    coordinator.submit(replace(UP, dry_run=True))
+    finished(coordinator, coordinator.submit(UP))
+
+
+def test_adapters_go_on_when_no_scale_begins() -> None:
+    def refuse(request: ScaleRequest, old: Placement) -> Plan:
+        raise DoesNotFitError("no")
+
+    world = World()
+    with pytest.raises(DoesNotFitError):
+        make_coordinator(world, refuse).submit(UP)
+    assert not world.are_adapters_settled
+
+
 class Paused:
     """A coordinator whose scale waits in `prepare` until told to go on."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -238,3 +239,28 @@ def wait_until(is_true, timeout_s: float = 5.0) -> None:
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_all_that_a_rank_has_said_is_heard_out(bench: Bench) -> None:
+    """Also where a Ping is on its way already: its Pong may come before the rest."""
+    (link,), (rank,) = bench.start(1)
+    link.ping(time.monotonic())
+
+    def answer() -> None:
+        for table in ((), (ADAPTER,)):
+            assert rank.hears() == m.Ping()
+            rank.channel.send(m.AdapterTable(table))
+            rank.channel.send(m.Pong())
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    assert link.hear_out(soon())
+    answering.join()
+    assert bench.tables == [("i1", 0, ()), ("i1", 0, (ADAPTER,))]
+
+
+def test_a_rank_that_says_nothing_is_not_waited_for_longer(bench: Bench) -> None:
+    (silent, gone), ranks = bench.start(2)
+    assert not silent.hear_out(time.monotonic() + 0.05)
+    ranks[1].channel.close()
+    assert not gone.hear_out(soon())

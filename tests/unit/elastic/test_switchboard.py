@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from sgl_elastic.coordinator import switchboard as module
 from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.coordinator.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.switchboard import Switchboard
-from sgl_elastic.errors import ElasticInternalError, EngineFailedError, PlanError
+from sgl_elastic.errors import BusyError, ElasticInternalError, EngineFailedError, PlanError
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.types import Placement
 
@@ -50,6 +51,7 @@ class FakeWire:
 
     sent: list[tuple[str, Any]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    is_changing: bool = False
     on_expect: Callable[[Any], None] = lambda message: None
     on_send: Callable[[Any], None] = lambda message: None
 
@@ -62,6 +64,9 @@ class FakeWire:
     def send(self, socket, message):
         self.sent.append((socket, message))
         self.on_send(message)
+
+    def is_changing_adapters(self):
+        return self.is_changing
 
     def expect_answers(self, message):
         self.on_expect(message)
@@ -265,6 +270,31 @@ def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> Non
         bench.switch(ONE, HandedOver({}, {0: 0}))
     assert bench.board.routing.table.instance_id == "i1"
     assert bench.sent_to("i2") == []
+
+
+def test_a_change_on_its_way_ends_before_adapters_are_settled(bench: Bench) -> None:
+    assert not bench.board.settle(1.0), "none lately"
+    bench.board.scaling(False)
+    bench.board.dispatch(Control("load x", is_adapter_change=True))
+    bench.wire.is_changing = True
+    ending = threading.Timer(0.05, setattr, (bench.wire, "is_changing", False))
+    ending.start()
+    assert bench.board.settle(10.0)
+    assert not bench.wire.is_changing
+    ending.join()
+    bench.board.dispatch(Control("load y", is_adapter_change=True))
+    bench.wire.is_changing = True  # but it waits here
+    assert bench.board.settle(10.0)
+    assert bench.sent_to("i1") == ["load x"]
+
+
+def test_a_change_that_does_not_end_keeps_no_other_waiting() -> None:
+    bench = Bench(clock=itertools.count().__next__)
+    bench.wire.is_changing = True
+    with pytest.raises(BusyError, match="has not ended within 3 s"):
+        bench.board.settle(3.0)
+    bench.board.dispatch(Control("load x", is_adapter_change=True))
+    assert bench.sent_to("i1") == ["load x"]
 
 
 def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench) -> None:
