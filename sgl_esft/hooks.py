@@ -228,6 +228,14 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         remove_when="SGLang bounds how long a request waits for an adapter's slot",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler._set_or_validate_priority",
+        kind=HookKind.AROUND,
+        function=schedule_hooks.refuse_unknown_adapter,
+        parameters=("self", "req"),
+        why="a batch with an adapter that the rank does not have ends the rank",
+        remove_when="SGLang refuses such a request where it queues it",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         kind=HookKind.AFTER,
         function=memory_hooks.add_report,

@@ -126,6 +126,10 @@ class EsftManager:
 
     # ---- scheduling ----
 
+    def has(self, adapter_id: str) -> bool:
+        """Whether requests of this adapter can run here."""
+        return self.plane.is_loaded(adapter_id)
+
     def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
         """Whether one batch may hold these adapters; the base (None) takes no slot."""
         return self.plane.can_run_together(_adapters(lora_ids))

@@ -54,6 +54,22 @@ def hold_back_for_the_oldest(
     )
 
 
+def refuse_unknown_adapter(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
+    """Whether a request may wait: SGLang's answer, if this rank has its adapter.
+
+    A batch with an adapter that is not here would end the rank, and an engine that replaces it
+    would be sent the same request.
+    """
+    from sgl_esft import sglang_api
+
+    adapter_id = req.lora_id
+    if adapter_id is None or sglang_api.adapter_manager(scheduler).has(adapter_id):
+        return bool(original(scheduler, req))
+    message = "UnknownAdapterError: the request's adapter is not loaded any more: ask again"
+    sglang_api.reject_request(scheduler, req, message)
+    return False
+
+
 class Composer:
     """One scheduler's order, and what it has to remember from step to step."""
 

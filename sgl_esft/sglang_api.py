@@ -6,9 +6,11 @@ Imported only where SGLang runs; hooks.py names what is hooked, this file what i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import torch
+from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.dp_attention import (
     dp_gather_replicate,
@@ -156,6 +158,12 @@ def dp_gather(gathered: torch.Tensor, local: torch.Tensor, forward_batch: Any) -
 def adapter_manager(scheduler: Any) -> Any:
     """What sits in LoRA's seat on this rank."""
     return scheduler.tp_worker.model_runner.lora_manager
+
+
+def reject_request(scheduler: Any, req: Any, message: str) -> None:
+    """Answer a request with an error (400) before it runs; the caller does not queue it."""
+    prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
 def device_of(scheduler: Any) -> torch.device:
