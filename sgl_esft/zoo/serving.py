@@ -45,7 +45,8 @@ def merged_arguments(merged: Path) -> list[str]:
 def server(arguments: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[str]:
     """The URL of a healthy server, alive for as long as the context is open.
 
-    Raises ServerError, with the end of the server's output, where it does not come up.
+    Raises ServerError, with the end of the server's output, where it does not come up. If it ends
+    while the context is open, an error of the context has that output as a note.
     """
     port = pick_free_port()
     command = [sys.executable, "-m", "sgl_esft.launch_server", *arguments, "--port", str(port)]
@@ -56,6 +57,12 @@ def server(arguments: Sequence[str], start_seconds: float = START_SECONDS) -> It
             if not _wait_healthy(url, process, start_seconds):
                 raise ServerError(f"no server after `{' '.join(command)}`:\n{_tail(log.fileno())}")
             yield url
+        except Exception as error:
+            if process.poll() is not None:
+                error.add_note(
+                    f"the server ended with {process.returncode}:\n{_tail(log.fileno())}"
+                )
+            raise
         finally:
             _end_group(process)
 

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.lifecycle_load import ELASTIC_SIZES, PATTERNS, QUICK, Ground, measure, prepare
+from bench.elastic_bench import wait_until_parked
+from bench.elastic_load import scale
+from bench.lifecycle_checks import wrong_answers
+from bench.lifecycle_load import (
+    ELASTIC_SIZES,
+    PATTERNS,
+    QUICK,
+    Ground,
+    ask,
+    client_command,
+    measure,
+    prepare,
+    server_arguments,
+)
+from bench.lifecycle_operator import History
 from sgl_esft import zoo
+from sgl_esft.zoo import serving
 from tests.servers import ROOT, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
@@ -40,6 +58,29 @@ def test_answers_are_right_while_adapters_change(sizes: tuple[int, ...], ground:
     check_row(row)
     kinds = {"load", "replace", "pin", "unload_live", "load_live"}
     assert kinds <= set(row["operations"])
+
+
+def test_scales_while_adapters_take_turns(ground: Ground) -> None:
+    """Each begins with a load on its way: the ranks that take over must know that adapter too."""
+    plan = replace(QUICK, sizes=ELASTIC_SIZES, pattern_s=25.0)
+    record = ground.work / "turns.jsonl"
+    traffic = ["--lora-name", *ground.live, *PATTERNS["round_robin"]]
+    with serving.server(server_arguments(ground, plan)) as url:
+        wait_until_parked(url, max(ELASTIC_SIZES))
+        command = client_command(ground, plan, url, plan.pattern_s, record, traffic)
+
+        async def scale_on() -> None:
+            end_s = time.monotonic() + plan.pattern_s - 5
+            for size in itertools.cycle(ELASTIC_SIZES):
+                if time.monotonic() > end_s:
+                    return
+                operation = await scale(url, {"dp_size": size})
+                assert operation["state"] == "succeeded", operation
+
+        requests = asyncio.run(ask(command, record, scale_on))
+    assert not [request.error for request in requests if request.error]
+    assert not wrong_answers(requests, History.of(ground.live, []), ground.texts)
+    assert len(requests) > 50
 
 
 @pytest.mark.soak
