@@ -63,11 +63,10 @@ class InstanceTable:
 
     def hear_out(self, timeout_s: float) -> None:
         """What the serving instance's ranks have said is known, unless they are gone or hang."""
-        name, _ = self.serving()
-        running = self._running.get(name)
+        running = self._running.get(self._active)
         if running is None or running.lost:
             return
-        self.wake(name)
+        self.wake(self._active)
         deadline = time.monotonic() + timeout_s
         for link in running.links:
             if not link.hear_out(deadline):
