@@ -43,6 +43,14 @@ class ElasticOptions:
     hang_timeout_s: float  # after so long a rank that does nothing is lost
     strategy: ScaleStrategy
     ablation: AblationSwitches
+    nodes: str  # "one", or "ray": devices are on the nodes of a Ray cluster
+    ray_address: str  # "" = the cluster that runs on this machine
+    devices_per_node: int
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether memory workers and ranks are placed on several machines."""
+        return self.nodes == "ray"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +76,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="engine ranks kept parked and warm for the next scale; each costs host memory, on a "
         "CPU about 700 MiB (default: as many as --max-devices; 0: none)",
+    )
+    group.add_argument(
+        "--nodes",
+        choices=["one", "ray"],
+        default="one",
+        help="ray: memory workers and ranks run on the nodes of a Ray cluster (default: one, this "
+        "machine)",
+    )
+    group.add_argument(
+        "--ray-address",
+        default="",
+        metavar="HOST:PORT",
+        help="with --nodes ray: the cluster (default: the one that runs on this machine)",
+    )
+    group.add_argument(
+        "--devices-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --nodes ray: devices of each node; they are numbered over the nodes in order "
+        "(default: 1)",
     )
     group.add_argument(
         "--rank-choice",
@@ -160,6 +189,9 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         hang_timeout_s=found.hang_timeout,
         strategy=strategy,
         ablation=ablation,
+        nodes=found.nodes,
+        ray_address=found.ray_address,
+        devices_per_node=found.devices_per_node,
     )
     _check(options)
     return options, rest
@@ -176,5 +208,20 @@ def _check(options: ElasticOptions) -> None:
             f"--max-total-tokens {options.kv_limit}, --standby-ranks {options.standby_ranks}: "
             "must be positive"
         )
+    _check_nodes(options)
     if options.hang_timeout_s <= 0:
         raise ElasticConfigError(f"--hang-timeout {options.hang_timeout_s:g}: must be above 0")
+
+
+def _check_nodes(options: ElasticOptions) -> None:
+    if options.devices_per_node < 1:
+        raise ElasticConfigError(f"--devices-per-node {options.devices_per_node}: at least 1")
+    if not options.spans_nodes:
+        if options.ray_address or options.devices_per_node != 1:
+            raise ElasticConfigError("--ray-address, --devices-per-node: they need --nodes ray")
+        return
+    if options.strategy is not ScaleStrategy.ELASTIC or options.ablation != AblationSwitches():
+        raise ElasticConfigError(
+            "--nodes ray: the baselines and ablations are for one machine; leave --scale-strategy "
+            "and --ablate out"
+        )

@@ -252,6 +252,7 @@ class InstanceManager(InstanceTable):
             new.record.device_ids,
             kv_moves,
             self._hmm.socket_path,
+            self._hmm.are_apart,
         )
         self._take_over(new, activations)
 

@@ -148,6 +148,10 @@ class Hmm:
         """Where the device's worker listens, on the node of another device, or (None) here."""
         return self._launcher.socket_path(device_id, seen_from)
 
+    def node_name(self, device_id: int) -> str:
+        """Where a device is; "" on one machine."""
+        return self._launcher.node_name(device_id)
+
     def are_apart(self, one: int, other: int) -> bool:
         """Whether two devices are on different nodes: bytes go between them, pages do not."""
         return self._launcher.are_apart(one, other)

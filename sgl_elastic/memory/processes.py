@@ -56,6 +56,9 @@ class Launcher(Protocol):
     def socket_path(self, device_id: int, seen_from: int | None = None) -> Path:
         """Its socket, as found on the node of the device `seen_from`; None: as found here."""
 
+    def node_name(self, device_id: int) -> str:
+        """For people; "" where there is only one."""
+
     def are_apart(self, one: int, other: int) -> bool:
         """Whether two devices are on different nodes, so that no page goes between them."""
 
@@ -76,6 +79,9 @@ class Here:
 
     def socket_path(self, device_id: int, seen_from: int | None = None) -> Path:
         return self.directory / socket_name(device_id)
+
+    def node_name(self, device_id: int) -> str:
+        return ""
 
     def are_apart(self, one: int, other: int) -> bool:
         return False

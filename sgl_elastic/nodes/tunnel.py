@@ -49,6 +49,10 @@ _USER_TIMEOUT_MS = 11_000
 Address = tuple[str, int]
 
 
+class _NotThereError(NodeLostError):
+    """The way is fine, but nobody listens at its end: as usual while a worker starts."""
+
+
 @dataclass(frozen=True)
 class _Entrance:
     """A socket at which we accept, and the task that does."""
@@ -174,7 +178,7 @@ class Tunnels:
         if not hmac.compare_digest(proof, self._proof(b"gateway", ours, theirs, answer[:1])):
             raise NodeLostError(f"the gateway at {out.getpeername()} does not know our secret")
         if not is_offered:
-            raise NodeLostError(f"nothing listens as {name} behind {out.getpeername()}")
+            raise _NotThereError(f"nothing listens as {name} behind {out.getpeername()}")
 
     async def _admit(self, sock: socket.socket) -> None:
         """From another node to a socket of this one."""
@@ -205,7 +209,7 @@ class Tunnels:
         answer = status + self._proof(b"gateway", theirs, ours, status)
         await self._loop.sock_sendall(sock, answer)
         if inner is None:
-            raise NodeLostError("what was asked for does not listen")
+            raise _NotThereError("what was asked for does not listen")
         return inner
 
     async def _connect(self, name: str) -> socket.socket | None:
@@ -233,6 +237,8 @@ async def _served(sock: socket.socket, serve: Callable[[socket.socket], Awaitabl
         sock.setblocking(False)
         try:
             await serve(sock)
+        except _NotThereError as error:
+            logger.debug("tunnel: %s", error)
         except (ElasticError, OSError) as error:  # TimeoutError is one of them
             reason = str(error) or type(error).__name__
             logger.warning("tunnel: a connection has ended: %s", reason)

@@ -75,7 +75,7 @@ def all_slots(name):
 
 def fill(hmm, device_id, slots, seed=0):
     """Write patterns into mapped slots of a device, as an engine would, and say they are loaded."""
-    with DeviceClient(hmm.socket_path(device_id), 10.0) as client:
+    with DeviceClient(hmm.socket_path(device_id, device_id), 10.0) as client:
         mapping = RegionMapping(SHAPE, "host")
         mapping.attach(client, slots)
         for name, slot in each(slots):

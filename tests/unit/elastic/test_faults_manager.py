@@ -106,8 +106,11 @@ class FakeMemory:
     def adapters(self) -> tuple[()]:
         return ()
 
-    def socket_path(self, device_id: int) -> str:
+    def socket_path(self, device_id: int, seen_from: int) -> str:
         return f"device-{device_id}"
+
+    def are_apart(self, one: int, other: int) -> bool:
+        return False
 
 
 class Scene:

@@ -1,0 +1,83 @@
+"""An elastic server whose devices are on the nodes of a Ray cluster: two nodes, one device each.
+
+A local cluster of Ray: real agents, tunnels and engines, on one machine and one clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import requests
+
+from bench.elastic_load import Ask, make_asks, scale, steady
+from sgl_esft import zoo
+from tests.ray_cluster import ray_cluster
+from tests.server.test_elastic import (
+    assert_all_equal,
+    assert_gone,
+    descendants,
+    scale_under_load,
+    wait_for_standbys,
+)
+from tests.servers import Server, ServerPool, ServerSpec
+
+pytestmark = [pytest.mark.server, pytest.mark.alone]
+
+ADAPTERS = tuple(zoo.adapter_paths())[:2]
+Expected = Mapping[Ask, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def asks() -> list[Ask]:
+    return make_asks(ADAPTERS, 24, range(8, 25))
+
+
+@pytest.fixture(scope="module")
+def expected(server_pool: ServerPool, asks: list[Ask]) -> Expected:
+    static = server_pool.get(ServerSpec())
+    streams = asyncio.run(steady(static.url, asks, 8))
+    assert not [stream.error for stream in streams if stream.error]
+    found = {stream.ask: stream.output_ids for stream in streams}
+    server_pool.stop_all()
+    return found
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory, expected: Expected) -> Iterator[Server]:
+    adapters = tuple((name, zoo.adapter_paths()[name]) for name in ADAPTERS)
+    with ray_cluster(2) as address:
+        args = ("--elastic", "--nodes", "ray", "--ray-address", address, "--max-devices", "2")
+        args += ("--dp-size", "1", "--standby-ranks", "3", "--device-memory", "64MiB")
+        spec = ServerSpec(zoo.base_path(), adapters, args)
+        server = Server(spec, tmp_path_factory.mktemp("spread") / "log")
+        try:
+            server.wait_until_ready()
+            yield server
+        finally:
+            pids = descendants(server.process.pid)
+            server.stop()
+            assert_gone(pids)
+
+
+def test_answers_are_a_static_servers_on_one_node_and_on_two(
+    spread: Server, asks: list[Ask], expected: Expected
+) -> None:
+    assert_all_equal(asyncio.run(steady(spread.url, asks[:6], 3)), expected)
+    wait_for_standbys(spread, {2})
+    sizes = [2, 1, 2, 1]
+    streams, operations, _ = asyncio.run(scale_under_load(spread, asks, sizes, 100))
+    assert [operation["state"] for operation in operations] == ["succeeded"] * 4, operations
+    assert_all_equal(streams, expected)
+    gaps = [seconds for stream in streams for _, seconds in stream.gaps_s]
+    assert max(gaps) < 10, "a stream stood still"
+
+
+def test_ranks_beat_on_their_nodes_and_the_front_is_ready(spread: Server) -> None:
+    assert asyncio.run(scale(spread.url, {"dp_size": 2}))["state"] == "succeeded"
+    answer = requests.get(f"{spread.url}/readyz", timeout=30)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = requests.get(f"{spread.url}/v1/instances", timeout=30).json()
+    assert found["serving"]["placement"]["device_ids"] == [0, 1]
