@@ -1,4 +1,4 @@
-"""Write `requirements/cpu.txt`, `build.txt`, `dev.txt` and `ray.txt` from an environment that works.
+"""Write `cpu.txt`, `build.txt`, `dev.txt`, `ray.txt` of requirements/ from an environment that works.
 
 Run it with that environment's Python: `.venv/bin/python -m scripts.pin`.
 """

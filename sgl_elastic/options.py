@@ -70,33 +70,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="devices that may be used, numbered from 0 (default: 4); --dp-size says how many at "
         "start",
     )
+    _add_node_flags(group)
     group.add_argument(
         "--standby-ranks",
         type=int,
         metavar="N",
         help="engine ranks kept parked and warm for the next scale; each costs host memory, on a "
         "CPU about 700 MiB (default: as many as --max-devices; 0: none)",
-    )
-    group.add_argument(
-        "--nodes",
-        choices=["one", "ray"],
-        default="one",
-        help="ray: memory workers and ranks run on the nodes of a Ray cluster (default: one, this "
-        "machine)",
-    )
-    group.add_argument(
-        "--ray-address",
-        default="",
-        metavar="HOST:PORT",
-        help="with --nodes ray: the cluster (default: the one that runs on this machine)",
-    )
-    group.add_argument(
-        "--devices-per-node",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with --nodes ray: devices of each node; they are numbered over the nodes in order "
-        "(default: 1)",
     )
     group.add_argument(
         "--rank-choice",
@@ -149,6 +129,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="parts of the elastic strategy to do without, to see what they are worth: some of "
         "no_shared_allocator, no_peer_copy, no_standby, no_zero_copy, separated by commas",
+    )
+
+
+def _add_node_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nodes",
+        choices=["one", "ray"],
+        default="one",
+        help="ray: memory workers and ranks run on the nodes of a Ray cluster (default: one, this "
+        "machine)",
+    )
+    group.add_argument(
+        "--ray-address",
+        default="",
+        metavar="HOST:PORT",
+        help="with --nodes ray: the cluster (default: the one that runs on this machine)",
+    )
+    group.add_argument(
+        "--devices-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --nodes ray: devices of each node; they are numbered over the nodes in order "
+        "(default: 1)",
     )
 
 

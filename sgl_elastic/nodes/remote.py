@@ -128,9 +128,9 @@ class RemoteProcess:
         return self._returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
         while (status := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
+            if timeout is not None and time.monotonic() - began >= timeout:
                 raise subprocess.TimeoutExpired(f"process {self.pid} of {self.node.name}", timeout)
             time.sleep(_POLL_S)
         return status

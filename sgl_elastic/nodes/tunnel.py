@@ -23,6 +23,7 @@ import struct
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ class Tunnels:
                 logger.warning("tunnel: a connection is refused: %s", error)
                 await asyncio.sleep(0.05)
                 continue
-            self._spawn(_served(sock, serve))
+            # Not only by itself: a task that is cancelled before it began closes nothing.
+            self._spawn(_served(sock, serve)).add_done_callback(partial(_close, sock))
 
     async def _lead(self, sock: socket.socket, name: str, address: Address) -> None:
         """From a client of this node to the other node's gateway."""
@@ -229,6 +231,10 @@ class Tunnels:
     def _proof(self, role: bytes, *parts: bytes) -> bytes:
         """Of one side only, so that neither can be answered with its own."""
         return hmac.digest(self._secret, role + b"".join(parts), "sha256")
+
+
+def _close(sock: socket.socket, _: object) -> None:
+    sock.close()
 
 
 async def _served(sock: socket.socket, serve: Callable[[socket.socket], Awaitable[None]]) -> None:

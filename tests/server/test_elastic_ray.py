@@ -6,14 +6,20 @@ A local cluster of Ray: real agents, tunnels and engines, on one machine and one
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from bench.elastic_load import Ask, make_asks, scale, steady
+from bench.elastic_load import Ask, Stream, make_asks, scale, steady
 from sgl_esft import zoo
+from sgl_esft.health.board import Board, rank_slot
 from tests.ray_cluster import ray_cluster
 from tests.server.test_elastic import (
     assert_all_equal,
@@ -57,8 +63,8 @@ def spread(tmp_path_factory: pytest.TempPathFactory, expected: Expected) -> Iter
             server.wait_until_ready()
             yield server
         finally:
-            pids = descendants(server.process.pid)
-            server.stop()
+            pids = descendants(server.process.pid) | of_nodes()
+            server.stop()  # the front is killed: what runs on nodes is Ray's to end
             assert_gone(pids)
 
 
@@ -81,3 +87,52 @@ def test_ranks_beat_on_their_nodes_and_the_front_is_ready(spread: Server) -> Non
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = requests.get(f"{spread.url}/v1/instances", timeout=30).json()
     assert found["serving"]["placement"]["device_ids"] == [0, 1]
+
+
+def test_a_rank_that_dies_on_another_node_is_replaced(
+    spread: Server, asks: list[Ask], expected: Expected
+) -> None:
+    """At two devices: its connection to the front ends through the tunnel, and all of it ends."""
+    assert asyncio.run(scale(spread.url, {"dp_size": 2}))["state"] == "succeeded"
+    streams, lost = asyncio.run(kill_amid(spread, asks))
+    assert_all_equal(streams, expected)
+    assert serving(spread) not in ("", lost)
+    assert asyncio.run(scale(spread.url, {"dp_size": 1}))["state"] == "succeeded"
+    assert_all_equal(asyncio.run(steady(spread.url, asks[:6], 3)), expected)
+
+
+async def kill_amid(server: Server, asks: list[Ask]) -> tuple[list[Stream], str]:
+    """Rank 1 is killed while streams run; who served then."""
+    load = asyncio.create_task(steady(server.url, asks, 6))
+    await asyncio.sleep(0.5)
+    lost = serving(server)
+    os.kill(rank_pid(lost, 1), signal.SIGKILL)
+    return await load, lost
+
+
+def rank_pid(instance: str, rank: int) -> int:
+    """A rank's process id, as it writes it on the board of its node; no other server's."""
+    own = descendants(os.getpid())
+    for path in Path(tempfile.gettempdir()).glob(f"sgl-elastic-*/{instance}.beats"):
+        with contextlib.closing(Board.open(path)) as board:
+            beat = board.read(rank_slot(rank))
+        if beat is not None and beat.pid in own:
+            return beat.pid
+    raise AssertionError(f"rank {rank} of {instance} does not beat")
+
+
+def of_nodes() -> set[int]:
+    """Memory workers and supervisors, which are no children of the front."""
+    modules = {"sgl_elastic.memory.worker", "sgl_elastic.instance.process"}
+    return {pid for pid in descendants(os.getpid()) if modules & set(command_line(pid))}
+
+
+def command_line(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return []
+
+
+def serving(server: Server) -> str:
+    found = requests.get(f"{server.url}/v1/instances", timeout=30).json()
+    return str(found["serving"]["instance_id"])
