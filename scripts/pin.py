@@ -1,4 +1,4 @@
-"""Write `cpu.txt`, `build.txt`, `dev.txt`, `ray.txt` of requirements/ from an environment that works.
+"""Write `cpu.txt`, `build.txt`, `dev.txt`, `ray.txt` (requirements/) from what is installed.
 
 Run it with that environment's Python: `.venv/bin/python -m scripts.pin`.
 """
