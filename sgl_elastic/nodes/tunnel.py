@@ -21,8 +21,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,18 +47,11 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_K
 _USER_TIMEOUT_MS = 11_000
 
 Address = tuple[str, int]
+Serve = Callable[[socket.socket], Awaitable[None]]
 
 
 class _NotThereError(NodeLostError):
     """The way is fine, but nobody listens at its end: as usual while a worker starts."""
-
-
-@dataclass(frozen=True)
-class _Entrance:
-    """A socket at which we accept, and the task that does."""
-
-    listener: socket.socket
-    accepting: asyncio.Task[None]
 
 
 class Tunnels:
@@ -72,7 +64,7 @@ class Tunnels:
     def __init__(self, secret: str, host: str) -> None:
         self._secret = secret.encode()
         self._offers: dict[str, Path] = {}
-        self._entrances: dict[Path, _Entrance] = {}
+        self._entrances: dict[Path, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_strangers = 0
         self._loop = asyncio.new_event_loop()
@@ -82,7 +74,7 @@ class Tunnels:
             target=self._loop.run_forever, name="elastic-tunnels", daemon=True
         )
         self._thread.start()
-        self._run(self._start(self._gateway, self._admit))
+        self._run(self._enter(self._gateway, self._admit))
 
     def offer(self, name: str, path: Path) -> None:
         """Others may reach the socket at `path` by this name, whether it listens yet or not."""
@@ -105,15 +97,14 @@ class Tunnels:
         async def lead(sock: socket.socket) -> None:
             await self._lead(sock, name, address)
 
-        accepting = self._run(self._start(listener, lead))
-        self._entrances[path] = _Entrance(listener, accepting)
+        self._entrances[path] = listener
+        self._run(self._enter(listener, lead))
 
     def shut(self, path: Path) -> None:
         """End a listener of `open`; connections go on. Harmless a second time."""
-        entrance = self._entrances.pop(path, None)
-        if entrance is not None:
-            self._run(_cancelled([entrance.accepting]))
-            entrance.listener.close()
+        listener = self._entrances.pop(path, None)
+        if listener is not None:
+            self._run(self._leave(listener))
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -122,8 +113,8 @@ class Tunnels:
             return
         for path in list(self._entrances):
             self.shut(path)
+        self._run(self._leave(self._gateway))
         self._run(_cancelled(self._tasks))
-        self._gateway.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CALL_S)
         self._loop.close()
@@ -133,29 +124,36 @@ class Tunnels:
     def _run(self, todo: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(todo, self._loop).result(_CALL_S)
 
-    async def _start(
-        self, listener: socket.socket, serve: Callable[[socket.socket], Awaitable[None]]
-    ) -> asyncio.Task[None]:
-        return self._spawn(self._accept_all(listener, serve))
+    async def _enter(self, listener: socket.socket, serve: Serve) -> None:
+        self._watch(listener, serve)
+
+    def _watch(self, listener: socket.socket, serve: Serve) -> None:
+        """Accept from now on: not by a task, which could be cancelled with a new socket in hand."""
+        if listener.fileno() >= 0:
+            self._loop.add_reader(listener, self._accept, listener, serve)
+
+    async def _leave(self, listener: socket.socket) -> None:
+        self._loop.remove_reader(listener)
+        listener.close()
+
+    def _accept(self, listener: socket.socket, serve: Serve) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # whoever it was has left
+            return
+        except OSError as error:  # out of descriptors, most likely: let some be closed
+            logger.warning("tunnel: a connection is refused: %s", error)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(0.05, self._watch, listener, serve)
+            return
+        # Not only by itself: a task that is cancelled before it began closes nothing.
+        self._spawn(_served(sock, serve)).add_done_callback(partial(_close, sock))
 
     def _spawn(self, todo: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(todo)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _accept_all(
-        self, listener: socket.socket, serve: Callable[[socket.socket], Awaitable[None]]
-    ) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, most likely: let some be closed
-                logger.warning("tunnel: a connection is refused: %s", error)
-                await asyncio.sleep(0.05)
-                continue
-            # Not only by itself: a task that is cancelled before it began closes nothing.
-            self._spawn(_served(sock, serve)).add_done_callback(partial(_close, sock))
 
     async def _lead(self, sock: socket.socket, name: str, address: Address) -> None:
         """From a client of this node to the other node's gateway."""
@@ -237,7 +235,7 @@ def _close(sock: socket.socket, _: object) -> None:
     sock.close()
 
 
-async def _served(sock: socket.socket, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
+async def _served(sock: socket.socket, serve: Serve) -> None:
     """One connection, whatever becomes of it: the other end sees its end."""
     with contextlib.closing(sock):
         sock.setblocking(False)
@@ -283,12 +281,11 @@ async def _read(loop: asyncio.AbstractEventLoop, sock: socket.socket, num_bytes:
     return data
 
 
-async def _cancelled(tasks: set[asyncio.Task[None]] | list[asyncio.Task[None]]) -> None:
-    """All of them but the one that asks."""
-    others = [task for task in tasks if task is not asyncio.current_task()]
-    for task in others:
+async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    found = list(tasks)
+    for task in found:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*found, return_exceptions=True)
 
 
 def _listen(host: str) -> socket.socket:

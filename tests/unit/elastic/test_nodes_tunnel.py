@@ -264,8 +264,7 @@ def test_a_gateway_with_another_secret_gets_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(300), b"\xff" * 300])
 def test_strangers_are_shown_out(echoing: tuple[Tunnels, Tunnels, Path], sent: bytes) -> None:
     with socket.create_connection(echoing[0].address, 10) as sock:
-        sock.sendall(sent)
-        sock.shutdown(socket.SHUT_WR)
+        send_all(sock, sent)
         hello = read_all(sock)
     assert len(hello) <= 40  # the greeting, and nothing else
     assert ask(echoing[2], b"x") == b"x"
