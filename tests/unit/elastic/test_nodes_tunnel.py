@@ -171,7 +171,7 @@ def echo(path: Path, stack: ExitStack) -> None:
                 sock, _ = listener.accept()
             except OSError:
                 return
-            with sock:
+            with sock, suppress(OSError):  # nobody waits for the answer
                 sock.sendall(read_all(sock))
 
     threading.Thread(target=serve, daemon=True).start()
