@@ -101,6 +101,35 @@ def test_a_rank_that_dies_on_another_node_is_replaced(
     assert_all_equal(asyncio.run(steady(spread.url, asks[:6], 3)), expected)
 
 
+def test_a_lost_node_that_does_not_serve_is_missed_only_by_scales(
+    spread: Server, asks: list[Ask], expected: Expected
+) -> None:
+    """The last test: what is lost stays lost."""
+    assert asyncio.run(scale(spread.url, {"dp_size": 1}))["state"] == "succeeded"
+    here = ancestors(rank_pid(serving(spread), 0))
+    [agent] = [pid for pid in agents() if pid not in here]
+    os.kill(agent, signal.SIGKILL)
+    operation = asyncio.run(scale(spread.url, {"dp_size": 2}))
+    assert operation["state"] == "rolled_back", operation
+    assert "node 1" in operation["error"]["message"]
+    assert_all_equal(asyncio.run(steady(spread.url, asks[:6], 3)), expected)
+    assert requests.get(f"{spread.url}/readyz", timeout=30).status_code == 200
+
+
+def agents() -> list[int]:
+    """Ray names a process after its actor, and after the method that runs."""
+    known = {pid: "".join(command_line(pid)[:1]) for pid in descendants(os.getpid())}
+    return [pid for pid, name in known.items() if name.startswith("ray::NodeAgent")]
+
+
+def ancestors(pid: int) -> set[int]:
+    found = set()
+    while pid > 1:
+        found.add(pid)
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
 async def kill_amid(server: Server, asks: list[Ask]) -> tuple[list[Stream], str]:
     """Rank 1 is killed while streams run; who served then."""
     load = asyncio.create_task(steady(server.url, asks, 6))
