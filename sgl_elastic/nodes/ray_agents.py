@@ -2,8 +2,8 @@
 
     address --[connect]--> nodes of the cluster, in order --[place]--> an agent on each, pinned
 
-Ray is an optional package, imported when it is asked for. Only strings and numbers go through it;
-weights and requests do not (tunnel.py).
+Ray is an optional package, imported when it is asked for. Only strings and numbers go through it,
+the tunnels' secret among them; weights and requests do not (tunnel.py).
 """
 
 from __future__ import annotations

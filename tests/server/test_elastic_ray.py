@@ -104,7 +104,7 @@ def test_a_rank_that_dies_on_another_node_is_replaced(
 def test_a_lost_node_that_does_not_serve_is_missed_only_by_scales(
     spread: Server, asks: list[Ask], expected: Expected
 ) -> None:
-    """The last test: what is lost stays lost."""
+    """What is lost stays lost, also for the test below."""
     assert asyncio.run(scale(spread.url, {"dp_size": 1}))["state"] == "succeeded"
     here = ancestors(rank_pid(serving(spread), 0))
     [agent] = [pid for pid in agents() if pid not in here]
@@ -114,6 +114,14 @@ def test_a_lost_node_that_does_not_serve_is_missed_only_by_scales(
     assert "node 1" in operation["error"]["message"]
     assert_all_equal(asyncio.run(steady(spread.url, asks[:6], 3)), expected)
     assert requests.get(f"{spread.url}/readyz", timeout=30).status_code == 200
+
+
+def test_a_lost_node_that_serves_ends_the_server(spread: Server) -> None:
+    """Better no server than one that never answers."""
+    here = ancestors(rank_pid(serving(spread), 0))
+    [agent] = [pid for pid in agents() if pid in here]
+    os.kill(agent, signal.SIGKILL)
+    assert spread.process.wait(90) != 0
 
 
 def agents() -> list[int]:
