@@ -31,6 +31,7 @@ from sgl_esft.health.board import Beat, Board, rank_slot
 _TOKENIZER, _DETOKENIZER = "tokenizer.sock", "detokenizer.sock"
 # What this process was told, or has decided, that ranks on other nodes must know too.
 _PASSED_ON = ("ESFT_", "SGL", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "OMP_", "GLOO_")
+_SECRETS = ("_KEY", "_TOKEN")  # no rank needs them, and they would be seen in Ray
 
 
 class Supervisors:
@@ -190,4 +191,8 @@ def _settings_at(settings: EngineSettings, node: Node) -> EngineSettings:
 
 
 def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_PASSED_ON)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_PASSED_ON) and not name.endswith(_SECRETS)
+    }

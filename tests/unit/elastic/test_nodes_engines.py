@@ -93,7 +93,7 @@ def test_each_rank_is_a_node_of_its_own_to_sglang(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ESFT_CONFIG", "{}")
-    monkeypatch.setenv("PASSWORD", "secret")
+    monkeypatch.setenv("ESFT_KEY", "secret")
     process = scene.start("i1", 2, 0, 1)
     specs = [spec for spec, _ in scene.told]
     homes = [scene.cluster.node_of(device_id).directory for device_id in (2, 0, 1)]
@@ -107,7 +107,7 @@ def test_each_rank_is_a_node_of_its_own_to_sglang(
         assert spec.tokenizer_ipc == f"ipc://{home}/tokenizer.sock"
     assert len({value_of(spec, "--dist-init-addr") for spec in specs}) == 1
     assert value_of(specs[0], "--dist-init-addr").startswith("127.0.0.1:")
-    assert all(env["ESFT_CONFIG"] == "{}" and "PASSWORD" not in env for _, env in scene.told)
+    assert all(env["ESFT_CONFIG"] == "{}" and "ESFT_KEY" not in env for _, env in scene.told)
     process.kill_group()
 
 
