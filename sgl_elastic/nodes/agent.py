@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,7 +183,12 @@ class NodeAgent:
 
 
 def _let_children_find_this_code() -> None:
-    """Ray found it by the front's own search path, which no other process here has."""
+    """Ray found it by the front's own search path, which no other process here has.
+
+    An installed package is found by everybody.
+    """
     root = str(Path(__file__).resolve().parent.parent.parent)
+    if root == sysconfig.get_path("purelib"):
+        return
     others = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *([others] if others else [])])
