@@ -1,4 +1,4 @@
-"""Write `requirements/cpu.txt`, `build.txt` and `dev.txt` from an environment that works.
+"""Write `cpu.txt`, `build.txt`, `dev.txt`, `ray.txt` (requirements/) from what is installed.
 
 Run it with that environment's Python: `.venv/bin/python -m scripts.pin`.
 """
@@ -23,9 +23,11 @@ DEV_ROOTS = [
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
+    "ray",
     "ruff",
     "schemathesis",
 ]
+RAY_ROOTS = ["ray"]
 
 CPU_HEADER = """\
 # What SGLang 0.5.21 needs on a CPU beside torch and torchvision, closed under its own requirements.
@@ -40,6 +42,10 @@ DEV_HEADER = """\
 # cpu.txt.
 # Written by `python -m scripts.pin`.
 """
+RAY_HEADER = """\
+# Ray, which places an elastic server on several machines; with what it needs beyond cpu.txt.
+# Written by `python -m scripts.pin`.
+"""
 
 
 def main() -> int:
@@ -47,7 +53,8 @@ def main() -> int:
     left_out = set(read_left_out())
     engine = walk(ENGINE_ROOTS, left_out)
     build, dev = walk(BUILD_ROOTS, left_out), walk(DEV_ROOTS, left_out)
-    problems = [*engine.problems, *build.problems, *dev.problems]
+    ray = walk(RAY_ROOTS, left_out)
+    problems = [*engine.problems, *build.problems, *dev.problems, *ray.problems]
     if problems:
         print(*problems, sep="\n", file=sys.stderr)
         return 1
@@ -55,6 +62,7 @@ def main() -> int:
     write("cpu.txt", CPU_HEADER, names(engine) - elsewhere)
     write("build.txt", BUILD_HEADER, names(build) - names(engine))
     write("dev.txt", DEV_HEADER, names(dev) - names(engine) - names(build))
+    write("ray.txt", RAY_HEADER, names(ray) - names(engine))
     return 0
 
 

@@ -17,6 +17,7 @@ horizontal          Hmm                ReplicaPlanner   ReplicatedInstances, Rep
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgl_elastic.coordinator import strategy_plans as plans
 from sgl_elastic.coordinator.coordinator import Coordinator
@@ -35,6 +36,10 @@ from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.staged import StagedMemory
 from sgl_elastic.options import ElasticOptions
 
+if TYPE_CHECKING:
+    from sgl_elastic.memory.processes import Launcher
+    from sgl_elastic.nodes.cluster import Cluster
+
 _S = ScaleStrategy
 _CHOICES = {
     _S.ELASTIC: plans.same_devices,
@@ -44,11 +49,35 @@ _CHOICES = {
 }
 
 
-def make_memory(options: ElasticOptions, directory: Path, backend: str, page_bytes: int) -> Hmm:
+def make_cluster(options: ElasticOptions, directory: Path) -> Cluster | None:
+    """The nodes of `--nodes ray`, with an agent on each; None on one machine.
+
+    Raises ElasticConfigError, NodeLostError.
+    """
+    if not options.spans_nodes:
+        return None
+    from sgl_elastic.nodes import ray_agents  # only here does anything name Ray
+
+    return ray_agents.start(
+        directory,
+        address=options.ray_address,
+        num_devices=options.max_devices,
+        devices_per_node=options.devices_per_node,
+    )
+
+
+def make_memory(
+    options: ElasticOptions,
+    directory: Path,
+    backend: str,
+    page_bytes: int,
+    launcher: Launcher | None = None,
+) -> Hmm:
     """The memory of all devices. Colocated: of each device two halves, each with a worker.
 
     The second half of device d is device d + max_devices; what a strategy that holds two copies
-    may need is so set aside from the start, as the paper's baseline does.
+    may need is so set aside from the start, as the paper's baseline does. `launcher` says where the
+    workers run, None = on this machine.
     """
     num_devices, num_bytes = options.max_devices, options.device_bytes
     if options.strategy is _S.COLOCATED:
@@ -56,7 +85,14 @@ def make_memory(options: ElasticOptions, directory: Path, backend: str, page_byt
     budgets = dict.fromkeys(range(num_devices), num_bytes)
     verify = options.verify_copies
     if options.ablation.shared_allocator:
-        return Hmm(directory, budgets, backend=backend, page_bytes=page_bytes, verify_copies=verify)
+        return Hmm(
+            directory,
+            budgets,
+            backend=backend,
+            page_bytes=page_bytes,
+            verify_copies=verify,
+            launcher=launcher,
+        )
     return StagedMemory(
         directory,
         budgets,
@@ -65,6 +101,15 @@ def make_memory(options: ElasticOptions, directory: Path, backend: str, page_byt
         page_bytes=page_bytes,
         verify_copies=verify,
     )
+
+
+def place_engines(cluster: Cluster | None, settings: EngineSettings) -> EngineSettings:
+    """The settings of instances, for where they run."""
+    if cluster is None:
+        return settings
+    from sgl_elastic.nodes.engines import SpreadEngines
+
+    return SpreadEngines(cluster, settings.directory).settings(settings)
 
 
 def switchboard_of(options: ElasticOptions) -> type[Switchboard]:
@@ -126,6 +171,6 @@ def _planner(options: ElasticOptions, hmm: Hmm) -> Planner:
         return ReplicaPlanner(*limits)
     if options.strategy is _S.ELASTIC and not cuts_over(options):
         kind = Planner if options.ablation.peer_copy else plans.UncopiedPlanner
-        return kind(*limits, headroom_pages=hmm.headroom_pages)
+        return kind(*limits, headroom_pages=hmm.headroom_pages, node_of=hmm.node_name)
     other = plans.CutOverPlanner if cuts_over(options) else plans.FreshPlanner
     return other(*limits, options.strategy, _CHOICES[options.strategy])

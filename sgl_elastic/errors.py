@@ -13,7 +13,8 @@
     ├── StepFailedError           one step of a scale failed; the scale was rolled back
     │   ├── MemoryWorkerError     a memory worker refused or failed
     │   ├── EngineFailedError     an engine rank failed, died or did not answer in time
-    │   └── PeerCopyError         bytes did not arrive
+    │   ├── PeerCopyError         bytes did not arrive
+    │   └── NodeLostError         a machine of the cluster, or the way to it, is gone
     └── ElasticInternalError      a defect
         ├── WireError             a message that our own side would not write
         ├── IllegalTransitionError a state that cannot follow
@@ -95,6 +96,10 @@ class EngineFailedError(StepFailedError):
 
 class PeerCopyError(StepFailedError):
     """A copy between devices failed, or other bytes arrived than were sent."""
+
+
+class NodeLostError(StepFailedError):
+    """A machine of the cluster, its agent or the way to it is gone."""
 
 
 class ElasticInternalError(ElasticError):

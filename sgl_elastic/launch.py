@@ -103,6 +103,10 @@ def _check_devices(options: ElasticOptions, backend: str) -> None:
     """What only the CPU platform has, and how many devices there are."""
     if backend == "host":
         return
+    if options.spans_nodes:
+        raise ElasticConfigError(
+            "--nodes ray: for the CPU platform only so far; leave it out on an accelerator"
+        )
     if options.strategy is ScaleStrategy.COLOCATED or not options.ablation.shared_allocator:
         raise ElasticConfigError(
             "--scale-strategy colocated, --ablate no_shared_allocator: for the CPU platform only, "

@@ -43,6 +43,14 @@ class ElasticOptions:
     hang_timeout_s: float  # after so long a rank that does nothing is lost
     strategy: ScaleStrategy
     ablation: AblationSwitches
+    nodes: str  # "one", or "ray": devices are on the nodes of a Ray cluster
+    ray_address: str  # "" = the cluster that runs on this machine
+    devices_per_node: int
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether memory workers and ranks are placed on several machines."""
+        return self.nodes == "ray"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="devices that may be used, numbered from 0 (default: 4); --dp-size says how many at "
         "start",
     )
+    _add_node_flags(group)
     group.add_argument(
         "--standby-ranks",
         type=int,
@@ -123,6 +132,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_node_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nodes",
+        choices=["one", "ray"],
+        default="one",
+        help="ray: memory workers and ranks run on the nodes of a Ray cluster (default: one, this "
+        "machine)",
+    )
+    group.add_argument(
+        "--ray-address",
+        default="",
+        metavar="HOST:PORT",
+        help="with --nodes ray: the cluster (default: the one that runs on this machine)",
+    )
+    group.add_argument(
+        "--devices-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --nodes ray: devices of each node; they are numbered over the nodes in order "
+        "(default: 1)",
+    )
+
+
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that the launcher has too, and explains."""
     parser.add_argument("--device-memory")
@@ -160,6 +193,9 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         hang_timeout_s=found.hang_timeout,
         strategy=strategy,
         ablation=ablation,
+        nodes=found.nodes,
+        ray_address=found.ray_address,
+        devices_per_node=found.devices_per_node,
     )
     _check(options)
     return options, rest
@@ -176,5 +212,20 @@ def _check(options: ElasticOptions) -> None:
             f"--max-total-tokens {options.kv_limit}, --standby-ranks {options.standby_ranks}: "
             "must be positive"
         )
+    _check_nodes(options)
     if options.hang_timeout_s <= 0:
         raise ElasticConfigError(f"--hang-timeout {options.hang_timeout_s:g}: must be above 0")
+
+
+def _check_nodes(options: ElasticOptions) -> None:
+    if options.devices_per_node < 1:
+        raise ElasticConfigError(f"--devices-per-node {options.devices_per_node}: at least 1")
+    if not options.spans_nodes:
+        if options.ray_address or options.devices_per_node != 1:
+            raise ElasticConfigError("--ray-address, --devices-per-node: they need --nodes ray")
+        return
+    if options.strategy is not ScaleStrategy.ELASTIC or options.ablation != AblationSwitches():
+        raise ElasticConfigError(
+            "--nodes ray: the baselines and ablations are for one machine; leave --scale-strategy "
+            "and --ablate out"
+        )

@@ -24,6 +24,7 @@ from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.coordinator.recovery import Guard, Vigilance
 from sgl_elastic.coordinator.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.switchboard import Wire
+from sgl_elastic.errors import ElasticError
 from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.plan.placement import place
@@ -66,7 +67,12 @@ class Runtime:
             logger.warning("elastic: removed %s, which a killed server left", stale)
         self._workdir = workdir.make()
         self.directory = self._workdir.path
-        self.hmm = assembly.make_memory(options, self.directory, backend, page_bytes)
+        try:
+            self._cluster = assembly.make_cluster(options, self.directory)
+        except ElasticError:
+            self._workdir.remove()
+            raise
+        self.hmm = assembly.make_memory(options, self.directory, backend, page_bytes, self._cluster)
         self.hmm.reserve_for_adapters(adapter_reserve_bytes)
         self._reserves = adapter_reserve_bytes > 0
         self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
@@ -174,10 +180,12 @@ class Runtime:
         if self.manager is not None:
             self.manager.close()
         self.hmm.close()
+        if self._cluster is not None:
+            self._cluster.close()
         self._workdir.remove()
 
     def _settings(self, port_args: Any) -> EngineSettings:
-        return EngineSettings(
+        settings = EngineSettings(
             directory=self.directory,
             sglang_argv=self._sglang_argv,
             first_argv=self._first_argv,
@@ -189,6 +197,7 @@ class Runtime:
             parked_kv_tokens=min(_PARKED_KV_TOKENS, self.options.kv_limit),
             environment=self._environment,
         )
+        return assembly.place_engines(self._cluster, settings)
 
     def _first_placement(self, shape: MemoryShape) -> Placement:
         devices = tuple(range(self.options.dp_size))

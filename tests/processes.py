@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from sgl_elastic.instance.supervise import is_stopped
+from sgl_elastic.processes import is_stopped
 from tests.servers import ROOT
 
 

@@ -23,7 +23,7 @@ class Planner:
 
     Devices are numbered 0 to `max_devices` - 1. `kv_limit` is the most KV tokens of a rank, None
     for all that fit; `min_kv_tokens` is what a rank must keep. `headroom_pages` is asked what KV
-    leaves of a device to adapters that come later.
+    leaves of a device to adapters that come later, `node_of` where a device is, "" on one machine.
     """
 
     def __init__(
@@ -34,9 +34,11 @@ class Planner:
         min_kv_tokens: int = MIN_KV_TOKENS,
         *,
         headroom_pages: Callable[[], int] = lambda: 0,
+        node_of: Callable[[int], str] = lambda device_id: "",
     ) -> None:
         self._memory = memory
         self._headroom_pages = headroom_pages
+        self._node_of = node_of
         self._max_devices = max_devices
         self._kv_limit = kv_limit
         self._min_kv_tokens = min_kv_tokens
@@ -57,4 +59,9 @@ class Planner:
 
     def describe(self, made: Plan) -> dict[str, Any]:
         """The dry run's answer."""
-        return dict(describe(made, self._memory.shape()))
+        plan = dict(describe(made, self._memory.shape()))
+        for device in plan["devices"]:
+            node = self._node_of(device["device_id"])
+            if node:
+                device["node"] = node
+        return plan

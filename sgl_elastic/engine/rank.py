@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,14 +259,16 @@ class EngineRank:
             handover.take_moved(
                 scheduler,
                 move.sequences,
-                lambda pairs, path=move.source_socket: self._copy_kv(pairs, path),  # type: ignore[misc]
+                partial(self._copy_kv, source_socket=move.source_socket, by_bytes=move.by_bytes),
             )
         self._resumed = {state.rid: state for state in activate.requests}
         return 0
 
-    def _copy_kv(self, pairs: list[tuple[int, int]], source_socket: str = "") -> None:
+    def _copy_kv(
+        self, pairs: list[tuple[int, int]], source_socket: str = "", *, by_bytes: bool = False
+    ) -> None:
         if pairs:
-            self.memory.required_client().copy_kv(pairs, source_socket)
+            self.memory.required_client().copy_kv(pairs, source_socket, by_bytes=by_bytes)
 
     def _set_capacity(self, scheduler: Any, num_tokens: int) -> None:
         sglang_api.set_kv_capacity(scheduler, num_tokens)

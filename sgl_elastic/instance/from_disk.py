@@ -93,7 +93,12 @@ class DiskInstances(InstanceManager):
         new = self._running[instance]
         devices, frozen = self._frozen_of(old)
         activations, self._handed = handover.hand_over(
-            devices, without_kv(frozen), new.record.device_ids, kv_moves, self._hmm.socket_path
+            devices,
+            without_kv(frozen),
+            new.record.device_ids,
+            kv_moves,
+            self._hmm.socket_path,
+            self._hmm.are_apart,
         )
         self._take_over(new, activations)
         self._let_go = None

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from sgl_elastic.instance import messages as m
 from sgl_elastic.types import AdapterEntry, Placement
 
-SocketOf = Callable[[int], object]  # device id -> path of its memory worker's socket
+# device id, device id of who asks -> path of the former's memory worker's socket
+SocketOf = Callable[[int, int], object]
+AreApart = Callable[[int, int], bool]  # whether two devices are on different nodes
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def attach_messages(
     table = tuple(m.Adapter(**asdict(entry)) for entry in adapters)
     return [
         m.Attach(
-            socket=str(socket_of(device_id)),
+            socket=str(socket_of(device_id, device_id)),
             expert_ids=placement.experts_of(device_id),
             kv_tokens=placement.kv_tokens_of(device_id),
             adapters=table,
@@ -69,8 +71,15 @@ def hand_over(
     new_devices: Sequence[int],
     kv_moves: Mapping[int, int],
     socket_of: SocketOf,
+    are_apart: AreApart = lambda one, other: False,
 ) -> tuple[list[m.Activate], HandedOver]:
     """What each new rank takes over. `frozen[r]` is what the rank on `old_devices[r]` published."""
+
+    def moved(old: int, device_id: int) -> m.KvMove:
+        source = old_devices[old]
+        path, is_apart = socket_of(source, device_id), are_apart(source, device_id)
+        return _kv_move(path, frozen[old], by_bytes=is_apart)
+
     rank_of_old = new_ranks(old_devices, new_devices, kv_moves)
     activations = []
     for rank, device_id in enumerate(new_devices):
@@ -80,7 +89,7 @@ def hand_over(
         activations.append(
             m.Activate(
                 sequences=tuple(s for old in stays for s in frozen[old].sequences),
-                moves=tuple(_kv_move(socket_of(old_devices[r]), frozen[r]) for r in leaves),
+                moves=tuple(moved(old, device_id) for old in leaves),
                 requests=tuple(q for old in sources for q in frozen[old].requests),
             )
         )
@@ -103,6 +112,6 @@ def _handed_over(frozen: Sequence[m.Frozen], rank_of_old: Mapping[int, int]) -> 
     )
 
 
-def _kv_move(socket: object, frozen: m.Frozen) -> m.KvMove:
+def _kv_move(socket: object, frozen: m.Frozen, *, by_bytes: bool) -> m.KvMove:
     """A leaving device's sequences, the one used last first: room may end before they do."""
-    return m.KvMove(str(socket), tuple(reversed(frozen.sequences)))
+    return m.KvMove(str(socket), tuple(reversed(frozen.sequences)), by_bytes)

@@ -20,7 +20,7 @@ from dataclasses import replace
 import msgspec
 
 from sgl_elastic.errors import EngineFailedError, StepFailedError
-from sgl_elastic.instance import handover, priority, supervise
+from sgl_elastic.instance import handover, supervise
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.links import RankLink, expect_all, send_all
@@ -124,9 +124,9 @@ class InstanceManager(InstanceTable):
         """A new instance on scratch memory, warmed up and parked."""
         name = self._spawn(device_ids, ())
         running = self._running[name]
-        pid = running.process.pid
+        process = running.process
         try:
-            with priority.when_idle(pid, _NO_HURRY_S) if in_no_hurry else nullcontext():
+            with process.when_idle(_NO_HURRY_S) if in_no_hurry else nullcontext():
                 self._warm_up(running)
         except StepFailedError:
             self.stop(name)
@@ -175,22 +175,22 @@ class InstanceManager(InstanceTable):
 
     def _take_standby(self, device_ids: tuple[int, ...]) -> str | None:
         """A parked instance; one that is just being started is waited for. None: there is none."""
-        hurried: set[int] = set()
+        hurried: set[str] = set()
         while True:
             with self._lock:
                 self._standbys, name = self._standbys.take(device_ids)
                 coming = {
-                    each.process.pid
-                    for each in self._running.values()
+                    coming_name: each.process
+                    for coming_name, each in self._running.items()
                     if each.record.device_ids == device_ids
                     and each.record.state in (_S.STARTING, _S.PARKED)
                     and not each.lost
                 }
             if name is not None or not coming:
                 return name
-            for pid in coming - hurried:
-                priority.foreground(pid)
-            hurried |= coming
+            for hurrying in coming.keys() - hurried:
+                coming[hurrying].foreground()
+            hurried |= coming.keys()
             time.sleep(_POLL_S)
 
     def _attach(self, name: str, placement: Placement) -> str:
@@ -252,6 +252,7 @@ class InstanceManager(InstanceTable):
             new.record.device_ids,
             kv_moves,
             self._hmm.socket_path,
+            self._hmm.are_apart,
         )
         self._take_over(new, activations)
 
@@ -284,7 +285,7 @@ class InstanceManager(InstanceTable):
             self.stop(instance)
             return
         try:
-            with priority.in_background(running.process.pid):
+            with running.process.in_background():
                 send_all(running.links, [m.Detach()] * len(running.links))
                 expect_all(running.links, m.Done, self._patience.step_s)
         except StepFailedError as error:
@@ -328,8 +329,7 @@ class InstanceManager(InstanceTable):
         name = f"i{next(self._names)}"
         settings = self._settings
         self._courier.connect(name, settings.input_ipc(name))
-        spec = supervise.spec_of(settings, name, device_ids, more_argv)
-        process = supervise.start(spec, settings.environment(len(device_ids)))
+        process = supervise.start_instance(settings, name, device_ids, more_argv)
         record = Instance(name, device_ids, pid=process.pid, since_s=self._clock())
         with self._lock:
             self._running[name] = Running(record, process)

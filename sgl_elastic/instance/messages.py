@@ -103,10 +103,14 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvMove(msgspec.Struct, frozen=True):
-    """Sequences whose KV lies on another device, to be copied from there."""
+    """Sequences whose KV lies on another device, to be copied from there.
+
+    `by_bytes`: that device is on another node.
+    """
 
     source_socket: str
     sequences: tuple[KvSequence, ...]
+    by_bytes: bool = False
 
 
 class Activate(msgspec.Struct, frozen=True, tag=True):

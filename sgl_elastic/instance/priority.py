@@ -43,15 +43,21 @@ def when_idle(group: int, at_most_s: float) -> Iterator[None]:
     After `at_most_s` it gets a small share in any case: a busy machine may have no idle time. In
     the foreground meanwhile, it stays there.
     """
-    _set(group, os.SCHED_IDLE, BACKGROUND_NICE)
-    timer = threading.Timer(at_most_s, _no_longer_idle, [group])
-    timer.daemon = True
-    timer.start()
+    timer = begin_idle(group, at_most_s)
     try:
         yield
     finally:
         timer.cancel()
         foreground(group)
+
+
+def begin_idle(group: int, at_most_s: float) -> threading.Timer:
+    """The beginning of `when_idle`, whose end is `foreground`; cancel the timer then."""
+    _set(group, os.SCHED_IDLE, BACKGROUND_NICE)
+    timer = threading.Timer(at_most_s, _no_longer_idle, [group])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def background(group: int) -> None:

@@ -102,8 +102,11 @@ def _run(spec: InstanceSpec, start_method: str) -> int:
     controller = DataParallelController(
         server_args, PortArgs.init_new(server_args), run_scheduler_process
     )
-    controller.event_loop()
-    return 0
+    if server_args.node_rank == 0:
+        controller.event_loop()
+    for process in controller.scheduler_procs:  # requests come by rank 0's controller
+        process.join()
+    return 3  # a rank has ended, which none does by itself
 
 
 def _rank_failed(signum: int, frame: FrameType | None) -> None:
@@ -111,14 +114,21 @@ def _rank_failed(signum: int, frame: FrameType | None) -> None:
 
 
 def _port_args(spec: InstanceSpec, port_args: Any, first: Any) -> Any:
-    """In place of PortArgs.init_new: outputs go to the front, everything else stays in here."""
+    """In place of PortArgs.init_new: outputs go to the front, everything else stays in here.
+
+    With a supervisor for each rank, requests come from that of rank 0, at its node's address.
+    """
+
+    host = "127.0.0.1"
+    if first.dist_init_addr:
+        host = first.dist_init_addr.rpartition(":")[0]
 
     def init_new(
         server_args: Any, dp_rank: int | None = None, worker_ports: list[int] | None = None
     ) -> Any:
         prefix = own_input = spec.input_ipc
         if dp_rank is not None and worker_ports is not None:
-            own_input = f"tcp://127.0.0.1:{worker_ports[dp_rank]}"
+            own_input = f"tcp://{host}:{worker_ports[dp_rank]}"
         elif _is_for_a_rank():
             own_input = f"{prefix}.rank"
         return port_args(
@@ -131,6 +141,7 @@ def _port_args(spec: InstanceSpec, port_args: Any, first: Any) -> Any:
             tokenizer_worker_ipc_name=None,
             decoupled_spec_ipc_config=None,
             instance_id=json.loads(spec.engine)["instance"],
+            load_collector_ipc_name=f"{prefix}.load",
         )
 
     calls = iter([False])

@@ -1,21 +1,20 @@
 """An instance as its manager holds it, and what the manager needs of others.
 
-manager.py --> [Running] --> process (supervise.py), links (links.py)
+manager.py --> [Running] --> process (processes.py), links (links.py)
 watch.py --> [Running.fault] --> why it counts as lost, or ""
 """
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance import messages as m
-from sgl_elastic.instance import supervise
 from sgl_elastic.instance.links import RankLink
 from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_elastic.processes import Process
 from sgl_elastic.types import Placement
 
 _PINGS = 4  # in the time after which a silent rank counts as hung
@@ -67,7 +66,7 @@ class Running:
     """
 
     record: Instance
-    process: subprocess.Popen[bytes]
+    process: Process
     links: list[RankLink] = field(default_factory=list)
     frozen: list[m.Frozen] = field(default_factory=list)
     sent: tuple[m.Attach, ...] = ()
@@ -80,7 +79,7 @@ class Running:
     def lose(self, reason: str) -> None:
         """End what is left of it; whoever waits for its ranks hears why."""
         self.lost, self.placement = reason, self.record.placement
-        supervise.kill_group(self.process)
+        self.process.kill_group()
         for link in self.links:
             link.fail(f"instance {self.record.instance_id} is lost: {reason}")
 
@@ -106,7 +105,7 @@ class Running:
         return self._stopped_too_long(now_s, hang_s) or self._ask(now_s, hang_s)
 
     def _stopped_too_long(self, now_s: float, hang_s: float) -> str:
-        if not supervise.is_stopped(self.process.pid):
+        if not self.process.is_stopped():
             self.stopped_since_s = None
             return ""
         since_s = self.stopped_since_s = self.stopped_since_s or now_s

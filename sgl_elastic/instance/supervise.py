@@ -2,23 +2,37 @@
 
 manager.py --start--> `python -m sgl_elastic.instance.process` (its own process group)
            --kill--> that group: the supervisor and its ranks; its sockets are removed
+
+With several machines the ranks of an instance have a supervisor each (nodes/engines.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from sgl_elastic.engine.config import EngineConfig
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance import priority
 from sgl_elastic.instance.process import InstanceSpec
+from sgl_elastic.processes import LocalProcess, Process
+
+
+class StartInstance(Protocol):
+    """How the processes of an instance are started. Raises EngineFailedError."""
+
+    def __call__(
+        self,
+        settings: EngineSettings,
+        name: str,
+        device_ids: tuple[int, ...],
+        more_argv: tuple[str, ...],
+        /,
+    ) -> Process: ...
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class EngineSettings:
     parked_kv_tokens: int  # what an instance is started with, before it is attached
     first_argv: tuple[str, ...] = ()  # more, for the one that loads from disk
     environment: Callable[[int], Mapping[str, str]] = lambda num_ranks: {}
+    start: StartInstance | None = None  # None: on this machine
+    clean: Callable[[str], None] | None = None  # what an instance left elsewhere than here
 
     def input_ipc(self, instance: str) -> str:
         """Where an instance's requests come from."""
@@ -72,9 +88,19 @@ def size_argv(num_ranks: int, parked_kv_tokens: int) -> list[str]:
     return argv
 
 
-def start(spec: InstanceSpec, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_instance(
+    settings: EngineSettings, name: str, device_ids: tuple[int, ...], more_argv: tuple[str, ...]
+) -> Process:
+    """All processes of an instance. Raises EngineFailedError."""
+    if settings.start is not None:
+        return settings.start(settings, name, device_ids, more_argv)
+    spec = spec_of(settings, name, device_ids, more_argv)
+    return start(spec, settings.environment(len(device_ids)))
+
+
+def start(spec: InstanceSpec, environment: Mapping[str, str]) -> Process:
     """Start a supervisor, the leader of a process group. Raises EngineFailedError."""
-    process = subprocess.Popen(
+    process = LocalProcess(
         [sys.executable, "-m", "sgl_elastic.instance.process"],
         stdin=subprocess.PIPE,
         env={**os.environ, **environment},
@@ -87,21 +113,11 @@ def start(spec: InstanceSpec, environment: Mapping[str, str]) -> subprocess.Pope
     return process
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """The supervisor and its ranks, which are its process group; harmless when they are gone."""
-    priority.background(process.pid)  # to take down all its memory is work too
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP; False when it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+def clean(settings: EngineSettings, instance: str) -> None:
+    """Remove what an instance that has ended leaves in file systems."""
+    remove_sockets(settings.directory, instance)
+    if settings.clean is not None:
+        settings.clean(instance)
 
 
 def remove_sockets(directory: Path, instance: str) -> None:

@@ -125,10 +125,10 @@ class InstanceTable:
             self._standbys = replace(self._standbys, parked=parked)
         if running is None:
             return
-        supervise.kill_group(running.process)
+        running.process.kill_group()
         self._server.forget(instance)
         self._courier.disconnect(instance)
-        supervise.remove_sockets(self._settings.directory, instance)
+        supervise.clean(self._settings, instance)
 
     def close(self) -> None:
         """End everything."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -107,14 +107,15 @@ class DeviceClient:
         slots: Slots,
         *,
         verify: bool = False,
+        by_bytes: bool = False,
         timeout_s: float | None = None,
     ) -> dict[str, Runs]:
         """Copy slots from the worker at `source`. Returns those that were not loaded before.
 
-        They must have pages here, and valid content there. Raises PeerCopyError when bytes did not
-        arrive; those slots then are not loaded.
+        They must have pages here, and valid content there. `by_bytes`: it is on another node.
+        Raises PeerCopyError when bytes did not arrive; those slots then are not loaded.
         """
-        request = messages.CopyFrom(str(source), _plain(slots), verify)
+        request = messages.CopyFrom(str(source), _plain(slots), verify, by_bytes)
         return self._call(request, messages.Changed, timeout_s).slots
 
     def copy_kv(
@@ -122,13 +123,15 @@ class DeviceClient:
         pairs: Iterable[tuple[int, int]],
         source: Path | str = "",
         timeout_s: float | None = None,
+        *,
+        by_bytes: bool = False,
     ) -> None:
         """Copy token slots, (source, destination) pairs, in every KV region.
 
         `source` is another worker's socket; "" = within the device, and then no slot may be both
-        source and destination.
+        source and destination. `by_bytes` as in `copy_from`.
         """
-        request = messages.CopyKv(move_runs(pairs), str(source))
+        request = messages.CopyKv(move_runs(pairs), str(source), by_bytes)
         self._call(request, messages.Done, timeout_s)
 
     def usage(self) -> Usage:
@@ -164,6 +167,30 @@ class DeviceClient:
                 handles = [self._handle(page_id) for page_id in run.page_ids]
                 spans.setdefault(run.region, []).append((run.first, handles))
         return spans
+
+    def read(
+        self, slots: Slots, *, must_be_loaded: bool = False, timeout_s: float | None = None
+    ) -> Iterator[messages.Part]:
+        """The bytes of slots, part by part, in the order in which the slots are named.
+
+        Raises as `import_pages` does. Other calls wait until the last part has been taken.
+        """
+        with self._lock:
+            channel = self._open_channel()
+            self._send(channel, messages.AskBytes(_plain(slots), must_be_loaded), timeout_s)
+            position, is_last = 0, False
+            try:
+                while not is_last:
+                    answer, fds = self._receive(channel, timeout_s)
+                    fds.close()
+                    part = _expect(channel, answer, messages.Part)
+                    if part.position != position:
+                        raise WireError(f"the worker sent byte {part.position}, not {position}")
+                    position, is_last = position + len(part.data), part.is_last
+                    yield part
+            finally:
+                if not is_last:  # parts that nobody will read may follow
+                    channel.close()
 
     def import_scratch(self, backend: sgl_vmm.Backend) -> sgl_vmm.Handle:
         """The worker's scratch page as a handle of this process's `backend`."""

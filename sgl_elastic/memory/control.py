@@ -21,7 +21,7 @@ from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
 from sgl_elastic.memory import processes
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
-from sgl_elastic.memory.processes import Worker, WorkerOptions
+from sgl_elastic.memory.processes import Here, Launcher, Worker, WorkerOptions
 from sgl_elastic.memory.runs import Runs, Slots, merge, pages_under, subtract
 from sgl_elastic.memory.slots import adapter_slots, expert_slots, kv_slots, trunk_slots
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
@@ -41,7 +41,7 @@ class Hmm:
     with mode 0700 (ElasticConfigError if it has another). `timeout_s` bounds every call,
     `copy_timeout_s` those that copy or map pages, `start_timeout_s` a worker's start.
     `verify_copies` compares the digests of all copied slots. `library` is the vendor's; "" = its
-    usual name.
+    usual name. `launcher` says where workers run; None = here.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class Hmm:
         copy_timeout_s: float = 600.0,
         start_timeout_s: float = 120.0,
         verify_copies: bool = False,
+        launcher: Launcher | None = None,
     ) -> None:
         wire.make_private(directory)
-        self._directory = directory
+        self._launcher = launcher or Here(directory)
         self._budget_bytes = dict(budget_bytes)
         self._page_bytes = page_bytes
         self._copy_timeout_s = copy_timeout_s
@@ -143,9 +144,17 @@ class Hmm:
             if region.name == name
         )
 
-    def socket_path(self, device_id: int) -> Path:
-        """Where the device's worker listens."""
-        return self._directory / f"device-{device_id}.sock"
+    def socket_path(self, device_id: int, seen_from: int | None = None) -> Path:
+        """Where the device's worker listens, on the node of another device, or (None) here."""
+        return self._launcher.socket_path(device_id, seen_from)
+
+    def node_name(self, device_id: int) -> str:
+        """Where a device is; "" on one machine."""
+        return self._launcher.node_name(device_id)
+
+    def are_apart(self, one: int, other: int) -> bool:
+        """Whether two devices are on different nodes: bytes go between them, pages do not."""
+        return self._launcher.are_apart(one, other)
 
     def client(self, device_id: int) -> DeviceClient:
         """The device's verbs. Raises MemoryWorkerError without a worker, or with a dead one."""
@@ -199,7 +208,7 @@ class Hmm:
                 return False
             self._workers[device_id] = processes.start(
                 self._options,
-                self.socket_path(device_id),
+                self._launcher,
                 device_id,
                 self.budget_pages(device_id) * self._page_bytes,
                 self._shape,
@@ -212,7 +221,7 @@ class Hmm:
             worker = self._workers.pop(device_id, None)
             if worker is not None:
                 processes.end(worker)
-            self.socket_path(device_id).unlink(missing_ok=True)
+            self._launcher.clean(device_id)
         self._changes = {s: c for s, c in self._changes.items() if s.device_id != device_id}
         self._owed.pop(device_id, None)
 
@@ -286,9 +295,10 @@ class Hmm:
     def _copy(self, step: Step, slots: Slots) -> Changes:
         self.client(step.source_id)  # a dead source is named as such
         return self.client(step.device_id).copy_from(
-            self.socket_path(step.source_id),
+            self.socket_path(step.source_id, step.device_id),
             slots,
             verify=self._verify_copies,
+            by_bytes=self.are_apart(step.source_id, step.device_id),
             timeout_s=self._copy_timeout_s,
         )
 

@@ -11,16 +11,16 @@ Not thread-safe: the worker holds one lock around it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import sgl_vmm
 import xxhash
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, StepFailedError
+from sgl_elastic.memory import stream
 from sgl_elastic.memory.messages import Move, Usage
+from sgl_elastic.memory.regions import RegionState, changed, check_shape, describe_all
 from sgl_elastic.memory.runs import (
     Run,
     Runs,
@@ -33,19 +33,9 @@ from sgl_elastic.memory.runs import (
     subtract,
 )
 from sgl_elastic.memory.window import PageSpans, PageWindow
-from sgl_elastic.types import MemoryShape, Region, RegionKind
+from sgl_elastic.types import MemoryShape, RegionKind
 
 _PEEK_BYTES = 4 << 20  # a digest reads so much at a time
-
-
-@dataclass
-class _RegionState:
-    """A region's addresses, and which of its slots have pages and valid content."""
-
-    region: Region
-    tensor: sgl_vmm.VirtualTensor
-    mapped: Runs = ()
-    loaded: Runs = ()  # always within `mapped`
 
 
 class DeviceMemory:
@@ -66,8 +56,9 @@ class DeviceMemory:
     ) -> None:
         self._device_id = device_id
         self._page_bytes = page_bytes
-        self._regions: dict[str, _RegionState] = {}
+        self._regions: dict[str, RegionState] = {}
         self._shape: MemoryShape | None = None
+        self._slot_bytes: dict[str, int] = {}
         with self._named("opening it"):
             self._backend = sgl_vmm.open_backend(
                 backend_name,
@@ -105,15 +96,16 @@ class DeviceMemory:
                 f"device {self._device_id} has another memory shape already: stop its worker, and "
                 "start one for each model"
             )
-        _check_shape(shape, self._page_bytes)
+        check_shape(shape, self._page_bytes)
         with self._named("reserving addresses"):
             self._regions = {
-                region.name: _RegionState(
+                region.name: RegionState(
                     region, sgl_vmm.VirtualTensor(self._pool, region.num_slots, region.slot_bytes)
                 )
                 for region in shape.regions
             }
         self._shape = shape
+        self._slot_bytes = {region.name: region.slot_bytes for region in shape.regions}
 
     def map_slots(self, slots: Slots) -> dict[str, Runs]:
         """Put pages behind slots, all or nothing; content undefined. Returns those that had none.
@@ -121,8 +113,8 @@ class DeviceMemory:
         Raises MemoryWorkerError beyond the budget.
         """
         missing = [(state, subtract(runs, state.mapped)) for state, runs in self._checked(slots)]
-        done: list[tuple[_RegionState, Run]] = []
-        with self._named(f"mapping {_describe(missing)}"):
+        done: list[tuple[RegionState, Run]] = []
+        with self._named(f"mapping {describe_all(missing)}"):
             try:
                 for state, run in ((state, run) for state, runs in missing for run in runs):
                     state.tensor.map_slots(*run)
@@ -134,7 +126,7 @@ class DeviceMemory:
                 raise
         for state, runs in missing:
             state.mapped = merge((*state.mapped, *runs))
-        return _changed(missing)
+        return changed(missing)
 
     def unmap_slots(self, slots: Slots) -> dict[str, Runs]:
         """Take pages back that no other mapped slot needs. Returns the slots that had pages."""
@@ -143,10 +135,10 @@ class DeviceMemory:
         for state, runs in wanted:
             state.mapped = subtract(state.mapped, runs)
             state.loaded = subtract(state.loaded, runs)
-        with self._named(f"unmapping {_describe(wanted)}"):
+        with self._named(f"unmapping {describe_all(wanted)}"):
             for state, run in ((state, run) for state, runs in wanted for run in runs):
                 state.tensor.unmap_slots(*run)
-        return _changed(present)
+        return changed(present)
 
     def pages(self, slots: Slots, *, must_be_loaded: bool = False) -> dict[str, PageSpans]:
         """For each region, the pages under its slots; an edge page that two share comes once.
@@ -157,12 +149,8 @@ class DeviceMemory:
         spans: dict[str, PageSpans] = {}
         for state, runs in self._checked(slots):
             self._check_mapped(state, runs)
-            unloaded = subtract(runs, state.loaded) if must_be_loaded else ()
-            if unloaded:
-                raise PeerCopyError(
-                    f"device {self._device_id} has no valid content in {state.region.name} "
-                    f"{describe(unloaded)}: load it, or copy from another device"
-                )
+            if must_be_loaded:
+                self._check_loaded(state, runs)
             spans[state.region.name] = self._spans(state, runs)
         return spans
 
@@ -187,7 +175,7 @@ class DeviceMemory:
         wanted = self._checked(slots)
         for state, runs in wanted:
             self._check_mapped(state, runs)
-        return _changed([(state, subtract(runs, state.loaded)) for state, runs in wanted])
+        return changed([(state, subtract(runs, state.loaded)) for state, runs in wanted])
 
     def copy_in(self, region: str, runs: Sequence[Run], source: PageSpans) -> None:
         """Copy whole slots from a peer's imported pages, and mark them loaded.
@@ -234,6 +222,43 @@ class DeviceMemory:
                 with PageWindow(self._backend, self._page_bytes, spans) as window:
                     self._copy_rows(state, moves, window.address_of(0))
 
+    def check_kv_targets(self, moves: Sequence[Move]) -> None:
+        """Raises MemoryWorkerError unless a peer's KV may come to where these moves say."""
+        states = [self._regions[name] for name in self.kv_regions()]
+        self._check_moves(states, [], [(first, count) for _, first, count in moves])
+
+    def read(self, slots: Slots, position: int, count: int) -> bytes:
+        """Bytes of mapped slots' stream (stream.py); `position` and `count` lie within it."""
+        with self._named("reading slots"):
+            return b"".join(
+                self._backend.peek(address, num_bytes)
+                for address, num_bytes in self._addresses(slots, position, count)
+            )
+
+    def write(self, slots: Slots, position: int, data: bytes) -> None:
+        """Put bytes of a peer's stream where they belong in mapped slots. Marks nothing."""
+        at = 0
+        with self._named("writing what a peer sent", PeerCopyError):
+            for address, num_bytes in self._addresses(slots, position, len(data)):
+                self._backend.poke(address, data[at : at + num_bytes])
+                at += num_bytes
+        if at != len(data):
+            raise PeerCopyError(f"a peer sent {len(data) - at} bytes more than were asked for")
+
+    def readable(self, slots: Slots, *, must_be_loaded: bool = False) -> int:
+        """How long the slots' stream is. Raises as `pages` does."""
+        for state, runs in self._checked(slots):
+            self._check_mapped(state, runs)
+            if must_be_loaded:
+                self._check_loaded(state, runs)
+        return stream.num_bytes(slots, self._slot_bytes)
+
+    def _addresses(self, slots: Slots, position: int, count: int) -> Iterator[tuple[int, int]]:
+        for state, runs in self._checked(slots):
+            self._check_mapped(state, runs)
+        for region, offset, num_bytes in stream.pieces(slots, self._slot_bytes, position, count):
+            yield self._regions[region].tensor.address + offset, num_bytes
+
     def digest(self, region: str, slot: int) -> str:
         """xxh3 (64 bits, hexadecimal) of a mapped slot's bytes. Raises MemoryWorkerError."""
         [(state, runs)] = self._checked({region: [(slot, 1)]})
@@ -272,7 +297,7 @@ class DeviceMemory:
                 self._backend.poke(window.address_of(offset), zeros)
         return handle
 
-    def _copy_rows(self, state: _RegionState, moves: Sequence[Move], base: int) -> None:
+    def _copy_rows(self, state: RegionState, moves: Sequence[Move], base: int) -> None:
         slot_bytes = state.region.slot_bytes
         for source, target, count in moves:
             self._backend.copy(
@@ -282,7 +307,7 @@ class DeviceMemory:
             )
 
     def _check_moves(
-        self, states: Sequence[_RegionState], sources: Sequence[Run], targets: Sequence[Run]
+        self, states: Sequence[RegionState], sources: Sequence[Run], targets: Sequence[Run]
     ) -> None:
         """Raises MemoryWorkerError for slots that have no pages, or that are meant twice."""
         if num_slots(merge(targets)) != num_slots(targets) or intersect(targets, sources):
@@ -293,7 +318,7 @@ class DeviceMemory:
             self._check_mapped(state, sources)
             self._check_mapped(state, targets)
 
-    def _spans(self, state: _RegionState, runs: Runs) -> PageSpans:
+    def _spans(self, state: RegionState, runs: Runs) -> PageSpans:
         with self._named(f"looking up {state.region.name}"):
             handles = state.tensor.page_handles()
         spans = []
@@ -304,7 +329,7 @@ class DeviceMemory:
             spans.append((first, span))
         return spans
 
-    def _checked(self, slots: Slots) -> list[tuple[_RegionState, Runs]]:
+    def _checked(self, slots: Slots) -> list[tuple[RegionState, Runs]]:
         """Regions by name, with runs in order. Raises MemoryWorkerError for unknown ones."""
         checked = []
         for name, runs in slots.items():
@@ -322,12 +347,20 @@ class DeviceMemory:
             checked.append((state, merge(runs)))
         return checked
 
-    def _check_mapped(self, state: _RegionState, runs: Sequence[Run]) -> None:
+    def _check_mapped(self, state: RegionState, runs: Sequence[Run]) -> None:
         unmapped = subtract(runs, state.mapped)
         if unmapped:
             raise MemoryWorkerError(
                 f"device {self._device_id} has no pages behind {state.region.name} "
                 f"{describe(unmapped)}: map them first"
+            )
+
+    def _check_loaded(self, state: RegionState, runs: Sequence[Run]) -> None:
+        unloaded = subtract(runs, state.loaded)
+        if unloaded:
+            raise PeerCopyError(
+                f"device {self._device_id} has no valid content in {state.region.name} "
+                f"{describe(unloaded)}: load it, or copy from another device"
             )
 
     def _by_kind(self, of_region: Mapping[str, int]) -> dict[str, int]:
@@ -350,23 +383,3 @@ class DeviceMemory:
             ) from error
         except sgl_vmm.VmmError as error:
             raise error_class(f"device {self._device_id} failed at {doing}: {error}") from error
-
-
-def _check_shape(shape: MemoryShape, page_bytes: int) -> None:
-    names = [region.name for region in shape.regions]
-    sizes = [min(region.num_slots, region.slot_bytes) for region in shape.regions]
-    if shape.page_bytes != page_bytes or len(set(names)) != len(names) or min(sizes, default=1) < 1:
-        raise MemoryWorkerError(
-            f"not a shape for pages of {page_bytes} bytes: it has pages of {shape.page_bytes}, "
-            "and regions need different names, slots and bytes"
-        )
-
-
-def _describe(slots: Sequence[tuple[_RegionState, Runs]]) -> str:
-    parts = [f"{state.region.name} {describe(runs)}" for state, runs in slots if runs]
-    more = ", .." if len(parts) > 3 else ""
-    return "; ".join(itertools.islice(parts, 3)) + more if parts else "nothing"
-
-
-def _changed(slots: Sequence[tuple[_RegionState, Runs]]) -> dict[str, Runs]:
-    return {state.region.name: runs for state, runs in slots if runs}

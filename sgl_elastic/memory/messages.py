@@ -1,7 +1,7 @@
 """What a memory worker is asked and what it answers.
 
     DeviceClient --> Asked(number, Request) --> worker --> Answered(number, Reply) --> client
-                                                  (Pages: as many as `is_last` takes)
+                                        (Pages, Part: as many as `is_last` takes)
 
 Each is a frozen, tagged Struct; other fields or types are WireErrors. `slots` maps names of regions
 to runs (first, count) of slots. A request that cannot be done is answered by Failure, and then
@@ -62,6 +62,13 @@ class AskPages(Message, frozen=True):
     must_be_loaded: bool = False
 
 
+class AskBytes(Message, frozen=True):
+    """The bytes of these slots, for a peer that cannot map their pages; answered in Parts."""
+
+    slots: SlotsField
+    must_be_loaded: bool = False
+
+
 class AskScratch(Message, frozen=True):
     """The one page for engines that are parked."""
 
@@ -77,18 +84,24 @@ class CopyFrom(Message, frozen=True):
     """Copy slots from the worker at `socket_path`; answered by the Slots that were not loaded.
 
     Slots that are loaded already are passed over. `verify`: compare digests afterwards.
+    `by_bytes`: that worker is on another node, from where bytes come but no pages.
     """
 
     socket_path: str
     slots: SlotsField
     verify: bool = False
+    by_bytes: bool = False
 
 
 class CopyKv(Message, frozen=True):
-    """Copy token slots, in every KV region. `socket_path` "" = from this device's own."""
+    """Copy token slots, in every KV region. `socket_path` "" = from this device's own.
+
+    `by_bytes` as in CopyFrom.
+    """
 
     moves: tuple[Move, ...]
     socket_path: str = ""
+    by_bytes: bool = False
 
 
 class AskUsage(Message, frozen=True):
@@ -158,6 +171,14 @@ class Pages(Message, frozen=True):
     is_last: bool
 
 
+class Part(Message, frozen=True):
+    """Part of an answer: bytes of the slots' stream (memory/stream.py), from `position` on."""
+
+    position: Position
+    data: bytes
+    is_last: bool
+
+
 class Usage(Message, frozen=True):
     """A device's memory in use, in pages of `page_bytes`; by kind of region where it is a dict.
 
@@ -189,6 +210,7 @@ Request = (
     | MapSlots
     | UnmapSlots
     | AskPages
+    | AskBytes
     | AskScratch
     | MarkLoaded
     | CopyFrom
@@ -197,7 +219,7 @@ Request = (
     | AskDigest
     | Stop
 )
-Reply = Done | Failure | Hello | Changed | Pages | Usage | Digest
+Reply = Done | Failure | Hello | Changed | Pages | Part | Usage | Digest
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,6 +2,8 @@
 
 control.py --[start]--> `python -m sgl_elastic.memory.worker` --> Worker (process, two clients)
            --[end]--> SIGTERM, then SIGKILL
+
+Where it runs is a launcher's to say: here, or on the device's node (nodes/cluster.py).
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from sgl_elastic.errors import ElasticError, MemoryWorkerError
+from sgl_elastic.errors import ElasticError, MemoryWorkerError, NodeLostError
 from sgl_elastic.memory.client import HANG_S, DeviceClient
+from sgl_elastic.processes import LocalProcess, Process
 from sgl_elastic.types import MemoryShape
 
 _POLL_S = 0.02
@@ -26,7 +31,7 @@ _END_S = 2.0  # a worker that was told to end does so in milliseconds, or never
 class Worker:
     """A running worker. `watch` is a connection of its own: long copies do not keep it waiting."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     client: DeviceClient
     watch: DeviceClient
 
@@ -42,26 +47,77 @@ class WorkerOptions:
     start_timeout_s: float
 
 
+class Launcher(Protocol):
+    """Where the workers of devices run, and how their sockets are found."""
+
+    def start(self, device_id: int, argv: Sequence[str]) -> Process:
+        """A worker with these arguments. Raises OSError, NodeLostError."""
+
+    def socket_path(self, device_id: int, seen_from: int | None = None) -> Path:
+        """Its socket, as found on the node of the device `seen_from`; None: as found here."""
+
+    def node_name(self, device_id: int) -> str:
+        """For people; "" where there is only one."""
+
+    def are_apart(self, one: int, other: int) -> bool:
+        """Whether two devices are on different nodes, so that no page goes between them."""
+
+    def clean(self, device_id: int) -> None:
+        """Remove what a killed worker leaves behind."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """All workers are children of this process, with sockets in one folder."""
+
+    directory: Path
+
+    def start(self, device_id: int, argv: Sequence[str]) -> Process:
+        path = self.socket_path(device_id)
+        path.unlink(missing_ok=True)  # of a worker that was killed
+        return LocalProcess(command(path, argv), stdin=subprocess.DEVNULL)
+
+    def socket_path(self, device_id: int, seen_from: int | None = None) -> Path:
+        return self.directory / socket_name(device_id)
+
+    def node_name(self, device_id: int) -> str:
+        return ""
+
+    def are_apart(self, one: int, other: int) -> bool:
+        return False
+
+    def clean(self, device_id: int) -> None:
+        self.socket_path(device_id).unlink(missing_ok=True)
+
+
+def socket_name(device_id: int) -> str:
+    """Of a device's worker, on every node."""
+    return f"device-{device_id}.sock"
+
+
+def command(path: Path, argv: Sequence[str]) -> list[str]:
+    """The command line of a worker that ends with this process."""
+    module = [sys.executable, "-m", "sgl_elastic.memory.worker"]
+    return [*module, "--socket", str(path), *argv, "--die-with-parent", str(os.getpid())]
+
+
 def start(
     options: WorkerOptions,
-    path: Path,
+    launcher: Launcher,
     device_id: int,
     budget_bytes: int,
     shape: MemoryShape | None,
 ) -> Worker:
-    """The worker of a device, listening at `path`. Raises MemoryWorkerError; nothing runs then."""
-    path.unlink(missing_ok=True)  # of a worker that was killed
-    command = [sys.executable, "-m", "sgl_elastic.memory.worker"]
-    command += ["--socket", str(path), "--device-id", str(device_id)]
-    command += ["--backend", options.backend, "--page-bytes", str(options.page_bytes)]
-    command += ["--budget-bytes", str(budget_bytes), "--library", options.library]
-    command += ["--die-with-parent", str(os.getpid())]
+    """The worker of a device. Raises MemoryWorkerError; nothing runs then."""
+    argv = ["--device-id", str(device_id), "--budget-bytes", str(budget_bytes)]
+    argv += ["--backend", options.backend, "--page-bytes", str(options.page_bytes)]
+    argv += ["--library", options.library]
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    except OSError as error:
+        process = launcher.start(device_id, argv)
+    except (OSError, NodeLostError) as error:
         raise _no_worker(device_id, error) from error
     try:
-        return _connected(process, options, path, device_id, shape)
+        return _connected(process, options, launcher.socket_path(device_id), device_id, shape)
     except ElasticError:
         _end(process, 0.0)
         raise
@@ -78,7 +134,7 @@ def end(worker: Worker) -> None:
 
 
 def _connected(
-    process: subprocess.Popen[bytes],
+    process: Process,
     options: WorkerOptions,
     path: Path,
     device_id: int,
@@ -93,13 +149,11 @@ def _connected(
     return Worker(process, client, watch)
 
 
-def _no_worker(device_id: int, error: OSError) -> MemoryWorkerError:
+def _no_worker(device_id: int, error: Exception) -> MemoryWorkerError:
     return MemoryWorkerError(f"the memory worker of device {device_id} cannot be started: {error}")
 
 
-def _wait_for(
-    process: subprocess.Popen[bytes], options: WorkerOptions, path: Path, device_id: int
-) -> DeviceClient:
+def _wait_for(process: Process, options: WorkerOptions, path: Path, device_id: int) -> DeviceClient:
     """A client of the worker that has just been started, once it listens."""
     began = time.monotonic()
     while _may_come_up(process, time.monotonic() - began, options.start_timeout_s):
@@ -114,21 +168,13 @@ def _wait_for(
     )
 
 
-def _may_come_up(process: subprocess.Popen[bytes], since_s: float, limit_s: float) -> bool:
+def _may_come_up(process: Process, since_s: float, limit_s: float) -> bool:
     if process.poll() is not None or since_s >= limit_s:
         return False
-    return since_s < HANG_S or not _is_stopped(process)
+    return since_s < HANG_S or not process.is_stopped()
 
 
-def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child is stopped, as by SIGSTOP; False when it has just ended."""
-    with suppress(ChildProcessError):
-        seen = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-        return seen is not None
-    return False
-
-
-def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+def _end(process: Process, timeout_s: float) -> None:
     """SIGTERM, then SIGKILL after `timeout_s`; returns when the process is gone."""
     process.terminate()
     try:

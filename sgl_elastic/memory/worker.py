@@ -2,7 +2,7 @@
 
     DeviceClient --> Unix socket --> [one thread a connection] --lock--> DeviceMemory
                                               |
-                                              +-- CopyFrom, CopyKv --> DeviceClient --> peer worker
+                                              +-- CopyFrom, CopyKv --> copying.py --> peer worker
 
     python -m sgl_elastic.memory.worker --socket PATH --device-id 0 --budget-bytes N
 
@@ -22,8 +22,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,18 @@ from typing import Any
 import sgl_vmm
 
 from sgl_elastic import wire
-from sgl_elastic.errors import ElasticError, MemoryWorkerError, PeerCopyError, WireError
+from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages
-from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.copying import Copier
 from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.memory.messages import Asked, Message, PageExport, PageRun, Pages, Reply, Request
-from sgl_elastic.memory.runs import Run, Runs
+from sgl_elastic.memory.stream import PART_BYTES
 from sgl_elastic.memory.window import PageSpans
 from sgl_elastic.wire import Channel
 
 logger = logging.getLogger(__name__)
 
 MESSAGE_TIMEOUT_S = 30.0  # for one message, once it has begun; between messages we wait for ever
-PEER_TIMEOUT_S = 30.0  # for each answer of a peer worker
 MAX_RUN_PAGES = 1 << 20  # pages in one part of an answer, so that it stays below the payload cap
 
 
@@ -83,6 +81,7 @@ class Worker:
         self._info = info
         self._stop = stop
         self._lock = threading.Lock()
+        self._copier = Copier(memory, self._lock)
         self._handlers: Mapping[type[Message], Callable[[Any], Reply]] = {
             messages.AskHello: lambda _: self._info,
             messages.Define: self._define,
@@ -115,6 +114,9 @@ class Worker:
         if isinstance(request, messages.AskPages | messages.AskScratch):
             self._send_pages(client, request)
             return
+        if isinstance(request, messages.AskBytes):
+            self._send_bytes(client, request)
+            return
         if client.answer is None:  # else it comes a second time, and is not done a second time
             client.answer = self._answer(request)
         client.say(client.answer)
@@ -124,9 +126,10 @@ class Worker:
     def _answer(self, request: Request) -> Reply:
         try:
             if isinstance(request, messages.CopyFrom):
-                return messages.Changed(self._copy_from(request))
+                return messages.Changed(self._copier.copy_from(request))
             if isinstance(request, messages.CopyKv):
-                return self._copy_kv(request)
+                self._copier.copy_kv(request)
+                return messages.Done()
             with self._lock:
                 return self._handlers[type(request)](request)
         except ElasticError as error:
@@ -138,47 +141,6 @@ class Worker:
 
     def _mark_loaded(self, request: messages.MarkLoaded) -> Reply:
         self._memory.mark_loaded(request.slots, is_loaded=request.is_loaded)
-        return messages.Done()
-
-    def _copy_from(self, request: messages.CopyFrom) -> dict[str, Runs]:
-        """Never holds the lock while it waits for the peer: two workers may copy crosswise."""
-        with self._lock:
-            missing = self._memory.not_loaded(request.slots)
-        backend = self._memory.backend
-        with _peer_at(request.socket_path) as peer:
-            for region, runs in missing.items():
-                spans = peer.import_pages(backend, {region: runs}, must_be_loaded=True)[region]
-                with self._lock:
-                    self._memory.copy_in(region, runs, spans)
-                if request.verify:
-                    self._compare(peer, region, runs)
-        return missing
-
-    def _compare(self, peer: DeviceClient, region: str, runs: Sequence[Run]) -> None:
-        for slot in (slot for first, count in runs for slot in range(first, first + count)):
-            with self._lock:
-                ours = self._memory.digest(region, slot)
-            theirs = peer.digest(region, slot)
-            if ours != theirs:
-                with self._lock:
-                    self._memory.mark_loaded({region: runs}, is_loaded=False)
-                raise PeerCopyError(
-                    f"{region} slot {slot} is {ours} here and {theirs} at its source: check the "
-                    "link between the devices"
-                )
-
-    def _copy_kv(self, request: messages.CopyKv) -> Reply:
-        if not request.socket_path:
-            with self._lock:
-                self._memory.copy_kv_rows(request.moves)
-            return messages.Done()
-        runs = [(first, count) for first, _, count in request.moves]
-        with _peer_at(request.socket_path) as peer:
-            spans = peer.import_pages(
-                self._memory.backend, dict.fromkeys(self._memory.kv_regions(), runs)
-            )
-            with self._lock:
-                self._memory.copy_kv_rows(request.moves, spans)
         return messages.Done()
 
     def _send_pages(
@@ -197,6 +159,26 @@ class Worker:
             is_last = number == len(parts) - 1
             self._send_part(client, runs if is_last else (), part, is_last)
             sent.update(handle.value for handle in part)
+
+    def _send_bytes(self, client: _Client, request: messages.AskBytes) -> None:
+        """Part by part, so that others get the lock in between."""
+        position, is_last = 0, False
+        while not is_last:
+            answer = self._part(request, position)
+            client.say(answer)
+            if isinstance(answer, messages.Failure):
+                return
+            position, is_last = position + len(answer.data), answer.is_last
+
+    def _part(self, request: messages.AskBytes, position: int) -> messages.Part | messages.Failure:
+        slots = request.slots
+        try:
+            with self._lock:
+                total = self._memory.readable(slots, must_be_loaded=request.must_be_loaded)
+                data = self._memory.read(slots, position, min(PART_BYTES, total - position))
+        except ElasticError as error:
+            return _failure(error)
+        return messages.Part(position, data, position + len(data) == total)
 
     def _pages(
         self, request: messages.AskPages | messages.AskScratch
@@ -268,20 +250,6 @@ class _SharedFds:
         """Close all of them; whoever received them has its own."""
         for fd in self.fds:
             os.close(fd)
-
-
-@contextmanager
-def _peer_at(socket_path: str) -> Iterator[DeviceClient]:
-    """Another worker, whose pages are imported for a moment. Raises PeerCopyError if it is gone."""
-    try:
-        peer = DeviceClient(socket_path, PEER_TIMEOUT_S)
-        try:
-            yield peer
-        finally:
-            peer.forget_pages()
-            peer.close()
-    except MemoryWorkerError as error:
-        raise PeerCopyError(f"a copy from {socket_path} failed: {error}") from error
 
 
 class _Server:

@@ -75,6 +75,11 @@ class Board:
         """The slot to write: DETOKENIZER, or `rank_slot(rank)`."""
         return Slot(self._words, index, clock_ns)
 
+    def put(self, index: int, beat: Beat) -> None:
+        """Write for a loop that runs on another machine; nobody else may write its slot."""
+        self._words[index * _WORDS + 1] = beat.pid
+        self._words[index * _WORDS] = beat.at_ns
+
     def read(self, index: int) -> Beat | None:
         """What the slot says; None before its loop has turned."""
         at_ns, pid = self._words[index * _WORDS], self._words[index * _WORDS + 1]

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.closure import walk
-from scripts.pin import BUILD_ROOTS, DEV_ROOTS, ENGINE_ROOTS
+from scripts.pin import BUILD_ROOTS, DEV_ROOTS, ENGINE_ROOTS, RAY_ROOTS
 from scripts.requirements_files import (
     CPU_FILES,
     FOLDER,
@@ -32,6 +32,8 @@ SGLANG = importlib.metadata.requires("sglang") or []
 
 # Imported, and no dependency of pyproject.toml: what depends on the device, and our own C++.
 OF_THE_DEVICE = {"sglang", "torch", "triton"}
+# Imported when a flag asks for them, from an extra of the same name.
+OPTIONAL = {"ray"}
 OWN = {*PACKAGES.values(), "sgl_vmm", "sgl_reroute"}
 DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "zmq": "pyzmq"}
 
@@ -82,7 +84,11 @@ def test_pins_are_closed_under_their_own_requirements() -> None:
 
 @pytest.mark.parametrize(
     ("file", "roots", "above"),
-    [("build.txt", BUILD_ROOTS, ()), ("dev.txt", DEV_ROOTS, ("build.txt",))],
+    [
+        ("build.txt", BUILD_ROOTS, ()),
+        ("dev.txt", DEV_ROOTS, ("build.txt",)),
+        ("ray.txt", RAY_ROOTS, ()),
+    ],
 )
 def test_further_pins_are_closed_and_apart(
     file: str, roots: list[str], above: tuple[str, ...]
@@ -105,7 +111,7 @@ def test_extras_and_own_dependencies_are_pinned() -> None:
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
     assert unmet(project["project"]["dependencies"], PINS, set()) == []
     extras = project["tool"]["setuptools"]["dynamic"]["optional-dependencies"]
-    assert sorted(extras) == ["cpu", "cuda", "dev", "npu"]
+    assert sorted(extras) == ["cpu", "cuda", "dev", "npu", "ray"]
     for extra in extras.values():
         assert all((FOLDER.parent / path).is_file() for path in extra["file"])
 
@@ -114,8 +120,8 @@ def test_what_our_code_imports_is_declared() -> None:
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
     roots = {root for module, source in SOURCES.items() for root in roots_imported(source, module)}
     foreign = roots - OWN - set(sys.stdlib_module_names) - {""}
-    assert foreign >= OF_THE_DEVICE  # the list is not stale
-    wanted = {DISTRIBUTIONS.get(root, root) for root in foreign - OF_THE_DEVICE}
+    assert foreign >= OF_THE_DEVICE | OPTIONAL  # the lists are not stale
+    wanted = {DISTRIBUTIONS.get(root, root) for root in foreign - OF_THE_DEVICE - OPTIONAL}
     assert sorted(wanted) == project["dependencies"]
 
 

@@ -78,6 +78,8 @@ HANDED_OVER = {
         "sgl_esft.plugin",
         "sgl_esft.sglang_api",
     },
+    "sgl_elastic.nodes.agent": {"sgl_esft.health.board", "sgl_esft.launch.ports"},
+    "sgl_elastic.nodes.engines": {"sgl_esft.health.board"},
     "sgl_elastic.options": {"sgl_esft.byte_size"},
 }
 
@@ -297,6 +299,12 @@ def test_memory_and_coordinator_are_light() -> None:
     for module, heavy in LIGHT.items():
         reached = {root for each in reached_from(module, graph) for root in roots_at_import(each)}
         assert reached & heavy == set(), module
+
+
+def test_ray_is_named_in_one_place_and_imported_late() -> None:
+    importing = {m for m, s in SOURCES.items() if "ray" in roots_imported(s, m)}
+    assert importing == {"sgl_elastic.nodes.ray_agents"}
+    assert all("ray" not in roots_at_import(m) for m in importing)
 
 
 def test_only_engines_import_torch() -> None:

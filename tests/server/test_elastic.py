@@ -183,7 +183,7 @@ async def scale_under_load(
         await asyncio.sleep(1)
         operations.append(await scale(server.url, {"dp_size": size}))
         used = await asyncio.to_thread(worker_bytes, server)
-        most_bytes = max(most_bytes, *used.values())
+        most_bytes = max([most_bytes, *used.values()])
     while count_finished(load) < num_streams and not load.done():
         await asyncio.sleep(0.2)
     stop.set()

@@ -19,11 +19,11 @@ from typing import Any
 from sgl_elastic.coordinator.coordinator import Coordinator, Patience
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import MemoryWorkerError
-from sgl_elastic.instance.supervise import is_stopped
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.runs import Slots, subtract
 from sgl_elastic.memory.slots import kv_slots, trunk_slots
+from sgl_elastic.processes import is_stopped
 from sgl_elastic.types import Placement, Plan, ScaleRequest, Step, StepKind
 from tests.unit.elastic.memory_proxy import PAGES, Proxy
 from tests.unit.elastic.memory_workers import ADAPTERS, SHAPE, count_fds, fill, hmm_of
@@ -244,7 +244,7 @@ def peer_message(scale: MemoryScale, step: Step, how: str) -> Iterator[Inject]:
     proxies: list[Proxy] = []
     hmm, path_of = scale.hmm, scale.hmm.socket_path
 
-    def proxied(device_id: int) -> Path:
+    def proxied(device_id: int, seen_from: int | None = None) -> Path:
         assert device_id == step.source_id
         hmm.socket_path = path_of  # type: ignore[method-assign]
         return proxies[0].path

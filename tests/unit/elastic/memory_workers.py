@@ -2,6 +2,7 @@
 
 import ctypes
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ BUDGET = 100 * PAGE
 
 
 @contextmanager
-def hmm_of(directory: Path, num_devices=2, budget_bytes=BUDGET, add=True, **options):
+def hmm_of(directory: Path, num_devices=2, budget_bytes=BUDGET, add=True, shape=None, **options):
     """A control plane over SHAPE, with workers for its devices 0, 1, .. unless not `add`."""
     options = {"timeout_s": 10.0, "copy_timeout_s": 20.0, "verify_copies": True, **options}
     budgets = dict.fromkeys(range(num_devices), budget_bytes)
@@ -46,10 +47,15 @@ def hmm_of(directory: Path, num_devices=2, budget_bytes=BUDGET, add=True, **opti
     try:
         for device_id in range(num_devices) if add else ():
             hmm.add_device(device_id)
-        hmm.define(SHAPE)
+        hmm.define(shape or SHAPE)
         yield hmm
     finally:
         hmm.close()
+
+
+def shape_of_one_region(num_pages):
+    """A trunk of so many pages, and nothing else."""
+    return replace(SHAPE, regions=(replace(SHAPE.regions[0], slot_bytes=num_pages * PAGE),))
 
 
 def region_of(name):
@@ -69,7 +75,7 @@ def all_slots(name):
 
 def fill(hmm, device_id, slots, seed=0):
     """Write patterns into mapped slots of a device, as an engine would, and say they are loaded."""
-    with DeviceClient(hmm.socket_path(device_id), 10.0) as client:
+    with DeviceClient(hmm.socket_path(device_id, device_id), 10.0) as client:
         mapping = RegionMapping(SHAPE, "host")
         mapping.attach(client, slots)
         for name, slot in each(slots):

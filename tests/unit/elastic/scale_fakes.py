@@ -134,6 +134,9 @@ class World:
     def headroom_pages(self) -> int:
         return 0
 
+    def node_name(self, device_id: int) -> str:
+        return ""
+
     def budget_pages(self, device_id: int) -> int:
         return 60
 

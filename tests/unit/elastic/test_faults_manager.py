@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from array import array
@@ -27,6 +26,7 @@ from sgl_elastic.instance import messages as m
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.manager import EngineSettings, InstanceManager, Patience
 from sgl_elastic.instance.state import InstanceState
+from sgl_elastic.processes import LocalProcess
 from sgl_elastic.types import Placement
 from tests.unit.elastic.scale_fakes import SHAPE
 
@@ -106,8 +106,11 @@ class FakeMemory:
     def adapters(self) -> tuple[()]:
         return ()
 
-    def socket_path(self, device_id: int) -> str:
+    def socket_path(self, device_id: int, seen_from: int) -> str:
         return f"device-{device_id}"
+
+    def are_apart(self, one: int, other: int) -> bool:
+        return False
 
 
 class Scene:
@@ -129,8 +132,8 @@ class Scene:
             patience=Patience(start_s=5.0, step_s=1.0, freeze_s=0.3),
         )
 
-    def start_process(self, spec: Any, environment: object) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    def start_process(self, spec: Any, environment: object) -> LocalProcess:
+        process = LocalProcess(["sleep", "60"], start_new_session=True)
         engine = json.loads(spec.engine)
         name, count = engine["instance"], len(engine["device_ids"])
         path = self.directory / "ranks.sock"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -153,7 +152,7 @@ def test_a_worker_that_is_killed(
 def test_a_worker_that_is_stopped_while_it_starts(
     scale: MemoryScale, direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before, start = scale.left(), subprocess.Popen
+    before, start = scale.left(), processes.LocalProcess
 
     def start_stopped(*args: Any, **options: Any) -> Any:
         process = start(*args, **options)
@@ -161,7 +160,7 @@ def test_a_worker_that_is_stopped_while_it_starts(
         return process
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes.subprocess, "Popen", start_stopped)
+        patch.setattr(processes, "LocalProcess", start_stopped)
         began = time.monotonic()
         operation = scale.scale()
         assert time.monotonic() - began < HANG_S + SOON_S
@@ -206,7 +205,7 @@ def test_no_descriptors_for_a_worker_that_joins(
     tmp_path: Path,
 ) -> None:
     """In the front: for its start, or for one of the two connections once it runs."""
-    before, start = scale.left(), subprocess.Popen
+    before, start = scale.left(), processes.LocalProcess
     with monkeypatch.context() as patch, cells.without_descriptors(os.getpid, spare) as inject:
 
         def start_then_inject(*args: Any, **options: Any) -> Any:
@@ -215,7 +214,7 @@ def test_no_descriptors_for_a_worker_that_joins(
             return process
 
         if is_started:
-            patch.setattr(processes.subprocess, "Popen", start_then_inject)
+            patch.setattr(processes, "LocalProcess", start_then_inject)
         operation = scale.scale(0, (lambda: None) if is_started else inject)
     assert operation.state is _S.ROLLED_BACK, operation
     assert operation.error is not None

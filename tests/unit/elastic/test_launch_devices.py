@@ -49,8 +49,10 @@ def test_no_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None
     check("--max-devices 1000", "host")
 
 
-@pytest.mark.parametrize("line", ["--scale-strategy colocated", "--ablate no_shared_allocator"])
-def test_two_workers_on_a_device_are_the_cpu_platforms(line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["--scale-strategy colocated", "--ablate no_shared_allocator", "--nodes ray"]
+)
+def test_what_is_for_the_cpu_platform_only(line: str) -> None:
     check(line, "host")
     with pytest.raises(ElasticConfigError, match="for the CPU platform only"):
         check(f"--max-devices 1 {line}", "cuda")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import sgl_vmm
@@ -21,12 +20,12 @@ from sgl_elastic.memory.messages import Asked
 from tests.processes import stop_process
 from tests.unit.elastic.memory_workers import (
     PAGE,
-    SHAPE,
     count_fds,
     digests,
     expected_digests,
     fill,
     hmm_of,
+    shape_of_one_region,
 )
 
 W13, W2 = "experts.0.w13", "experts.0.w2"
@@ -189,10 +188,6 @@ def test_many_pages_come_in_several_messages(tmp_path):
         assert len({handle.value for handle in handles}) == num_pages
         assert hmm.shape() is large
         client.forget_pages()
-
-
-def shape_of_one_region(num_pages):
-    return replace(SHAPE, regions=(replace(SHAPE.regions[0], slot_bytes=num_pages * PAGE),))
 
 
 def raw_channel(hmm, timeout_s=5.0):

@@ -21,6 +21,15 @@ def test_defaults() -> None:
     assert not found.verify_copies
 
 
+def test_devices_are_on_this_machine_unless_said_otherwise() -> None:
+    assert not options.parse(["--elastic"])[0].spans_nodes
+    line = "--elastic --nodes ray --ray-address h:1 --devices-per-node 2"
+    found, rest = options.parse(line.split())
+    assert rest == []
+    assert found.spans_nodes
+    assert (found.ray_address, found.devices_per_node) == ("h:1", 2)
+
+
 def test_what_is_not_ours_is_left_in_its_order() -> None:
     line = "--model-path BASE --elastic --dp-size 2 --esft-adapters a=A b=B --port 1 --max 9"
     found, rest = options.parse(line.split())
@@ -55,6 +64,11 @@ def test_values() -> None:
         ("--standby-ranks -1", "--standby-ranks -1"),
         ("--autoscale {", "autoscale policy is '{'"),
         ("--autoscale []", "not an object of numbers"),
+        ("--ray-address h:1", "they need --nodes ray"),
+        ("--devices-per-node 2", "they need --nodes ray"),
+        ("--nodes ray --devices-per-node 0", "--devices-per-node 0"),
+        ("--nodes ray --scale-strategy cold_restart", "for one machine"),
+        ("--nodes ray --ablate no_standby", "for one machine"),
     ],
 )
 def test_what_cannot_work(line: str, complaint: str) -> None:

@@ -48,6 +48,7 @@ def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:
     runtime._stopping, runtime._wanted = threading.Event(), threading.Event()
     runtime.manager = Parts(ends, "instances")  # type: ignore[assignment]
     runtime.hmm = Parts(ends, "memory")  # type: ignore[assignment]
+    runtime._cluster = Parts(ends, "nodes")  # type: ignore[assignment]
     runtime._workdir = Parts(ends, "folder")  # type: ignore[assignment]
     return runtime
 
@@ -66,11 +67,11 @@ def test_a_scale_that_runs_ends_before_what_it_works_on() -> None:
     assert ends == []
     paused.go_on.set()
     closing.join(WAIT_S)
-    assert ends == ["scale", "instances", "memory", "folder"]
+    assert ends == ["scale", "instances", "memory", "nodes", "folder"]
     ended = coordinator.wait(operation.operation_id, WAIT_S)
     assert ended.state is OperationState.SUCCEEDED
     runtime.close()
-    assert len(ends) == 4
+    assert len(ends) == 5
 
 
 def test_a_scale_that_hangs_does_not_hold_the_end_up(
@@ -84,7 +85,7 @@ def test_a_scale_that_hangs_does_not_hold_the_end_up(
     assert paused.reached.wait(WAIT_S)
     with caplog.at_level(logging.WARNING, "sgl_elastic"):
         runtime_of(coordinator, ends).close()
-    assert ends == ["instances", "memory", "folder"]
+    assert ends == ["instances", "memory", "nodes", "folder"]
     assert "the server ends while a scale runs" in caplog.text
     paused.go_on.set()
     coordinator.wait(operation.operation_id, WAIT_S)

@@ -229,8 +229,12 @@ def test_a_plan_with_steps_before_is_no_cold_restart() -> None:
 # ---- what is read from disk ----
 
 
+def path_of(device: int, seen_from: int) -> str:
+    return f"/{device}"
+
+
 def attaches(placement: Placement) -> list[m.Attach]:
-    return attach_messages(placement, (), lambda device: f"/{device}", must_load=False)
+    return attach_messages(placement, (), path_of, must_load=False)
 
 
 def test_a_baseline_reads_everything() -> None:
@@ -251,7 +255,7 @@ def test_requests_go_on_without_their_kv() -> None:
     state = m.RequestState("r", b"", 3, {}, {})
     sequence = m.KvSequence(b"", b"", None, None, 0.0)
     frozen = from_disk.without_kv((m.Frozen((sequence,), (state,)), m.Frozen((sequence,), ())))
-    activations, handed = hand_over((0, 1), frozen, (2,), {0: 2, 1: 2}, lambda device: f"/{device}")
+    activations, handed = hand_over((0, 1), frozen, (2,), {0: 2, 1: 2}, path_of)
     (activation,) = activations
     assert activation.requests == (state,)
     assert activation.sequences == ()
@@ -348,7 +352,9 @@ class Bare(from_disk.DiskInstances):
         self._shares_memory = shares_memory
         self._let_go = None
         self._running = {}
-        self._hmm: Any = SimpleNamespace(socket_path=lambda device: f"/{device}")
+        self._hmm: Any = SimpleNamespace(
+            socket_path=lambda device, seen_from: f"/{device}", are_apart=lambda one, other: False
+        )
         self.retired: list[str] = []
         self.told: list[m.Activate] = []
 

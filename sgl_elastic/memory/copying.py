@@ -1,0 +1,120 @@
+"""Copies from another worker: by its pages where they can be mapped, else by its bytes.
+
+    worker.py --CopyFrom, CopyKv--> [Copier] --> DeviceClient --> peer worker
+                                        '--> DeviceMemory, under the worker's lock
+
+Which of the two the request says, because only who placed the devices knows what is on one node.
+The lock is never held while the peer is waited for: two workers may copy crosswise. Nor is anything
+received straight into a slot: should the HMM give up meanwhile and unmap it, nobody may be writing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
+from sgl_elastic.memory import messages
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.device import DeviceMemory
+from sgl_elastic.memory.runs import Run, Runs, Slots
+
+PEER_TIMEOUT_S = 30.0  # for each answer of a peer worker
+
+
+class Copier:
+    """Copies into one device's memory; `lock` is the one around it."""
+
+    def __init__(self, memory: DeviceMemory, lock: threading.Lock) -> None:
+        self._memory = memory
+        self._lock = lock
+
+    def copy_from(self, request: messages.CopyFrom) -> dict[str, Runs]:
+        """Returns the slots that were not loaded before."""
+        with self._lock:
+            missing = self._memory.not_loaded(request.slots)
+        with _peer_at(request.socket_path) as peer:
+            for region, runs in missing.items():
+                if request.by_bytes:
+                    self._read(peer, region, runs)
+                else:
+                    self._map(peer, region, runs)
+                if request.verify:
+                    self._compare(peer, region, runs)
+        return missing
+
+    def copy_kv(self, request: messages.CopyKv) -> None:
+        """Rows of every KV region, from a peer or within the device."""
+        if not request.socket_path:
+            with self._lock:
+                self._memory.copy_kv_rows(request.moves)
+            return
+        runs = [(first, count) for first, _, count in request.moves]
+        wanted = dict.fromkeys(self._memory.kv_regions(), runs)
+        with _peer_at(request.socket_path) as peer:
+            if request.by_bytes:
+                self._read_kv(peer, request.moves, wanted)
+                return
+            spans = peer.import_pages(self._memory.backend, wanted)
+            with self._lock:
+                self._memory.copy_kv_rows(request.moves, spans)
+
+    def _map(self, peer: DeviceClient, region: str, runs: Runs) -> None:
+        backend = self._memory.backend
+        spans = peer.import_pages(backend, {region: runs}, must_be_loaded=True)[region]
+        with self._lock:
+            self._memory.copy_in(region, runs, spans)
+
+    def _read(self, peer: DeviceClient, region: str, runs: Runs) -> None:
+        slots = {region: runs}
+        self._receive(peer.read(slots, must_be_loaded=True), slots)
+        with self._lock:
+            self._memory.mark_loaded(slots)
+
+    def _read_kv(
+        self, peer: DeviceClient, moves: Sequence[messages.Move], wanted: dict[str, list[Run]]
+    ) -> None:
+        with self._lock:
+            self._memory.check_kv_targets(moves)
+        targets = [(first, count) for _, first, count in moves]
+        self._receive(peer.read(wanted), dict.fromkeys(wanted, targets))
+
+    def _receive(self, parts: Iterable[messages.Part], slots: Slots) -> None:
+        """All bytes of these slots, in their order. Raises PeerCopyError for fewer or more."""
+        num_bytes = 0
+        for part in parts:
+            with self._lock:
+                self._memory.write(slots, part.position, part.data)
+            num_bytes += len(part.data)
+        with self._lock:
+            wanted = self._memory.readable(slots)
+        if num_bytes != wanted:
+            raise PeerCopyError(f"a peer sent {num_bytes} bytes of {wanted}: versions differ")
+
+    def _compare(self, peer: DeviceClient, region: str, runs: Sequence[Run]) -> None:
+        for slot in (slot for first, count in runs for slot in range(first, first + count)):
+            with self._lock:
+                ours = self._memory.digest(region, slot)
+            theirs = peer.digest(region, slot)
+            if ours != theirs:
+                with self._lock:
+                    self._memory.mark_loaded({region: runs}, is_loaded=False)
+                raise PeerCopyError(
+                    f"{region} slot {slot} is {ours} here and {theirs} at its source: check the "
+                    "link between the devices"
+                )
+
+
+@contextmanager
+def _peer_at(socket_path: str) -> Iterator[DeviceClient]:
+    """Another worker, whose pages are imported for a moment. Raises PeerCopyError if it is gone."""
+    try:
+        peer = DeviceClient(socket_path, PEER_TIMEOUT_S)
+        try:
+            yield peer
+        finally:
+            peer.forget_pages()
+            peer.close()
+    except MemoryWorkerError as error:
+        raise PeerCopyError(f"a copy from {socket_path} failed: {error}") from error

@@ -1,0 +1,1 @@
+"""Several machines: tunnels between their sockets, an agent on each, Ray to place the agents."""

@@ -1,0 +1,179 @@
+"""A node and its processes, as the front sees them.
+
+    Cluster --> [Node] --call--> agent there      states, every 0.1 s --> poll(), is_stopped()
+                  '--> [RemoteProcess], which has the face of a local one
+
+A node whose agent has ended, or has not answered for SILENT_S, is lost for good: all its processes
+count as killed, because they end with their agent, or cannot be told any more from ended ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sgl_elastic.errors import ElasticError, NodeLostError
+from sgl_elastic.nodes.states import BeatState, NodeStates, ProcessState
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 20.0  # for one answer of an agent
+PERIOD_S = 0.1  # between two looks at a node's processes
+_POLL_S = 0.02
+
+
+class Agent(Protocol):
+    """How an agent is called; ray_agents.py has the real one."""
+
+    def call(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Any:
+        """What the method answers. Raises NodeLostError, or the agent's own error."""
+
+    def end(self) -> None:
+        """The agent ends at once, and its children with it; harmless when it has ended."""
+
+
+class Node:
+    """One node of the cluster. Safe to use from any thread."""
+
+    def __init__(self, name: str, agent: Agent) -> None:
+        self.name = name
+        self._agent = agent
+        self._lost = ""
+        self._states: dict[int, ProcessState] = {}
+        self._stopping = threading.Event()
+        directory, host, port = self.call("where")
+        self.directory, self.address = Path(directory), (str(host), int(port))
+
+    @property
+    def lost(self) -> str:
+        """Why the node is gone; "" while it is there."""
+        return self._lost
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Ask the agent. Raises NodeLostError when it is gone, and its own errors."""
+        if self._lost:
+            raise NodeLostError(self._lost)
+        try:
+            return self._agent.call(method, arguments, SILENT_S)
+        except NodeLostError as error:
+            self._lose(str(error))
+            raise NodeLostError(self._lost) from error
+
+    def watch(self, on_beats: Callable[[Sequence[BeatState]], None]) -> None:
+        """From now on look at the node's processes, until `close`."""
+        threading.Thread(
+            target=self._watch, args=(on_beats,), name=f"elastic-{self.name}", daemon=True
+        ).start()
+
+    def process(self, started: tuple[int, int]) -> RemoteProcess:
+        """What `start_worker` or `start_supervisor` of the agent has answered."""
+        return RemoteProcess(self, *started)
+
+    def state_of(self, number: int) -> ProcessState:
+        """As it was last seen."""
+        if self._lost:
+            return -signal.SIGKILL, False
+        return self._states.get(number, (None, False))
+
+    def close(self) -> None:
+        """End the agent and all that it started. Harmless a second time."""
+        self._stopping.set()
+        with contextlib.suppress(NodeLostError):
+            self.call("close")
+        self._agent.end()
+        self._lost = self._lost or f"{self.name} was closed"
+
+    def _watch(self, on_beats: Callable[[Sequence[BeatState]], None]) -> None:
+        while not self._stopping.wait(PERIOD_S):
+            try:
+                states: NodeStates = self.call("states")
+            except ElasticError as error:
+                self._lose(str(error))
+                return
+            self._states, beats = states
+            on_beats(beats)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost:
+            return
+        self._lost = f"{self.name} is lost: {reason}; restart the server when it is back"
+        if not self._stopping.is_set():
+            logger.error("elastic: %s", self._lost)
+            self._agent.end()  # should it come back, its processes must not
+
+
+class RemoteProcess:
+    """`Process` of sgl_elastic/processes.py, a child of a node's agent."""
+
+    def __init__(self, node: Node, number: int, pid: int) -> None:
+        self.node = node
+        self.pid = pid
+        self._number = number
+        self._returncode: int | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._returncode
+
+    def poll(self) -> int | None:
+        if self._returncode is None:
+            self._returncode = self.node.state_of(self._number)[0]
+        return self._returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        began = time.monotonic()
+        while (status := self.poll()) is None:
+            if timeout is not None and time.monotonic() - began >= timeout:
+                raise subprocess.TimeoutExpired(f"process {self.pid} of {self.node.name}", timeout)
+            time.sleep(_POLL_S)
+        return status
+
+    def terminate(self) -> None:
+        self._end("terminate")
+
+    def kill(self) -> None:
+        self._end("kill")
+
+    def kill_group(self) -> None:
+        self._end("kill_group")
+        self.wait()
+
+    def is_stopped(self) -> bool:
+        return self.node.state_of(self._number)[1]
+
+    def foreground(self) -> None:
+        self._give_way("foreground")
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        self._give_way("background")
+        try:
+            yield
+        finally:
+            self.foreground()
+
+    @contextlib.contextmanager
+    def when_idle(self, at_most_s: float) -> Iterator[None]:
+        self._give_way("when_idle", at_most_s)
+        try:
+            yield
+        finally:
+            self.foreground()
+
+    def _end(self, how: str) -> None:
+        """Harmless on a node that is lost: there it has ended."""
+        with contextlib.suppress(NodeLostError):
+            status = self.node.call("end", self._number, how)
+            if status is not None:
+                self._returncode = status
+
+    def _give_way(self, how: str, at_most_s: float = 0.0) -> None:
+        with contextlib.suppress(NodeLostError):
+            self.node.call("give_way", self._number, how, at_most_s)

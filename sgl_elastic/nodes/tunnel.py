@@ -1,0 +1,311 @@
+"""Unix stream connections carried to a socket on another node, over authenticated TCP.
+
+    client --> PATH [Tunnels.open] ==TCP==> [the gateway there] --> the socket offered as NAME
+                              both know a secret
+
+Bytes pass unchanged, and so does the end of each direction; descriptors do not. A gateway listens
+on its node's address only, leads to nothing but what was offered by name, and lets nobody in who
+does not know the secret, which itself never travels: each side proves by HMAC over the other's
+random number that it has it. Nothing is encrypted, as between SGLang's own ranks: for networks
+that are trusted. One thread serves all connections of a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sgl_elastic import wire
+from sgl_elastic.errors import ElasticConfigError, ElasticError, NodeLostError
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0  # for all of it, the connection to the gateway included
+MAX_STRANGERS = 64  # connections that have not yet said who they are
+
+_MAGIC = b"SGLT0001"
+_NONCE_BYTES = 32
+_MAC_BYTES = hashlib.sha256().digest_size
+_ASKED = struct.Struct(f"<{_NONCE_BYTES}sB")  # the client's random number, bytes of the name
+_ANSWERED = struct.Struct(f"<B{_MAC_BYTES}s")  # whether it is offered, the gateway's proof
+_MAX_NAME_BYTES = 64
+_CHUNK_BYTES = 128 << 10
+_CALL_S = 10.0  # for the thread to do what another one asks
+# A node that has gone without a word is noticed after about so many seconds.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+_USER_TIMEOUT_MS = 11_000
+
+Address = tuple[str, int]
+Serve = Callable[[socket.socket], Awaitable[None]]
+
+
+class _NotThereError(NodeLostError):
+    """The way is fine, but nobody listens at its end: as usual while a worker starts."""
+
+
+class Tunnels:
+    """All tunnels that begin or end in this process. Safe to use from any thread.
+
+    `host` is this node's address, the only one at which others come in. Raises ElasticConfigError
+    when nothing can listen there.
+    """
+
+    def __init__(self, secret: str, host: str) -> None:
+        self._secret = secret.encode()
+        self._offers: dict[str, Path] = {}
+        self._entrances: dict[Path, socket.socket] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_strangers = 0
+        self._loop = asyncio.new_event_loop()
+        self._gateway = _listen(host)
+        self.address: Address = self._gateway.getsockname()[:2]
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="elastic-tunnels", daemon=True
+        )
+        self._thread.start()
+        self._run(self._enter(self._gateway, self._admit))
+
+    def offer(self, name: str, path: Path) -> None:
+        """Others may reach the socket at `path` by this name, whether it listens yet or not."""
+        if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
+            raise ElasticConfigError(f"{name!r} has not 1 to {_MAX_NAME_BYTES} bytes")
+        self._offers[name] = path
+
+    def withdraw(self, name: str) -> None:
+        """No new connections by this name; harmless when it was not offered."""
+        self._offers.pop(name, None)
+
+    def open(self, path: Path, name: str, address: Address) -> None:
+        """Listen at `path`; what connects there is led to `name` at that gateway.
+
+        Raises ElasticConfigError when something is at `path`.
+        """
+        listener = wire.listen(path)
+        listener.setblocking(False)
+
+        async def lead(sock: socket.socket) -> None:
+            await self._lead(sock, name, address)
+
+        self._entrances[path] = listener
+        self._run(self._enter(listener, lead))
+
+    def shut(self, path: Path) -> None:
+        """End a listener of `open`; connections go on. Harmless a second time."""
+        listener = self._entrances.pop(path, None)
+        if listener is not None:
+            self._run(self._leave(listener))
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End everything, connections too. Harmless a second time."""
+        if self._loop.is_closed():
+            return
+        for path in list(self._entrances):
+            self.shut(path)
+        self._run(self._leave(self._gateway))
+        self._run(_cancelled(self._tasks))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CALL_S)
+        self._loop.close()
+
+    # ---- in the thread ----
+
+    def _run(self, todo: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(todo, self._loop).result(_CALL_S)
+
+    async def _enter(self, listener: socket.socket, serve: Serve) -> None:
+        self._watch(listener, serve)
+
+    def _watch(self, listener: socket.socket, serve: Serve) -> None:
+        """Accept from now on: not by a task, which could be cancelled with a new socket in hand."""
+        if listener.fileno() >= 0:
+            self._loop.add_reader(listener, self._accept, listener, serve)
+
+    async def _leave(self, listener: socket.socket) -> None:
+        self._loop.remove_reader(listener)
+        listener.close()
+
+    def _accept(self, listener: socket.socket, serve: Serve) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # whoever it was has left
+            return
+        except OSError as error:  # out of descriptors, most likely: let some be closed
+            logger.warning("tunnel: a connection is refused: %s", error)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(0.05, self._watch, listener, serve)
+            return
+        # Not only by itself: a task that is cancelled before it began closes nothing.
+        self._spawn(_served(sock, serve)).add_done_callback(partial(_close, sock))
+
+    def _spawn(self, todo: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(todo)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _lead(self, sock: socket.socket, name: str, address: Address) -> None:
+        """From a client of this node to the other node's gateway."""
+        wire.check_peer(sock)
+        with contextlib.closing(socket.socket(_family(address[0]))) as out:
+            _tune(out)
+            async with asyncio.timeout(HANDSHAKE_S):
+                await self._loop.sock_connect(out, address)
+                await self._introduce(out, name)
+            await _joined(self._loop, sock, out)
+
+    async def _introduce(self, out: socket.socket, name: str) -> None:
+        """The client's part of the handshake. Raises NodeLostError when it is not let in."""
+        hello = await _read(self._loop, out, len(_MAGIC) + _NONCE_BYTES)
+        if hello[: len(_MAGIC)] != _MAGIC:
+            raise NodeLostError(f"no gateway of ours listens at {out.getpeername()}")
+        theirs, ours = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
+        asked = _ASKED.pack(ours, len(name.encode())) + name.encode()
+        await self._loop.sock_sendall(out, asked + self._proof(b"client", theirs, asked))
+        answer = await _read(self._loop, out, _ANSWERED.size)
+        is_offered, proof = _ANSWERED.unpack(answer)
+        if not hmac.compare_digest(proof, self._proof(b"gateway", ours, theirs, answer[:1])):
+            raise NodeLostError(f"the gateway at {out.getpeername()} does not know our secret")
+        if not is_offered:
+            raise _NotThereError(f"nothing listens as {name} behind {out.getpeername()}")
+
+    async def _admit(self, sock: socket.socket) -> None:
+        """From another node to a socket of this one."""
+        if self._num_strangers >= MAX_STRANGERS:
+            raise NodeLostError("too many connections that have not said who they are")
+        self._num_strangers += 1
+        try:
+            _tune(sock)
+            async with asyncio.timeout(HANDSHAKE_S):
+                inner = await self._let_in(sock)
+        finally:
+            self._num_strangers -= 1
+        with contextlib.closing(inner):
+            await _joined(self._loop, sock, inner)
+
+    async def _let_in(self, sock: socket.socket) -> socket.socket:
+        """The gateway's part of the handshake: a connection to what is asked for."""
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        await self._loop.sock_sendall(sock, _MAGIC + ours)
+        asked = await _read(self._loop, sock, _ASKED.size)
+        theirs, num_bytes = _ASKED.unpack(asked)
+        asked += await _read(self._loop, sock, min(num_bytes, _MAX_NAME_BYTES))
+        proof = await _read(self._loop, sock, _MAC_BYTES)
+        if not hmac.compare_digest(proof, self._proof(b"client", ours, asked)):
+            raise NodeLostError(f"{sock.getpeername()} does not know our secret")
+        inner = await self._connect(asked[_ASKED.size :].decode(errors="replace"))
+        status = bytes([inner is not None])
+        answer = status + self._proof(b"gateway", theirs, ours, status)
+        await self._loop.sock_sendall(sock, answer)
+        if inner is None:
+            raise _NotThereError("what was asked for does not listen")
+        return inner
+
+    async def _connect(self, name: str) -> socket.socket | None:
+        """A connection to what is offered by this name; None where nobody listens."""
+        path = self._offers.get(name)
+        if path is None:
+            return None
+        inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        inner.setblocking(False)
+        try:
+            await self._loop.sock_connect(inner, str(path))
+        except OSError:
+            inner.close()
+            return None
+        return inner
+
+    def _proof(self, role: bytes, *parts: bytes) -> bytes:
+        """Of one side only, so that neither can be answered with its own."""
+        return hmac.digest(self._secret, role + b"".join(parts), "sha256")
+
+
+def _close(sock: socket.socket, _: object) -> None:
+    sock.close()
+
+
+async def _served(sock: socket.socket, serve: Serve) -> None:
+    """One connection, whatever becomes of it: the other end sees its end."""
+    with contextlib.closing(sock):
+        sock.setblocking(False)
+        try:
+            await serve(sock)
+        except _NotThereError as error:
+            logger.debug("tunnel: %s", error)
+        except (ElasticError, OSError) as error:  # TimeoutError is one of them
+            reason = str(error) or type(error).__name__
+            logger.warning("tunnel: a connection has ended: %s", reason)
+
+
+async def _joined(
+    loop: asyncio.AbstractEventLoop, one: socket.socket, other: socket.socket
+) -> None:
+    """Carry both directions until each has ended; when one breaks, both do."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_carry(loop, one, other))
+            group.create_task(_carry(loop, other, one))
+    except* OSError as broken:
+        logger.debug("tunnel: a connection broke: %s", broken.exceptions[0])
+
+
+async def _carry(
+    loop: asyncio.AbstractEventLoop, source: socket.socket, target: socket.socket
+) -> None:
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    while num_bytes := await loop.sock_recv_into(source, buffer):
+        await loop.sock_sendall(target, buffer[:num_bytes])
+    with contextlib.suppress(OSError):  # it may have ended too
+        target.shutdown(socket.SHUT_WR)
+
+
+async def _read(loop: asyncio.AbstractEventLoop, sock: socket.socket, num_bytes: int) -> bytes:
+    """Exactly so many bytes. Raises NodeLostError at an early end."""
+    data = b""
+    while len(data) < num_bytes:
+        more = await loop.sock_recv(sock, num_bytes - len(data))
+        if not more:
+            raise NodeLostError("the other end of a tunnel left before it was let in")
+        data += more
+    return data
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    found = list(tasks)
+    for task in found:
+        task.cancel()
+    await asyncio.gather(*found, return_exceptions=True)
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        sock = socket.create_server((host, 0), family=_family(host), backlog=128)
+    except OSError as error:
+        raise ElasticConfigError(f"cannot listen at this node's address {host}: {error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _tune(sock: socket.socket) -> None:
+    """Small messages go at once, and an end that is silent for good is noticed."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
