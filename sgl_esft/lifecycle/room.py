@@ -35,6 +35,7 @@ class Turns:
 
     wait_s: float = 30.0  # a load, for others to leave
     stay_s: float = 2.0  # an adapter that others wait for, at least
+    turn_s: float = 10.0  # a load whose turn it is, at least: those before it may take long
 
 
 class Tenants(Protocol):
@@ -93,11 +94,12 @@ class Room:
     async def taken_by(self, name: str, num_bytes: int) -> AsyncIterator[None]:
         """Be the one load that runs, with room for it.
 
-        Raises AdapterTooLargeError at once, OutOfHostMemoryError after a wait.
+        Raises AdapterTooLargeError when it is its turn, OutOfHostMemoryError after a wait.
         """
-        deadline = time.monotonic() + self._turns.wait_s
+        came_s = time.monotonic()
         async with self._queue:
             await self._learn_about_slots()
+            deadline = max(came_s + self._turns.wait_s, time.monotonic() + self._turns.turn_s)
             while True:
                 async with self.loading:
                     if await self._has_room(name, num_bytes, deadline):

@@ -91,6 +91,7 @@ def make_engine(
     base: Path,
     limits: HostLimits | None = None,
     room_timeout_s: float = 0.3,
+    stay_s: float = 0.0,
     turn_s: float = 0.0,
 ) -> SglangEngine:
     spec, config = read_moe_spec(base), EsftConfig(max_adapters=3, max_experts_per_adapter=3)
@@ -99,5 +100,5 @@ def make_engine(
         Ranks(manager),
         lambda name, folder, taken: check_loadable(name, folder, taken, spec, config),
         limits or HostLimits(),
-        Turns(room_timeout_s, turn_s),
+        Turns(room_timeout_s, stay_s, turn_s),
     )

@@ -348,7 +348,7 @@ def test_no_adapter_waits_for_ever_for_those_in_use(root: Path, manager: FakeMan
     names = ("one", "two", "three", "four", "five")
 
     async def work() -> None:
-        engine = make_engine(manager, root / "base", room_timeout_s=20, turn_s=0.05)
+        engine = make_engine(manager, root / "base", room_timeout_s=20, stay_s=0.05)
         answered = dict.fromkeys(names, 0)
 
         async def client(name: str) -> None:
@@ -373,12 +373,29 @@ def test_no_adapter_waits_for_ever_for_those_in_use(root: Path, manager: FakeMan
     run(work())
 
 
+def test_a_load_that_has_waited_for_others_has_a_turn(root: Path, manager: FakeManager) -> None:
+    """However long the loads before it have taken."""
+
+    async def work() -> None:
+        limits = HostLimits(budget_bytes=max((await sizes_of(root)).values()))
+        engine = make_engine(manager, root / "base", limits, room_timeout_s=0.2, turn_s=10)
+        await load(engine, root / "law")
+        async with manager.request("law"):
+            loads = [asyncio.create_task(load(engine, root / name)) for name in ("math", "code")]
+            await asyncio.sleep(0.5)  # longer than either would wait by itself
+            assert not any(each.done() for each in loads)
+        await asyncio.gather(*loads)
+        assert engine.counters.num_failed_loads == 0
+
+    run(work())
+
+
 def test_what_has_just_come_stays_for_a_turn(root: Path, manager: FakeManager) -> None:
     """In use, or about to be used by the request that it was loaded for; pinned it always stays."""
     manager.is_resident = True
 
     async def work() -> None:
-        engine = make_engine(manager, root / "base", room_timeout_s=5, turn_s=0.5)
+        engine = make_engine(manager, root / "base", room_timeout_s=5, stay_s=0.5)
         await load(engine, root / "math", name="pinned", pinned=True)
         await load(engine, root / "math", name="used")
         await load(engine, root / "math", name="expected")
