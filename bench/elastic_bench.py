@@ -18,7 +18,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,11 +30,11 @@ from bench import elastic_load
 from bench.elastic_load import Ask, Stream
 from bench.load import end_on_sigterm
 from bench.record import RESULTS, spread
+from bench.scaled_model import ScaledModel, ScaledShape
 from sgl_esft import zoo
 from sgl_esft.zoo import serving
 
 MAX_DEVICES = 6  # so that extravagant scaling has devices for 2 -> 4
-DEVICE_MEMORY = "64MiB"
 # KV that leaves room on a device: otherwise it takes all of it, and every strategy's peak is that.
 SOME_KV = ("--max-total-tokens", "16384")
 # KV for a few requests: what ends first on a device.
@@ -62,6 +62,26 @@ _PARKED_TIMEOUT_S = 300.0
 _SCALE_TIMEOUT_S = 300.0
 _POLL_S = 0.5
 _QUIET_POLLS = 4  # the next standby starts a moment after the last
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a server serves, and how much memory each of its devices has."""
+
+    base: Path
+    adapters: Mapping[str, Path]
+    device_memory: str
+
+
+def demo_model() -> Model:
+    """The demo's: a step is hardly longer than what it takes to begin one."""
+    return Model(zoo.base_path(), zoo.adapter_paths(), "64MiB")
+
+
+def scaled_model() -> Model:
+    """V2-Lite's shape (bench/scaled_model.py): a step is spent in experts, as on real devices."""
+    model = ScaledModel.of(ScaledShape())
+    return Model(model.base(), model.adapters(2), "2GiB")
 
 
 @dataclass(frozen=True)
@@ -126,12 +146,15 @@ def any_spread(values: Sequence[float]) -> dict[str, float]:
 
 
 @contextmanager
-def elastic_server(flags: Sequence[str], dp_size: int, more: Sequence[str] = ()) -> Iterator[str]:
-    """A server of the demo on `dp_size` devices; its URL once it is healthy."""
-    adapters = [f"{name}={path}" for name, path in zoo.adapter_paths().items()]
+def elastic_server(
+    flags: Sequence[str], dp_size: int, more: Sequence[str] = (), model: Model | None = None
+) -> Iterator[str]:
+    """A server of `model`, or of the demo's, on `dp_size` devices; its URL once it is healthy."""
+    model = model or demo_model()
+    adapters = [f"{name}={path}" for name, path in model.adapters.items()]
     arguments = ["--elastic", "--max-devices", str(MAX_DEVICES), "--dp-size", str(dp_size)]
-    arguments += ["--model-path", str(zoo.base_path()), "--esft-adapters", *adapters]
-    arguments += ["--device-memory", DEVICE_MEMORY, "--log-level", "warning", *more, *flags]
+    arguments += ["--model-path", str(model.base), "--esft-adapters", *adapters]
+    arguments += ["--device-memory", model.device_memory, "--log-level", "warning", *more, *flags]
     with serving.server(arguments, 600.0) as url:
         yield url
 
@@ -274,7 +297,12 @@ async def walk(
 
 def demo_asks(count: int = 40, tokens: range = range(24, 120)) -> list[Ask]:
     """Held-out prompts of the demo for the base and its adapters."""
-    return elastic_load.make_asks(list(zoo.adapter_paths()), count, tokens)
+    return asks_of(demo_model(), count, tokens)
+
+
+def asks_of(model: Model, count: int = 40, tokens: range = range(24, 120)) -> list[Ask]:
+    """The demo's held-out prompts, for a model's base and its adapters."""
+    return elastic_load.make_asks(list(model.adapters), count, tokens)
 
 
 def check_streams(streams: Sequence[Stream]) -> None:
@@ -294,9 +322,13 @@ def has_standbys(flags: Sequence[str]) -> bool:
     return "--scale-strategy" not in flags and "no_standby" not in ",".join(flags)
 
 
-def options_of(description: str, rounds: int) -> argparse.Namespace:
-    """--quick, --rounds, --strategies, --out."""
+def options_of(
+    description: str, rounds: int, models: Mapping[str, Callable[[], Model]] | None = None
+) -> argparse.Namespace:
+    """--quick, --rounds, --strategies, --out; with `models`, --model, the first by default."""
     parser = argparse.ArgumentParser(description=description)
+    if models:
+        parser.add_argument("--model", choices=list(models), default=next(iter(models)))
     parser.add_argument("--quick", action="store_true", help="the fewest scales, one round")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--strategies", nargs="+", help="only these (default: all)")

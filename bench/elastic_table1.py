@@ -7,7 +7,9 @@
 until five after the longest scale of all strategies has ended, as in the paper. Ratios are to what
 elastic serves before its scale, in the same round.
 
-Each device has KV for a few requests only, as in bench/elastic_slo.py.
+Each device has KV for a few requests only, as in bench/elastic_slo.py. The model is the scaled
+one, of which two devices serve more than one: a rank computes on one core. `--model demo` is the
+other case: its steps are all overhead, and on shared cores the wider configuration is the slower.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +25,20 @@ from bench.elastic_bench import (
     ELASTIC,
     FEW_TOKENS,
     STRATEGIES,
+    Model,
+    asks_of,
     check_streams,
-    demo_asks,
+    demo_model,
     elastic_server,
     flags_of,
     has_standbys,
     measured_scale,
     options_of,
     over,
+    scaled_model,
     wait_until_parked,
 )
-from bench.elastic_load import Stream, steady
+from bench.elastic_load import Ask, Stream, steady
 from bench.elastic_traffic import finished_per_s
 from bench.record import write_result
 
@@ -41,6 +46,7 @@ SIZES = (1, 2)
 NUM_STREAMS = 16
 ROUNDS = 2
 MARGIN_S = 5.0
+MODELS: Mapping[str, Callable[[], Model]] = {"scaled": scaled_model, "demo": demo_model}
 # ElasticMoE, table 1: requests a second before, during, after.
 PAPER = {
     "colocated": (1.338, 0.467, 2.268),
@@ -93,17 +99,17 @@ def rows_of(rounds: Sequence[Mapping[str, Run]]) -> list[dict[str, Any]]:
 
 
 async def one_run(
-    url: str, flags: Sequence[str], sizes: tuple[int, int], before_s: float, after_s: float
+    url: str, flags: Sequence[str], asks: Sequence[Ask], before_s: float, after_s: float
 ) -> Run:
     """Keep a server busy for a while on both sides of a scale."""
     if has_standbys(flags):
-        await asyncio.to_thread(wait_until_parked, url, sizes[1])
+        await asyncio.to_thread(wait_until_parked, url, SIZES[1])
     stop = asyncio.Event()
     began = time.monotonic()
-    load = asyncio.create_task(steady(url, demo_asks(), NUM_STREAMS, stop))
+    load = asyncio.create_task(steady(url, asks, NUM_STREAMS, stop))
     await asyncio.sleep(before_s)
     scale_s = time.monotonic()
-    scaled = await measured_scale(url, *sizes)
+    scaled = await measured_scale(url, *SIZES)
     await asyncio.sleep(max(0.0, scale_s + after_s - time.monotonic()))
     ended = time.monotonic()
     stop.set()
@@ -114,28 +120,37 @@ async def one_run(
 
 def main() -> None:
     """Measure and write bench/results/elastic_table1.json, after each round."""
-    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS)
+    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS, MODELS)
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
     options.rounds = 1 if options.quick else options.rounds
-    before_s, after_s = (15.0, 20.0) if options.quick else (20.0, 90.0)
+    before_s, after_s = (15.0, 20.0) if options.quick else (60.0, 90.0)
+    model = MODELS[options.model]()
     rounds: list[dict[str, Run]] = []
     for number in range(options.rounds):
         runs: dict[str, Run] = {}
         for name in names if number % 2 == 0 else reversed(names):
             print(name, flush=True)
             flags = flags_of(name, SIZES[1])
-            with elastic_server(flags, SIZES[0], FEW_TOKENS) as url:
-                runs[name] = asyncio.run(one_run(url, flags, SIZES, before_s, after_s))
+            with elastic_server(flags, SIZES[0], FEW_TOKENS, model) as url:
+                run = one_run(url, flags, asks_of(model), before_s, after_s)
+                runs[name] = asyncio.run(run)
         rounds.append(runs)
-        figures = {
-            "what": "Requests a second before, during and after a scale",
-            "step": f"{SIZES[0]} -> {SIZES[1]}",
-            "streams": NUM_STREAMS,
-            "rounds": len(rounds),
-            "is_complete": len(rounds) == options.rounds,
-            "rows": rows_of(rounds),
-        }
-        write_result("elastic_table1", figures, folder=options.out)
+        write(rounds, options)
+
+
+def write(rounds: Sequence[Mapping[str, Run]], options: argparse.Namespace) -> None:
+    """elastic_table1.json, or elastic_table1_demo.json, with the rounds so far."""
+    figures = {
+        "what": "Requests a second before, during and after a scale",
+        "model": options.model,
+        "step": f"{SIZES[0]} -> {SIZES[1]}",
+        "streams": NUM_STREAMS,
+        "rounds": len(rounds),
+        "is_complete": len(rounds) == options.rounds,
+        "rows": rows_of(rounds),
+    }
+    name = "elastic_table1" if options.model == "scaled" else f"elastic_table1_{options.model}"
+    write_result(name, figures, folder=options.out)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from sgl_elastic.coordinator.autoscaler import AutoscaleMetrics, Autoscaler
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.fault_metrics import FaultMetrics
 from sgl_elastic.coordinator.operations import Operation
+from sgl_elastic.coordinator.ports import Wire
 from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.coordinator.recovery import Guard, Vigilance
 from sgl_elastic.coordinator.slo import SloTargets, SloWindow
-from sgl_elastic.coordinator.switchboard import Wire
 from sgl_elastic.errors import ElasticError
 from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
 from sgl_elastic.options import ElasticOptions

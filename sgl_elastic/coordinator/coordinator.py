@@ -226,6 +226,8 @@ class Coordinator:
         progress.enter("prepare")
         self._hold(progress)
         self._memory.require(placement.device_ids)
+        self._instances.hear_out(self._patience.hear_s)
+        self._memory.mend(placement)
         for device_id, num_tokens in zip(placement.device_ids, placement.kv_tokens, strict=True):
             # It may have been lost while its KV was growing or shrinking.
             self._memory.execute(Step(StepKind.MAP_KV, device_id, num_tokens=num_tokens))

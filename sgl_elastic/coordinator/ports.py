@@ -8,8 +8,8 @@ then it has undone its own half. Calls come from one thread, that of the scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step
 
@@ -29,6 +29,9 @@ class Memory(Protocol):
     def require(self, device_ids: Iterable[int]) -> None:
         """Raises MemoryLostError when the memory of one of these devices is gone."""
 
+    def mend(self, placement: Placement) -> None:
+        """A rank was lost, perhaps in an adapter's change: only whole adapters stay."""
+
     def execute(self, step: Step) -> None:
         """Do a step that is memory's: all kinds but SHRINK_KV and GROW_KV."""
 
@@ -46,7 +49,7 @@ class Instances(Protocol):
         """The instance that serves, and its placement."""
 
     def hear_out(self, timeout_s: float) -> None:
-        """What the serving instance's ranks have said is known, unless they are gone or hang."""
+        """What the serving instance's ranks have said is known, unless they hang."""
 
     def prepare(self, placement: Placement) -> str:
         """An instance attached to `placement`'s memory and warm: a parked standby, or a new one."""
@@ -96,3 +99,29 @@ class Front(Protocol):
 
     def release(self) -> None:
         """Queued requests go to whatever the table says; harmless when nothing is held."""
+
+
+class Wire(Protocol):
+    """SGLang's messages and sockets; sglang_wire.py is the real one. For the switchboard."""
+
+    def open(self, address: str) -> Any: ...
+    def close(self, socket: Any) -> None: ...
+    def send(self, socket: Any, message: Any) -> None: ...
+    def expect_answers(self, message: Any) -> None: ...
+    def is_waiting(self, message: Any) -> bool: ...
+    def is_changing_adapters(self) -> bool: ...
+    def is_request(self, message: Any) -> bool: ...
+    def is_adapter_change(self, message: Any) -> bool: ...
+    def singles(self, message: Any) -> Sequence[Any]: ...
+    def with_rank(self, request: Any, rank: int) -> Any: ...
+    def pause(self) -> Any: ...
+    def warm_up(self, rid: str, rank: int) -> Any: ...
+
+
+class HandOver(Protocol):
+    """instance/manager.py's HandedOver."""
+
+    @property
+    def ranks(self) -> Any: ...
+    @property
+    def rank_of_old(self) -> Any: ...

@@ -44,6 +44,7 @@ def note_who_asks(
 
     def ask(message: Any) -> None:
         _asking[type(message)] = communicator
+        communicator.asked_last = type(message)
         send(message)
 
     communicator._send = ask
@@ -69,9 +70,21 @@ class SglangWire:
             raise EngineFailedError("nobody takes requests there: the instance has ended") from None
 
     def expect_answers(self, message: Any) -> None:
-        communicator = _asking.get(type(message))
-        if communicator is not None and communicator._result_event is not None:
+        """Answers of all present ranks; those of ranks that are lost do not count."""
+        if self.is_waiting(message):
+            communicator = _asking[type(message)]
             communicator._result_fan_out = communicator._fan_out
+            communicator._result_values.clear()
+
+    def is_waiting(self, message: Any) -> bool:
+        """Whether who sent it still waits for answers, and has asked nothing else since."""
+        communicator = _asking.get(type(message))
+        return (
+            communicator is not None
+            and communicator._result_event is not None
+            and not communicator._result_event.is_set()
+            and communicator.asked_last is type(message)
+        )
 
     def is_changing_adapters(self) -> bool:
         changes = (LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput)

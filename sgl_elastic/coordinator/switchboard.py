@@ -21,8 +21,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from sgl_elastic.coordinator.ports import HandOver, Wire
 from sgl_elastic.coordinator.rank_choice import LoadBook, RankPolicy, choose
 from sgl_elastic.coordinator.routing import Routing
 from sgl_elastic.coordinator.slo import Attainment, SloWindow
@@ -39,31 +40,6 @@ _SETTLE_POLL_S = 0.002
 _LATELY_S = 600.0  # a change takes no longer
 _INTERVAL_S = 0.005  # between threads of one interpreter: Python's own
 _HELD_INTERVAL_S = 0.0005  # the same while requests are held
-
-
-class Wire(Protocol):
-    """SGLang's messages and sockets; sglang_wire.py is the real one."""
-
-    def open(self, address: str) -> Any: ...
-    def close(self, socket: Any) -> None: ...
-    def send(self, socket: Any, message: Any) -> None: ...
-    def expect_answers(self, message: Any) -> None: ...
-    def is_changing_adapters(self) -> bool: ...
-    def is_request(self, message: Any) -> bool: ...
-    def is_adapter_change(self, message: Any) -> bool: ...
-    def singles(self, message: Any) -> Sequence[Any]: ...
-    def with_rank(self, request: Any, rank: int) -> Any: ...
-    def pause(self) -> Any: ...
-    def warm_up(self, rid: str, rank: int) -> Any: ...
-
-
-class HandOver(Protocol):
-    """instance/manager.py's HandedOver."""
-
-    @property
-    def ranks(self) -> Any: ...
-    @property
-    def rank_of_old(self) -> Any: ...
 
 
 @dataclass
@@ -106,6 +82,7 @@ class Switchboard:
         self._requests: dict[str, _InFlight] = {}
         self._held: deque[tuple[Any, float]] = deque()  # with when each came
         self._deferred: deque[Any] = deque()  # adapter changes while a scale runs
+        self._asked: dict[type, Any] = {}  # control messages that ranks were sent, the last of each
         self._is_scaling = False
         self._last_change_s = -math.inf
         self._warmed: dict[str, threading.Event] = {}
@@ -240,8 +217,9 @@ class Switchboard:
         self._book.rebase(moves, placement.dp_size, placement.kv_tokens)
         self._on_switch(placement)
         self.routing.swap(instance, placement, self._clock())
-        if self._lost != instance:
+        if self._lost and self._lost != instance:
             self._lost = ""
+            self._ask_again()
         for rid, request in self._requests.items():
             request.rank = handed.ranks.get(rid, moves[request.rank])
             self._send_or_keep(instance, self._wire.with_rank(request.message, request.rank))
@@ -301,6 +279,7 @@ class Switchboard:
     def dispatch(self, message: Any) -> None:
         """What the tokenizer manager has for the scheduler."""
         with self._lock:
+            self._asked.pop(type(message), None)
             is_change = self._wire.is_adapter_change(message)
             if is_change:
                 self._last_change_s = self._clock()
@@ -353,8 +332,16 @@ class Switchboard:
             return
         # Every rank answers a control message. While it was held their number may have changed.
         self._wire.expect_answers(message)
-        if not self._send_or_keep(instance, message):
+        if self._send_or_keep(instance, message):
+            self._asked[type(message)] = message
+        else:
             self._held.append((message, self._clock()))
+
+    def _ask_again(self) -> None:
+        """Who waits for answers of ranks that are lost gets those of the ones that replace them."""
+        unanswered = [asked for asked in self._asked.values() if self._wire.is_waiting(asked)]
+        self._held.extendleft((message, self._clock()) for message in reversed(unanswered))
+        self._asked.clear()
 
     def _send_or_keep(self, instance: str, message: Any) -> bool:
         """False when the instance has ended: what was admitted goes to its replacement."""

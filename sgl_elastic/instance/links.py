@@ -48,6 +48,7 @@ class RankLink:
         self._instruction = 0  # `_num_sent` at the last message that is answered in the inbox
         self._pinged_s: float | None = None  # when the Ping went that has no Pong yet
         self._lost = ""
+        self._all_read = threading.Event()  # nothing more can come
         self.is_awaited = False  # somebody waits for an answer, with a deadline
         self._inbox: queue.Queue[m.FromRank | ElasticError] = queue.Queue()
 
@@ -90,6 +91,10 @@ class RankLink:
                     return False
                 time.sleep(_PONG_POLL_S)
         return not self._lost
+
+    def read_to_the_end(self, deadline: float) -> bool:
+        """Of a rank that has ended: wait until all that it sent is read; False if it is not."""
+        return self._all_read.wait(max(deadline - time.monotonic(), 0.0))
 
     def fail(self, reason: str) -> None:
         """Give the rank up: whoever waits for it, now or later, hears the reason."""
@@ -150,14 +155,18 @@ class RankLink:
 
     def read_all(self, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]) -> None:
         """Read until the rank is gone."""
+        try:
+            self._read_all(on_adapters)
+        except (ElasticError, OSError, ValueError) as error:
+            self.fail(str(error) or type(error).__name__)
+        finally:
+            self._all_read.set()
+
+    def _read_all(self, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]) -> None:
         while True:
-            try:
-                self._channel.wait()
-                with self._lock:
-                    message, fds = self._channel.receive()
-            except (ElasticError, OSError, ValueError) as error:
-                self.fail(str(error) or type(error).__name__)
-                return
+            self._channel.wait()
+            with self._lock:
+                message, fds = self._channel.receive()
             fds.close()
             if isinstance(message, m.Pong):
                 self._pinged_s = None

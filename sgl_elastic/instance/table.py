@@ -62,15 +62,20 @@ class InstanceTable:
             logger.warning("elastic: %s was not woken: %s", instance, error)
 
     def hear_out(self, timeout_s: float) -> None:
-        """What the serving instance's ranks have said is known, unless they are gone or hang."""
+        """What the serving instance's ranks have said is known, unless they hang.
+
+        Of one that is lost, what they said before they ended.
+        """
         running = self._running.get(self._active)
-        if running is None or running.lost:
+        if running is None:
             return
-        self.wake(self._active)
         deadline = time.monotonic() + timeout_s
+        if not running.lost:
+            self.wake(self._active)
         for link in running.links:
-            if not link.hear_out(deadline):
-                logger.warning("elastic: %s has not answered a ping: the scale goes on", link.name)
+            heard = link.read_to_the_end if running.lost else link.hear_out
+            if not heard(deadline):
+                logger.warning("elastic: %s was not heard out: the scale goes on", link.name)
 
     def instances(self) -> tuple[Instance, ...]:
         """All of them, the serving one first."""

@@ -142,6 +142,10 @@ class DeviceClient:
         """xxh3 of a slot's bytes, in hexadecimal."""
         return self._call(messages.AskDigest(region, slot), messages.Digest).digest
 
+    def expert_slots(self) -> messages.ExpertSlots:
+        """Which slots of EXPERT regions have pages, and valid content."""
+        return self._call(messages.AskExperts(), messages.ExpertSlots)
+
     def stop(self) -> None:
         """Ask the worker to end; it has not ended yet when this returns."""
         self._call(messages.Stop(), messages.Done)

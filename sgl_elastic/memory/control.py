@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
-from sgl_elastic.memory import processes
+from sgl_elastic.memory import mending, processes
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
 from sgl_elastic.memory.processes import Here, Launcher, Worker, WorkerOptions
@@ -107,6 +107,13 @@ class Hmm:
     def set_adapters(self, adapters: tuple[AdapterEntry, ...]) -> None:
         """From now on these; their pages are mapped and loaded by the engines' ranks."""
         self._adapters = adapters
+
+    def mend(self, placement: Placement) -> None:
+        """A rank was lost: adapters that are whole stay, and the pages of others are taken back.
+
+        No rank may be attached. Raises MemoryWorkerError.
+        """
+        self._adapters = mending.mend(self.shape(), placement, self._adapters, self.client)
 
     def device_ids(self) -> tuple[int, ...]:
         """Devices that have a worker, ascending; dead ones too, until they are removed."""

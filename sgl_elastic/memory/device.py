@@ -19,7 +19,7 @@ import xxhash
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, StepFailedError
 from sgl_elastic.memory import stream
-from sgl_elastic.memory.messages import Move, Usage
+from sgl_elastic.memory.messages import ExpertSlots, Move, Usage
 from sgl_elastic.memory.regions import RegionState, changed, check_shape, describe_all
 from sgl_elastic.memory.runs import (
     Run,
@@ -271,6 +271,14 @@ class DeviceMemory:
                 num_bytes = min(_PEEK_BYTES, slot_bytes - offset)
                 hasher.update(self._backend.peek(begin + offset, num_bytes))
         return hasher.hexdigest()
+
+    def expert_slots(self) -> ExpertSlots:
+        """Which slots of EXPERT regions have pages, and valid content."""
+        found = {n: s for n, s in self._regions.items() if s.region.kind is RegionKind.EXPERT}
+        return ExpertSlots(
+            {name: state.mapped for name, state in found.items() if state.mapped},
+            {name: state.loaded for name, state in found.items() if state.loaded},
+        )
 
     def usage(self) -> Usage:
         """What takes how much, at this moment."""

@@ -115,6 +115,10 @@ class AskDigest(Message, frozen=True):
     slot: Position
 
 
+class AskExperts(Message, frozen=True):
+    """Which slots of EXPERT regions have pages, and which of them valid content?"""
+
+
 class Stop(Message, frozen=True):
     """Answer Done, then end the worker."""
 
@@ -198,6 +202,13 @@ class Usage(Message, frozen=True):
     resident_bytes: int
 
 
+class ExpertSlots(Message, frozen=True):
+    """Slots of EXPERT regions that have pages; those of them with valid content."""
+
+    mapped: SlotsField
+    loaded: SlotsField
+
+
 class Digest(Message, frozen=True):
     """xxh3 of 64 bits, in hexadecimal."""
 
@@ -217,9 +228,10 @@ Request = (
     | CopyKv
     | AskUsage
     | AskDigest
+    | AskExperts
     | Stop
 )
-Reply = Done | Failure | Hello | Changed | Pages | Part | Usage | Digest
+Reply = Done | Failure | Hello | Changed | Pages | Part | Usage | Digest | ExpertSlots
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

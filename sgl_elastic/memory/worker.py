@@ -90,6 +90,7 @@ class Worker:
             messages.MarkLoaded: self._mark_loaded,
             messages.AskUsage: lambda _: memory.usage(),
             messages.AskDigest: lambda r: messages.Digest(memory.digest(r.region, r.slot)),
+            messages.AskExperts: lambda _: memory.expert_slots(),
             messages.Stop: lambda _: messages.Done(),
         }
 

@@ -285,7 +285,8 @@ class SglangEngine:
     async def _forgotten(self, ref: Any) -> None:
         try:
             await self._registry.forget_when_idle(ref.lora_id)
-            await self._ranks.unload(ref)
+            with contextlib.suppress(UnknownAdapterError):  # ranks that replaced lost ones
+                await self._ranks.unload(ref)
         finally:
             self._draining.pop(ref.lora_id, None)
             self._content.pop(ref.lora_id, None)

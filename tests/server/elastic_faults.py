@@ -14,6 +14,8 @@ from typing import Any
 import requests
 
 from bench.elastic_load import Ask, Stream, differences, make_asks, scale, steady
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.messages import ExpertSlots
 from sgl_esft import zoo
 from tests.servers import Server, ServerSpec
 
@@ -22,6 +24,8 @@ SOON_S = 5.0  # a standby takes over in about half a second; the machine may be 
 STANDBY_S = 240.0
 ARGS = ("--elastic", "--max-devices", "2", "--standby-ranks", "4", "--device-memory", "64MiB")
 SPEC = ServerSpec(args=(*ARGS, "--hang-timeout", str(HANG_S)))
+
+CHANGED = "sum"  # the adapter that is unloaded and loaded again
 
 Expected = Mapping[Ask, tuple[int, ...]]
 
@@ -115,6 +119,21 @@ class Elastic:
         """The process of a device's memory worker."""
         found = self.children_named("sgl_elastic.memory.worker", f"--device-id {device_id} ")
         return found[0] if found else None
+
+    def expert_slots(self, device_id: int) -> ExpertSlots:
+        """What the memory worker says has pages, and valid content."""
+        worker = self.worker(device_id)
+        assert worker is not None
+        words = command_line(worker).split()
+        path = Path(words[words.index("--socket") + 1])
+        with DeviceClient(path, timeout_s=10.0) as client:
+            return client.expert_slots()
+
+    def unload(self) -> requests.Response:
+        return self.server.unload(CHANGED)
+
+    def load_again(self) -> requests.Response:
+        return self.server.load(CHANGED, zoo.adapter_paths()[CHANGED])
 
     def children_named(self, *words: str) -> list[int]:
         """The front's own children, those with all these words in their command lines."""

@@ -11,10 +11,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.server.elastic_faults import (
+    CHANGED,
     HANG_S,
     SOON_S,
     Elastic,
@@ -119,6 +121,37 @@ def test_the_old_instance_hangs_during_a_scale(elastic: Elastic) -> None:
     assert operation["state"] == "succeeded", operation
     assert elastic.instances()[0] != name
     assert recoveries(elastic) == before, "the scale did it"
+
+
+@pytest.mark.parametrize("change", ["unload", "load"])
+def test_a_rank_is_killed_in_an_adapters_change(elastic: Elastic, change: str) -> None:
+    """It has told its memory worker; its table of adapters still says, or does not yet say, so.
+
+    The change is finished by the rank that replaces it, and no page is lost.
+    """
+    if elastic.size() > 1:
+        assert elastic.scaled(1)["state"] == "succeeded"
+    elastic.wait_for_standby(0)
+    with_it = elastic.expert_slots(0)
+    assert elastic.unload().ok if change == "load" else True
+    name, _ = elastic.instances()
+    worker = elastic.worker(0)
+    assert worker is not None
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(worker, signal.SIGSTOP)
+        answer = pool.submit(elastic.unload if change == "unload" else elastic.load_again)
+        time.sleep(1.0)  # its files are read; it asks the worker for pages, or gives them back
+        os.kill(elastic.rank(name), signal.SIGKILL)
+        os.kill(worker, signal.SIGCONT)
+        assert elastic.wait_for_another(name, SOON_S) < SOON_S
+        assert answer.result(30).ok, answer.result().text
+    assert (CHANGED in elastic.server.adapter_names()) == (change == "load")
+    if change == "unload":
+        assert elastic.expert_slots(0) != with_it
+        assert elastic.load_again().ok
+    assert elastic.expert_slots(0) == with_it
+    with elastic.load():
+        pass
 
 
 @pytest.mark.soak

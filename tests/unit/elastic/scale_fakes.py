@@ -144,6 +144,9 @@ class World:
         if self.lost_devices & set(device_ids):
             raise MemoryLostError(f"devices {self.lost_devices} are lost")
 
+    def mend(self, placement: Placement) -> None:
+        self.call("mend", placement)
+
     def execute(self, step: Step) -> None:
         self.call("execute", step)
         if step not in self.executed:

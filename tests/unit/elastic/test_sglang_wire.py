@@ -66,3 +66,51 @@ def test_what_is_sent_at_once_is_left_to_sglang(wire: sglang_wire.SglangWire) ->
         return await asyncio.wait_for(asking, 1.0)
 
     assert asyncio.run(ask()) == ["a", "b"]
+
+
+def test_answers_of_ranks_that_are_lost_do_not_count(wire: sglang_wire.SglangWire) -> None:
+    """One of two ranks has answered, and then both are replaced, and asked again."""
+    sent: list[Any] = []
+    asker = communicator.FanOutCommunicator(sent.append, 2)
+    sglang_wire.note_who_asks(None, asker, sent.append, 2)
+
+    async def ask() -> Any:
+        asking = asyncio.create_task(asker(Question("three")))
+        await asyncio.sleep(0)
+        assert wire.is_waiting(sent[0])
+        asker.handle_recv("lost")
+        wire.expect_answers(sent[0])
+        asker.handle_recv("a")
+        await asyncio.sleep(0)
+        assert not asking.done()
+        asker.handle_recv("b")
+        assert not wire.is_waiting(sent[0])
+        return await asyncio.wait_for(asking, 1.0)
+
+    assert asyncio.run(ask()) == ["a", "b"]
+    assert not wire.is_waiting(sent[0])
+
+
+def test_a_question_waits_only_until_its_asker_asks_another(wire: sglang_wire.SglangWire) -> None:
+    """Loads and unloads have one asker: it is the unload that waits."""
+
+    @dataclass(frozen=True)
+    class Other:
+        text: str
+
+    sent: list[Any] = []
+    asker = communicator.FanOutCommunicator(sent.append, 1)
+    sglang_wire.note_who_asks(None, asker, sent.append, 1)
+
+    async def ask() -> None:
+        first = asyncio.create_task(asker(Question("load")))
+        await asyncio.sleep(0)
+        asker.handle_recv("loaded")
+        await first
+        second = asyncio.create_task(asker(Other("unload")))
+        await asyncio.sleep(0)
+        assert [wire.is_waiting(each) for each in sent] == [False, True]
+        asker.handle_recv("unloaded")
+        await second
+
+    asyncio.run(ask())

@@ -52,6 +52,7 @@ class FakeWire:
     sent: list[tuple[str, Any]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     is_changing: bool = False
+    waiting: tuple[str, ...] = ()  # names of control messages whose answers have not come
     on_expect: Callable[[Any], None] = lambda message: None
     on_send: Callable[[Any], None] = lambda message: None
 
@@ -70,6 +71,9 @@ class FakeWire:
 
     def expect_answers(self, message):
         self.on_expect(message)
+
+    def is_waiting(self, message):
+        return message.name in self.waiting
 
     def is_request(self, message):
         return isinstance(message, Request | Batch)
@@ -386,3 +390,51 @@ def test_the_window_hears_of_arrivals_first_tokens_and_ends() -> None:
 def test_attainment_without_a_window(bench: Bench) -> None:
     with pytest.raises(ElasticInternalError, match="no SLO window"):
         bench.board.attainment(0.0)
+
+
+def lose_and_replace(bench: Bench) -> None:
+    bench.board.lose("i1")
+    bench.switch(TWO)
+    bench.board.release()
+
+
+def test_the_ranks_that_replace_lost_ones_are_asked_what_those_did_not_answer() -> None:
+    """Otherwise whoever asked waits for its time-out: ten minutes for an adapter's load."""
+    bench = Bench()
+    expected: list[Any] = []
+    bench.wire.on_expect = expected.append
+    bench.wire.waiting = ("load",)
+    bench.board.dispatch(Control("load", is_adapter_change=True))
+    bench.dispatch("a")
+    lose_and_replace(bench)
+    assert bench.sent_to("i2") == ["a@0", "load"]
+    assert [message.name for message in expected] == ["load", "load"]
+
+
+def test_what_was_answered_is_not_asked_again() -> None:
+    bench = Bench()
+    bench.board.dispatch(Control("load", is_adapter_change=True))
+    lose_and_replace(bench)
+    assert bench.sent_to("i2") == []
+
+
+def test_what_came_meanwhile_is_asked_once() -> None:
+    """The question before it, of the same kind, was answered: it is the later one that waits."""
+    bench = Bench()
+    bench.board.dispatch(Control("first"))
+    bench.board.lose("i1")
+    bench.wire.waiting = ("first", "second")  # the wire knows kinds, and not messages
+    bench.board.dispatch(Control("second"))
+    bench.switch(TWO)
+    bench.board.release()
+    assert bench.sent_to("i2") == ["second"]
+
+
+def test_nothing_is_asked_again_after_a_scale() -> None:
+    """The old ranks have answered, or will: they have seen it before they froze."""
+    bench = Bench()
+    bench.wire.waiting = ("flush",)
+    bench.board.dispatch(Control("flush"))
+    bench.switch(THREE)
+    bench.board.release()
+    assert bench.sent_to("i2") == []
