@@ -84,6 +84,14 @@ def scaled_model() -> Model:
     return Model(model.base(), model.adapters(2), "2GiB")
 
 
+MODELS: Mapping[str, Callable[[], Model]] = {"scaled": scaled_model, "demo": demo_model}
+
+
+def result_name(name: str, model: str) -> str:
+    """Of a result of the first of MODELS, its own; of another, with the model's behind it."""
+    return name if model == next(iter(MODELS)) else f"{name}_{model}"
+
+
 @dataclass(frozen=True)
 class Scaled:
     """One scale of one server.
@@ -195,7 +203,6 @@ class MemorySampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.peak_bytes = 0
-        self.peak_of: dict[int, int] = {}  # by worker, that is by device
 
     def __enter__(self) -> MemorySampler:
         self._thread.start()
@@ -213,8 +220,6 @@ class MemorySampler:
             if now - listed_s > 0.2:  # workers come and go
                 pids, listed_s = worker_pids(os.getpid()), now
             self.peak_bytes = max(self.peak_bytes, resident_bytes(pids))
-            for pid in pids:
-                self.peak_of[pid] = max(self.peak_of.get(pid, 0), own_bytes(pid))
             self._stop.wait(self._period_s)
 
 
@@ -248,17 +253,11 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return sum(files.values())
 
 
-def own_bytes(pid: int) -> int:
-    """Bytes behind a worker's own memory: the file that it opened first. 0 when it is gone."""
-    return next(iter(_memory_files(pid).values()), 0)
-
-
 def _memory_files(pid: int) -> dict[tuple[int, int], int]:
-    """(device, inode) -> bytes, the one opened first first; none when the process is gone."""
+    """(device, inode) -> bytes; none when the process is gone."""
     files: dict[tuple[int, int], int] = {}
     with suppress(OSError):
-        entries = Path(f"/proc/{pid}/fd").iterdir()
-        for entry in sorted(entries, key=lambda each: int(each.name)):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):  # closed meanwhile
                 if "memfd:" in str(entry.readlink()):
                     info = entry.stat()
@@ -322,13 +321,11 @@ def has_standbys(flags: Sequence[str]) -> bool:
     return "--scale-strategy" not in flags and "no_standby" not in ",".join(flags)
 
 
-def options_of(
-    description: str, rounds: int, models: Mapping[str, Callable[[], Model]] | None = None
-) -> argparse.Namespace:
-    """--quick, --rounds, --strategies, --out; with `models`, --model, the first by default."""
+def options_of(description: str, rounds: int, *, has_models: bool = False) -> argparse.Namespace:
+    """--quick, --rounds, --strategies, --out; with `has_models`, --model."""
     parser = argparse.ArgumentParser(description=description)
-    if models:
-        parser.add_argument("--model", choices=list(models), default=next(iter(models)))
+    if has_models:
+        parser.add_argument("--model", choices=list(MODELS), default=next(iter(MODELS)))
     parser.add_argument("--quick", action="store_true", help="the fewest scales, one round")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--strategies", nargs="+", help="only these (default: all)")

@@ -5,8 +5,10 @@
     the same by request rate              --> elastic_figure10.json
 
 Each device has KV for a few requests only (`--max-total-tokens`), so that more devices serve more
-though the machine's cores stay the same. Rates are multiples of what one device serves, targets of
-what an idle one needs (bench/elastic_traffic.py), measured once, on the first elastic server.
+though the machine's cores stay the same. Of the scaled model they do; of the demo's, whose steps
+are all overhead, two devices on two cores serve less than one (`--model demo`). Rates are multiples
+of what one device serves, targets of what an idle one needs (bench/elastic_traffic.py), measured
+once, on the first elastic server.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ from typing import Any
 from bench.elastic_bench import (
     ELASTIC,
     FEW_TOKENS,
+    MODELS,
     STRATEGIES,
-    demo_asks,
+    Model,
+    asks_of,
     elastic_server,
     flags_of,
     has_standbys,
     measured_scale,
     options_of,
+    result_name,
     wait_until_parked,
 )
-from bench.elastic_load import Stream
+from bench.elastic_load import Ask, Stream
 from bench.elastic_traffic import (
     Calibration,
     arrivals,
@@ -76,6 +81,15 @@ QUICK = Plan(before_s=5.0, after_s=15.0, rates=(0.5,), rate_s=10.0, scale_at_s=2
 
 
 @dataclass(frozen=True)
+class Offered:
+    """What is served, what it is asked, and what one idle device of it can do."""
+
+    model: Model
+    asks: Sequence[Ask]
+    known: Calibration
+
+
+@dataclass(frozen=True)
 class Played:
     """What came of a trace with a scale in it. Times in seconds of the monotonic clock."""
 
@@ -85,13 +99,13 @@ class Played:
 
 
 async def play_and_scale(
-    url: str, times: Sequence[float], at_s: float, num_old: int, num_new: int
+    url: str, asks: Sequence[Ask], times: Sequence[float], at_s: float, sizes: tuple[int, int]
 ) -> Played:
     """Play a trace, and scale `at_s` seconds after its beginning."""
-    load = asyncio.create_task(play(url, demo_asks(), times))
+    load = asyncio.create_task(play(url, asks, times))
     await asyncio.sleep(at_s)
     began = time.monotonic()
-    scaled = await measured_scale(url, num_old, num_new)
+    scaled = await measured_scale(url, *sizes)
     return Played(await load, began, scaled.ready_s)
 
 
@@ -124,70 +138,84 @@ async def prepared(url: str, strategy: str, num_new: int) -> None:
 
 
 async def measure_step(
-    url: str, strategy: str, step: Step, plan: Plan, known: Calibration
+    url: str, strategy: str, step: Step, plan: Plan, offered: Offered
 ) -> list[dict[str, Any]]:
     """One strategy's part of figure 9, for one load step."""
     await prepared(url, strategy, step.num_new)
-    served = known.requests_per_s
+    served = offered.known.requests_per_s
     spans = [
         (plan.before_s, step.rate_before * served),
         (plan.after_s, step.rate_after * served),
     ]
     times = arrivals(spans, seed=1)
-    played = await play_and_scale(url, times, plan.before_s, step.num_old, step.num_new)
-    return figure9_rows(strategy, step, played, known)
+    sizes = (step.num_old, step.num_new)
+    played = await play_and_scale(url, offered.asks, times, plan.before_s, sizes)
+    return figure9_rows(strategy, step, played, offered.known)
 
 
 async def measure_rates(
-    url: str, strategy: str, plan: Plan, known: Calibration
+    url: str, strategy: str, plan: Plan, offered: Offered
 ) -> list[dict[str, Any]]:
     """One strategy's part of figure 10: a scale 1 -> 2 at each rate, and back again."""
     rows = []
     for rate in plan.rates:
         await prepared(url, strategy, 2)
-        times = arrivals([(plan.rate_s, rate * known.requests_per_s)], seed=2)
-        played = await play_and_scale(url, times, plan.scale_at_s, 1, 2)
-        share = share_met(played.streams, known.targets)
+        times = arrivals([(plan.rate_s, rate * offered.known.requests_per_s)], seed=2)
+        played = await play_and_scale(url, offered.asks, times, plan.scale_at_s, (1, 2))
+        share = share_met(played.streams, offered.known.targets)
         rows.append({"strategy": strategy, "rate": rate, "requests": len(times), "share": share})
         await measured_scale(url, 2, 1)
     return rows
 
 
-def calibration() -> Calibration:
-    """Of one device."""
-    with elastic_server(("--standby-ranks", "0"), 1, FEW_TOKENS) as url:
-        return asyncio.run(calibrate(url, demo_asks()))
+def offer(model: Model) -> Offered:
+    """Measured on one device."""
+    asks = asks_of(model)
+    with elastic_server(("--standby-ranks", "0"), 1, FEW_TOKENS, model) as url:
+        return Offered(model, asks, asyncio.run(calibrate(url, asks)))
+
+
+def measure(
+    strategy: str, plan: Plan, offered: Offered
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A strategy's rows of figures 9 and 10; a server for each load step, and one for all rates."""
+    over_time: list[dict[str, Any]] = []
+    for step in plan.steps:
+        flags = flags_of(strategy, step.num_new)
+        with elastic_server(flags, step.num_old, FEW_TOKENS, offered.model) as url:
+            over_time += asyncio.run(measure_step(url, strategy, step, plan, offered))
+    with elastic_server(flags_of(strategy, 2), 1, FEW_TOKENS, offered.model) as url:
+        return over_time, asyncio.run(measure_rates(url, strategy, plan, offered))
 
 
 def write(name: str, what: str, rows: list[dict[str, Any]], common: Mapping[str, Any]) -> None:
     """One result."""
     figures = {key: value for key, value in common.items() if key != "out"}
-    write_result(name, {"what": what, **figures, "rows": rows}, folder=common["out"])
+    named = result_name(name, common["model"])
+    write_result(named, {"what": what, **figures, "rows": rows}, folder=common["out"])
 
 
 def main() -> None:
     """Measure and write both results, after each strategy."""
-    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], 1)
+    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], 1, has_models=True)
     plan = QUICK if options.quick else Plan()
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
-    known = calibration()
+    offered = offer(MODELS[options.model]())
     common = {
         "out": options.out,
+        "model": options.model,
         "goal": GOAL,
-        "targets": vars(known.targets),
-        "requests_per_s": known.requests_per_s,
+        "targets": vars(offered.known.targets),
+        "requests_per_s": offered.known.requests_per_s,
         "plan": {"before_s": plan.before_s, "after_s": plan.after_s, "rate_s": plan.rate_s},
     }
     over_time: list[dict[str, Any]] = []
     by_rate: list[dict[str, Any]] = []
     for name in names:
         print(name, flush=True)
-        for step in plan.steps:
-            flags = flags_of(name, step.num_new)
-            with elastic_server(flags, step.num_old, FEW_TOKENS) as url:
-                over_time += asyncio.run(measure_step(url, name, step, plan, known))
-        with elastic_server(flags_of(name, 2), 1, FEW_TOKENS) as url:
-            by_rate += asyncio.run(measure_rates(url, name, plan, known))
+        more_over_time, more_by_rate = measure(name, plan, offered)
+        over_time += more_over_time
+        by_rate += more_by_rate
         done = {**common, "is_complete": name == names[-1]}
         write("elastic_figure9", "Requests in time around a load step", over_time, done)
         write("elastic_figure10", "Requests in time by request rate", by_rate, done)

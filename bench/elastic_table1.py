@@ -17,25 +17,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bench.elastic_bench import (
     ELASTIC,
     FEW_TOKENS,
+    MODELS,
     STRATEGIES,
-    Model,
     asks_of,
     check_streams,
-    demo_model,
     elastic_server,
     flags_of,
     has_standbys,
     measured_scale,
     options_of,
     over,
-    scaled_model,
+    result_name,
     wait_until_parked,
 )
 from bench.elastic_load import Ask, Stream, steady
@@ -46,7 +45,6 @@ SIZES = (1, 2)
 NUM_STREAMS = 16
 ROUNDS = 2
 MARGIN_S = 5.0
-MODELS: Mapping[str, Callable[[], Model]] = {"scaled": scaled_model, "demo": demo_model}
 # ElasticMoE, table 1: requests a second before, during, after.
 PAPER = {
     "colocated": (1.338, 0.467, 2.268),
@@ -120,7 +118,7 @@ async def one_run(
 
 def main() -> None:
     """Measure and write bench/results/elastic_table1.json, after each round."""
-    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS, MODELS)
+    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS, has_models=True)
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
     options.rounds = 1 if options.quick else options.rounds
     before_s, after_s = (15.0, 20.0) if options.quick else (60.0, 90.0)
@@ -149,8 +147,7 @@ def write(rounds: Sequence[Mapping[str, Run]], options: argparse.Namespace) -> N
         "is_complete": len(rounds) == options.rounds,
         "rows": rows_of(rounds),
     }
-    name = "elastic_table1" if options.model == "scaled" else f"elastic_table1_{options.model}"
-    write_result(name, figures, folder=options.out)
+    write_result(result_name("elastic_table1", options.model), figures, folder=options.out)
 
 
 if __name__ == "__main__":

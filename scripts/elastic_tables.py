@@ -162,8 +162,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "elastic_gap": (
         "What running streams notice of a scale with a parked standby: the longest gap between\n"
         "two tokens of any stream, over what is allowed (twice the 99th percentile of the seconds\n"
-        "before, plus 100 ms), and the peak of any device's memory over the larger of what it has\n"
-        "before and after:",
+        "before, plus 100 ms), and the peak of all devices' memory over that of the larger\n"
+        "configuration:",
         gaps,
     ),
     "elastic_figure7": (

@@ -231,9 +231,3 @@ def test_gaps_of_all_streams_around_a_scale() -> None:
     assert gaps.allowed_s == pytest.approx(0.14)
     with pytest.raises(ValueError, match="load"):
         elastic_gap.gaps_around([halted], began_s=0.0, ended_s=1.0)
-
-
-def test_the_peak_of_the_device_where_it_is_the_most() -> None:
-    before, after = {1: 100, 2: 50}, {1: 60, 3: 40}
-    assert elastic_gap.peak_over_larger(before, {1: 100, 2: 50, 3: 40}, after) == 1.0
-    assert elastic_gap.peak_over_larger(before, {1: 100, 2: 50, 3: 60}, after) == 1.5
