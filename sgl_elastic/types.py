@@ -8,7 +8,7 @@ numbers them, expert ids as the model numbers them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -33,6 +33,18 @@ class Region:
 
 
 @dataclass(frozen=True)
+class AdapterEntry:
+    """An adapter as every device and instance knows it."""
+
+    adapter_id: str  # SGLang's id of one loaded version
+    name: str
+    path: str
+    adapter_slot: int
+    pinned: bool
+    experts: Mapping[int, tuple[int, ...]]  # layer id -> expert ids, ascending
+
+
+@dataclass(frozen=True)
 class MemoryShape:
     """What a model's memory looks like on any device; the same for every degree of DP and EP."""
 
@@ -46,17 +58,17 @@ class MemoryShape:
         """The regions of one kind, in order."""
         return tuple(region for region in self.regions if region.kind is kind)
 
+    def slots_of_adapter(
+        self, adapter: AdapterEntry, layer_id: int, expert_ids: Container[int]
+    ) -> list[int]:
+        """An adapter's slots in a layer's EXPERT regions, on a device with these base experts.
 
-@dataclass(frozen=True)
-class AdapterEntry:
-    """An adapter as every device and instance knows it."""
-
-    adapter_id: str  # SGLang's id of one loaded version
-    name: str
-    path: str
-    adapter_slot: int
-    pinned: bool
-    experts: Mapping[int, tuple[int, ...]]  # layer id -> expert ids, ascending
+        Its k-th expert there, by ascending id, is in slot M + adapter_slot * E_max + k, on the
+        device of the base expert whose place it takes.
+        """
+        first = self.num_experts + adapter.adapter_slot * self.slots_per_adapter
+        experts = adapter.experts.get(layer_id, ())
+        return [first + k for k, expert in enumerate(experts) if expert in expert_ids]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
     shape, adapters, experts of a device --> [expert_slots, ..] --> Slots (region name -> runs)
 
-Base expert e is in slot e of each layer's EXPERT regions. The k-th expert of an adapter in a layer,
-by ascending id, is in slot M + adapter_slot * E_max + k, on the device of the base expert whose
-place it takes. KV of T tokens takes T + 1 slots: the first is the engine's padding row.
+Base expert e is in slot e of each layer's EXPERT regions, an adapter's experts are where
+`MemoryShape.slots_of_adapter` says. KV of T tokens takes T + 1 slots: the first is the engine's
+padding row.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def _woven_slots(
     expert_ids: frozenset[int],
 ) -> list[int]:
     return [
-        shape.num_experts + adapter.adapter_slot * shape.slots_per_adapter + k
+        slot
         for adapter in adapters
-        for k, expert_id in enumerate(adapter.experts.get(layer_id, ()))
-        if expert_id in expert_ids
+        for slot in shape.slots_of_adapter(adapter, layer_id, expert_ids)
     ]

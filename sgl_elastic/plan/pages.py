@@ -3,8 +3,7 @@
     shape, experts, adapters, KV tokens --> [pages] --> pages, bytes, KV tokens that fit
 
 Slot s of a region is bytes [s*S, (s+1)*S) of its addresses, page p bytes [p*P, (p+1)*P). A page at
-the edge of two resident slots is counted once, as csrc/virtual_tensor.h does. Adapter a's k-th
-expert of a layer sits in slot M + a*E_max + k, on the device where its base expert lives.
+the edge of two resident slots is counted once, as csrc/virtual_tensor.h does.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def expert_slots(
                 f"in layer {layer_id}; there are {shape.max_adapters} slots of "
                 f"{shape.slots_per_adapter}."
             )
-        first = shape.num_experts + adapter.adapter_slot * shape.slots_per_adapter
-        slots.update(first + k for k, expert in enumerate(experts) if expert in here)
+        slots.update(shape.slots_of_adapter(adapter, layer_id, here))
     return tuple(sorted(slots))
 
 
