@@ -245,7 +245,7 @@ class EngineRank:
         sglang_api.drop_pending_input(scheduler)
         self._resumed.clear()
         sglang_api.reset_prefix_cache(scheduler)
-        sglang_api.set_free_slots(scheduler, torch.empty(0, dtype=torch.int64))
+        sglang_api.set_free_slots(scheduler, handover.used_slots(scheduler))  # none
         self.memory.required_mapping().park()
         self._leave_worker()
         self.attached = None
