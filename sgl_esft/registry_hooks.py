@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_esft import sglang_api
 from sgl_esft.errors import EsftError, UnknownAdapterError
+from sgl_esft.lifecycle.engine import nobody_looks
 from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
 from sgl_esft.lifecycle.sglang_engine import engine_of
 
@@ -24,7 +25,7 @@ async def load(manager: Any, obj: Any, request: Any = None) -> Any:
             obj.lora_name,
             Path(obj.lora_path),
             pinned=bool(obj.pinned),
-            on_progress=lambda phase, share: None,
+            on_progress=nobody_looks,
         )
     except EsftError as error:
         return _failed(manager, error)

@@ -26,6 +26,10 @@ class LoadPhase(Enum):
 OnProgress: TypeAlias = Callable[[LoadPhase, float], None]
 
 
+def nobody_looks(phase: LoadPhase, share: float) -> None:
+    """OnProgress of a load that nobody has asked about."""
+
+
 @dataclass(frozen=True)
 class LoadedAdapter:
     """One version of an adapter that the ranks hold."""

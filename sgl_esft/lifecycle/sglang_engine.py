@@ -38,7 +38,13 @@ from sgl_esft.lifecycle.content import (
     content_at_launch,
     read_content,
 )
-from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, OnProgress, Residency
+from sgl_esft.lifecycle.engine import (
+    LoadedAdapter,
+    LoadPhase,
+    OnProgress,
+    Residency,
+    nobody_looks,
+)
 from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
@@ -121,7 +127,7 @@ class SglangEngine:
                 raise AdapterGoneError(f"UnknownAdapterError: adapter {name!r} is not loaded")
             with contextlib.suppress(AdapterExistsError):  # another request has brought it
                 folder, pinned = Path(known.lora_path), bool(known.pinned)
-                await self.load(name, folder, pinned=pinned, on_progress=_nobody_looks)
+                await self.load(name, folder, pinned=pinned, on_progress=nobody_looks)
 
     # ---- AdapterEngine ----
 
@@ -338,10 +344,6 @@ class SglangEngine:
         except asyncio.CancelledError:
             task.add_done_callback(_log_failure)  # nobody else will hear of it
             raise
-
-
-def _nobody_looks(phase: LoadPhase, share: float) -> None:
-    """Progress of a load that nobody has asked about."""
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:
