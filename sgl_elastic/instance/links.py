@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from sgl_elastic import wire
-from sgl_elastic.errors import ElasticError, EngineFailedError
+from sgl_elastic.errors import ElasticError, EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance import messages as m
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,8 @@ class RankLink:
     def expect(self, kind: type[Answer], deadline: float) -> Answer:
         """The next message, which must be of this kind, by `time.monotonic()` at `deadline`.
 
-        Raises EngineFailedError when the rank fails, dies, is late or says something else.
+        Raises EngineFailedError when the rank fails, dies, is late or says something else, and
+        MemoryWorkerError when it could not do what was asked because of its memory worker.
         """
         self.is_awaited = True
         try:
@@ -116,7 +117,9 @@ class RankLink:
             self._inbox.put(message)  # every later call fails alike
             raise EngineFailedError(f"{self.name}: {message}") from message
         if isinstance(message, m.Failed):
-            raise EngineFailedError(f"{self.name}: {message.error}: {message.message}")
+            is_memory = message.error == MemoryWorkerError.__name__
+            failed = MemoryWorkerError if is_memory else EngineFailedError
+            raise failed(f"{self.name}: {message.error}: {message.message}")
         if not isinstance(message, kind):
             raise EngineFailedError(
                 f"{self.name} sent {type(message).__name__}, not {kind.__name__}"

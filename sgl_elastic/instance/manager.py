@@ -167,7 +167,7 @@ class InstanceManager(InstanceTable):
             self._hmm.client(device_id)  # a dead worker is named as such
         name = self._take_standby(placement.device_ids)
         if name is not None:
-            try:
+            try:  # where its memory worker failed, another instance would fail alike
                 return self._attach(name, placement)
             except EngineFailedError as error:
                 logger.warning("elastic: standby %s is of no use: %s", name, error)

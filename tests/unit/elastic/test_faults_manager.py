@@ -314,6 +314,19 @@ def test_a_standby_of_no_use_is_replaced_by_a_fresh_one(scene: Scene, fault: str
     assert standby not in scene.names()
 
 
+def test_a_standby_whose_memory_worker_hangs_is_not_replaced(scene: Scene) -> None:
+    """Another instance would take long to start, and would wait for the same worker in vain."""
+    scene.first(ONE)
+    standby = scene.manager._park_new((0, 1))
+    rank = scene.ranks[standby][0]
+    rank.mutes = {m.Attach}
+    failed = m.Failed("MemoryWorkerError", "the memory worker hangs")
+    threading.Timer(0.05, rank.channel.send, (failed,)).start()
+    with pytest.raises(MemoryWorkerError, match="hangs"):
+        scene.manager.prepare(TWO)
+    assert scene.names() == {"i1"}
+
+
 def test_a_standby_that_is_being_started_is_waited_for(scene: Scene) -> None:
     scene.first(ONE)
     go_on = threading.Event()

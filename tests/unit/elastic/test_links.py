@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sgl_elastic import wire
-from sgl_elastic.errors import ElasticError, EngineFailedError
+from sgl_elastic.errors import ElasticError, EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.links import RankServer, expect_all, send_all
 
@@ -122,10 +122,18 @@ def test_all_ranks_share_one_deadline(bench: Bench) -> None:
     assert time.monotonic() - started < 2
 
 
-def test_a_rank_that_fails_says_why(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("named", "raised"),
+    [
+        ("MemoryWorkerError", MemoryWorkerError),  # no fault of the rank
+        ("PeerCopyError", EngineFailedError),
+        ("SystemExit", EngineFailedError),  # whatever it says
+    ],
+)
+def test_a_rank_that_fails_says_why(bench: Bench, named: str, raised: type[Exception]) -> None:
     [link], [rank] = bench.start(1)
-    rank.channel.send(m.Failed("MemoryWorkerError", "no pages left"))
-    with pytest.raises(EngineFailedError, match="i1: MemoryWorkerError: no pages left"):
+    rank.channel.send(m.Failed(named, "no pages left"))
+    with pytest.raises(raised, match=f"i1: {named}: no pages left"):
         link.expect(m.Done, soon())
     rank.channel.send(m.Done())
     assert link.expect(m.Done, soon()) == m.Done(), "it is as it was before"
