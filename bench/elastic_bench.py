@@ -35,6 +35,7 @@ from sgl_esft import zoo
 from sgl_esft.zoo import serving
 
 MAX_DEVICES = 6  # so that extravagant scaling has devices for 2 -> 4
+DEVICE_MEMORY = "64MiB"  # for the demo
 # KV that leaves room on a device: otherwise it takes all of it, and every strategy's peak is that.
 SOME_KV = ("--max-total-tokens", "16384")
 # KV for a few requests: what ends first on a device.
@@ -75,7 +76,7 @@ class Model:
 
 def demo_model() -> Model:
     """The demo's: a step is hardly longer than what it takes to begin one."""
-    return Model(zoo.base_path(), zoo.adapter_paths(), "64MiB")
+    return Model(zoo.base_path(), zoo.adapter_paths(), DEVICE_MEMORY)
 
 
 def scaled_model() -> Model:
