@@ -295,14 +295,14 @@ async def walk(
     return found
 
 
-def demo_asks(count: int = 40, tokens: range = range(24, 120)) -> list[Ask]:
+def demo_asks() -> list[Ask]:
     """Held-out prompts of the demo for the base and its adapters."""
-    return asks_of(demo_model(), count, tokens)
+    return asks_of(demo_model())
 
 
-def asks_of(model: Model, count: int = 40, tokens: range = range(24, 120)) -> list[Ask]:
+def asks_of(model: Model) -> list[Ask]:
     """The demo's held-out prompts, for a model's base and its adapters."""
-    return elastic_load.make_asks(list(model.adapters), count, tokens)
+    return elastic_load.make_asks(list(model.adapters), 40, range(24, 120))
 
 
 def check_streams(streams: Sequence[Stream]) -> None:

@@ -22,7 +22,7 @@ from sgl_elastic.memory import mending, processes
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
 from sgl_elastic.memory.processes import Here, Launcher, Worker, WorkerOptions
-from sgl_elastic.memory.runs import Runs, Slots, merge, pages_under, subtract
+from sgl_elastic.memory.runs import Runs, Slots, difference, merge, pages_under
 from sgl_elastic.memory.slots import adapter_slots, expert_slots, kv_slots, trunk_slots
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
 
@@ -380,5 +380,5 @@ _STARTED = "(worker)"  # in the changes of ADD_DEVICE: this step started it
 
 
 def _less(changes: Changes, slots: Slots) -> Changes:
-    left = {name: subtract(runs, slots.get(name, ())) for name, runs in changes.items()}
-    return {name: runs for name, runs in left.items() if runs or name == _STARTED}
+    started: Changes = {_STARTED: ()} if _STARTED in changes else {}
+    return started | difference(changes, slots)

@@ -14,9 +14,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sgl_elastic.memory.client import DeviceClient
-from sgl_elastic.memory.runs import Runs, Slots, merge, subtract
-from sgl_elastic.memory.slots import adapter_slots
-from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, RegionKind
+from sgl_elastic.memory.runs import Runs, Slots, difference
+from sgl_elastic.memory.slots import adapter_slots, expert_slots
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def whole(
         adapter
         for adapter in adapters
         if all(
-            _has(slots, adapter_slots(shape, adapter, placement.experts_of(device)))
+            not difference(adapter_slots(shape, adapter, placement.experts_of(device)), slots)
             for device, slots in loaded.items()
         )
     )
@@ -64,19 +64,13 @@ def whole(
 def surplus(
     shape: MemoryShape,
     expert_ids: Iterable[int],
-    adapters: Iterable[AdapterEntry],
+    adapters: Sequence[AdapterEntry],
     mapped: Slots,
 ) -> dict[str, Runs]:
-    """Slots with pages that are adapters', but of none of these on a device with these experts."""
-    experts = frozenset(expert_ids)
-    own = [adapter_slots(shape, adapter, experts) for adapter in adapters]
-    found = {}
-    for region in shape.of_kind(RegionKind.EXPERT):
-        kept = merge(run for slots in own for run in slots.get(region.name, ()))
-        base = (0, shape.num_experts)
-        found[region.name] = subtract(mapped.get(region.name, ()), [base, *kept])
-    return {name: runs for name, runs in found.items() if runs}
+    """Slots with pages that are adapters', but of none of these on a device with these experts.
 
-
-def _has(slots: Slots, wanted: Slots) -> bool:
-    return not any(subtract(runs, slots.get(name, ())) for name, runs in wanted.items())
+    `mapped`: of EXPERT regions only.
+    """
+    own = expert_slots(shape, adapters, expert_ids)
+    base = (0, shape.num_experts)
+    return difference(mapped, {name: (base, *own.get(name, ())) for name in mapped})

@@ -50,6 +50,12 @@ def intersect(runs: Iterable[Run], others: Iterable[Run]) -> Runs:
     return subtract(wanted, subtract(wanted, others))
 
 
+def difference(slots: Slots, taken: Slots) -> dict[str, Runs]:
+    """The slots, by region, that are not in `taken`; regions without any are left out."""
+    left = {name: subtract(runs, taken.get(name, ())) for name, runs in slots.items()}
+    return {name: runs for name, runs in left.items() if runs}
+
+
 def num_slots(runs: Iterable[Run]) -> int:
     """How many slots disjoint runs have."""
     return sum(count for _, count in runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,13 @@ def wire() -> Iterator[sglang_wire.SglangWire]:
     made._context.term()
 
 
+def asker_of(send: Callable[[Any], None], fan_out: int, mode: str = "queueing") -> Any:
+    """SGLang's communicator, as the hook leaves it."""
+    asker = communicator.FanOutCommunicator(send, fan_out, mode)
+    sglang_wire.note_who_asks(None, asker, send, fan_out, mode)
+    return asker
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("mode", ["queueing", "watching"])
 def test_what_is_held_waits_for_the_ranks_that_get_it(
@@ -35,8 +42,7 @@ def test_what_is_held_waits_for_the_ranks_that_get_it(
 ) -> None:
     """With SGLang's own count it ends too early, its last answer the next one's; or never."""
     held: list[Any] = []
-    asker = communicator.FanOutCommunicator(held.append, before, mode)
-    sglang_wire.note_who_asks(None, asker, held.append, before, mode)
+    asker = asker_of(held.append, before, mode)
 
     async def ask() -> Any:
         asking = asyncio.create_task(asker(Question("one")))
@@ -54,8 +60,7 @@ def test_what_is_held_waits_for_the_ranks_that_get_it(
 
 
 def test_what_is_sent_at_once_is_left_to_sglang(wire: sglang_wire.SglangWire) -> None:
-    asker = communicator.FanOutCommunicator(wire.expect_answers, 2)
-    sglang_wire.note_who_asks(None, asker, wire.expect_answers, 2)
+    asker = asker_of(wire.expect_answers, 2)
 
     async def ask() -> Any:
         asking = asyncio.create_task(asker(Question("two")))
@@ -71,8 +76,7 @@ def test_what_is_sent_at_once_is_left_to_sglang(wire: sglang_wire.SglangWire) ->
 def test_answers_of_ranks_that_are_lost_do_not_count(wire: sglang_wire.SglangWire) -> None:
     """One of two ranks has answered, and then both are replaced, and asked again."""
     sent: list[Any] = []
-    asker = communicator.FanOutCommunicator(sent.append, 2)
-    sglang_wire.note_who_asks(None, asker, sent.append, 2)
+    asker = asker_of(sent.append, 2)
 
     async def ask() -> Any:
         asking = asyncio.create_task(asker(Question("three")))
@@ -99,8 +103,7 @@ def test_a_question_waits_only_until_its_asker_asks_another(wire: sglang_wire.Sg
         text: str
 
     sent: list[Any] = []
-    asker = communicator.FanOutCommunicator(sent.append, 1)
-    sglang_wire.note_who_asks(None, asker, sent.append, 1)
+    asker = asker_of(sent.append, 1)
 
     async def ask() -> None:
         first = asyncio.create_task(asker(Question("load")))
