@@ -67,8 +67,9 @@ class Tunnels:
         self._entrances: dict[Path, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_strangers = 0
-        self._loop = asyncio.new_event_loop()
+        self._changing = threading.RLock()  # one thread at a time opens, shuts or closes
         self._gateway = _listen(host)
+        self._loop = asyncio.new_event_loop()
         self.address: Address = self._gateway.getsockname()[:2]
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="elastic-tunnels", daemon=True
@@ -89,35 +90,40 @@ class Tunnels:
     def open(self, path: Path, name: str, address: Address) -> None:
         """Listen at `path`; what connects there is led to `name` at that gateway.
 
-        Raises ElasticConfigError when something is at `path`.
+        Raises ElasticConfigError when something is at `path`, NodeLostError after `close`.
         """
-        listener = wire.listen(path)
-        listener.setblocking(False)
 
         async def lead(sock: socket.socket) -> None:
             await self._lead(sock, name, address)
 
-        self._entrances[path] = listener
-        self._run(self._enter(listener, lead))
+        with self._changing:
+            if self._loop.is_closed():
+                raise NodeLostError(f"{name} cannot be reached: the tunnels here are closed")
+            listener = wire.listen(path)
+            listener.setblocking(False)
+            self._entrances[path] = listener
+            self._run(self._enter(listener, lead))
 
     def shut(self, path: Path) -> None:
         """End a listener of `open`; connections go on. Harmless a second time."""
-        listener = self._entrances.pop(path, None)
-        if listener is not None:
-            self._run(self._leave(listener))
-            path.unlink(missing_ok=True)
+        with self._changing:
+            listener = self._entrances.pop(path, None)
+            if listener is not None:
+                self._run(self._leave(listener))
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End everything, connections too. Harmless a second time."""
-        if self._loop.is_closed():
-            return
-        for path in list(self._entrances):
-            self.shut(path)
-        self._run(self._leave(self._gateway))
-        self._run(_cancelled(self._tasks))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CALL_S)
-        self._loop.close()
+        """End everything, connections too. Harmless a second time, also while another one runs."""
+        with self._changing:
+            if self._loop.is_closed():
+                return
+            for path in list(self._entrances):
+                self.shut(path)
+            self._run(self._leave(self._gateway))
+            self._run(_cancelled(self._tasks))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CALL_S)
+            self._loop.close()
 
     # ---- in the thread ----
 

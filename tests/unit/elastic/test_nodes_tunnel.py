@@ -10,13 +10,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from sgl_elastic import wire
-from sgl_elastic.errors import ElasticConfigError, MemoryWorkerError, PeerCopyError, WireError
+from sgl_elastic.errors import (
+    ElasticConfigError,
+    MemoryWorkerError,
+    NodeLostError,
+    PeerCopyError,
+    WireError,
+)
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.nodes import tunnel
@@ -309,6 +316,37 @@ def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list((tmp_path / "b").iterdir()) == []
     assert settle(count_fds) == before
     assert threading.active_count() <= threads + 1
+
+
+def test_many_threads_close_at_once(tmp_path: Path) -> None:
+    """Each of them comes back when everything has ended, none with an error."""
+    before = settle(count_fds)
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(20):
+            far = Tunnels(SECRET, "127.0.0.1")
+            far.open(tmp_path / f"{number}", "echo", far.address)
+            together = threading.Barrier(4)
+            closings = [pool.submit(close_with, far, together) for _ in range(4)]
+            for closing_of_one in closings:
+                closing_of_one.result(5.0)
+    assert list(tmp_path.iterdir()) == []
+    assert settle(count_fds) == before
+
+
+def close_with(found: Tunnels, others: threading.Barrier) -> None:
+    others.wait(5.0)
+    found.close()
+    assert found._loop.is_closed()
+
+
+def test_nothing_is_opened_after_the_end(tmp_path: Path) -> None:
+    found = Tunnels(SECRET, "127.0.0.1")
+    found.close()
+    found.close()
+    found.shut(tmp_path / "echo")
+    with pytest.raises(NodeLostError, match="closed"):
+        found.open(tmp_path / "echo", "echo", found.address)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_all_of_a_device_through_a_tunnel(pair: Pair) -> None:
