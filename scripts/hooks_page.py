@@ -15,8 +15,8 @@ from sgl_elastic.engine.hooks import ENGINE_HOOKS
 from sgl_esft.hook_ledger import Hook
 from sgl_esft.hooks import (
     CPU_HOOKS,
-    HEALTH_HOOKS,
     JSON_LOG_HOOKS,
+    LAUNCHER_HOOKS,
     OBSERVE_HOOKS,
     ROUTER_HOOKS,
     WEAVE_HOOKS,
@@ -54,9 +54,9 @@ def page() -> str:
         *_section("JSON logs", "Installed with `--log-format json`.", JSON_LOG_HOOKS),
         *_section("Rerouting in the router", "Installed with `--reroute router`.", ROUTER_HOOKS),
         *_section(
-            "Health and the end of the server",
+            "Start, health and end of the server",
             "Installed by our launcher, with and without weaving: [health.md](health.md).",
-            HEALTH_HOOKS,
+            LAUNCHER_HOOKS,
         ),
         *_section(
             "The CPU reference platform",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from sgl_esft import memory_hooks, registry_hooks, request_hooks, schedule_hooks, weave_hooks
 from sgl_esft.health import beats, process
 from sgl_esft.hook_ledger import Hook, HookKind
+from sgl_esft.launch import ports
 from sgl_esft.lifecycle import registry
 from sgl_esft.observe import engine_hooks, json_logs
 from sgl_esft.platform import collectives, cpu_hooks
@@ -137,7 +138,16 @@ CPU_HOOKS: tuple[Hook, ...] = (
 )
 
 # Wherever our launcher runs: with and without weaving, on any device.
-HEALTH_HOOKS: tuple[Hook, ...] = (
+LAUNCHER_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.server_args.PortArgs.init_new",
+        kind=HookKind.AFTER,
+        function=ports.choose_rendezvous,
+        parameters=("server_args", "dp_rank", "worker_ports"),
+        why="SGLang lets the kernel choose where ranks will meet, from the range of outgoing "
+        "connections: one of those may have the port by then, and the server does not start",
+        remove_when="SGLang holds the port until its ranks listen there",
+    ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
         kind=HookKind.BEFORE,

@@ -50,7 +50,7 @@ def select_hooks() -> tuple[Hook, ...]:
     if platform.is_active():
         selected += hooks.CPU_HOOKS
     if env.health_board() is not None:
-        selected += hooks.HEALTH_HOOKS
+        selected += hooks.LAUNCHER_HOOKS
     config = current_config()
     if config is not None:
         selected += hooks.WEAVE_HOOKS + hooks.OBSERVE_HOOKS

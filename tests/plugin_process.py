@@ -55,7 +55,7 @@ def in_place(ledger: tuple[Hook, ...]) -> dict[str, bool]:
 
 
 WEAVING = hooks.CPU_HOOKS + hooks.WEAVE_HOOKS + hooks.ROUTER_HOOKS
-EVERYTHING = WEAVING + hooks.HEALTH_HOOKS + ENGINE_HOOKS + FRONT_HOOKS
+EVERYTHING = WEAVING + hooks.LAUNCHER_HOOKS + ENGINE_HOOKS + FRONT_HOOKS
 
 
 def everything_in_place() -> dict[str, bool]:
@@ -113,6 +113,19 @@ def our_launcher_without_weaving() -> Any:
     os.environ["ESFT_HEALTH_BOARD"] = "/nowhere"
     load()
     return {"in_place": everything_in_place(), "complaint": complaint()}
+
+
+@scenario
+def where_ranks_meet() -> Any:
+    """What SGLang chooses under our launcher, for each of two servers and one that has its own."""
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    os.environ["ESFT_PLATFORM"] = "cpu"
+    os.environ["ESFT_HEALTH_BOARD"] = "/nowhere"
+    load()
+    given: list[dict[str, Any]] = [{"port": 29990}, {"port": 29990}, {"nccl_port": 12345}]
+    servers = [ServerArgs(model_path="unused", device="cpu", **more) for more in given]
+    return [PortArgs.init_new(server).nccl_port for server in servers]
 
 
 @scenario

@@ -99,7 +99,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *sglang_argv,
         ),
-        environment=platform_environment(flags.tp_size),
+        environment=platform_environment(_num_ranks(flags, sglang_argv)),
         device_environment=device_environment,
         host=flags.host,
         port=flags.port,
@@ -281,6 +281,12 @@ def _is_float32(model_path: Path) -> bool:
         return read_moe_spec(model_path).dtype == "float32"
     except UnsupportedModelError:  # not a model of ours, or not a local folder
         return False
+
+
+def _num_ranks(flags: LaunchFlags, sglang_argv: Sequence[str]) -> int:
+    """DP attention divides the ranks of --tp-size; without it each DP rank has so many."""
+    is_shared = "--enable-dp-attention" in sglang_argv
+    return flags.tp_size * (1 if is_shared else flags.dp_size)
 
 
 def platform_environment(num_ranks: int) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """TCP ports on this machine: is one free, which one is.
 
 launch/plan.py (may we listen there?)   zoo/serving.py, tests (where shall we listen?)
+SGLang, by a hook (where will its ranks meet?)
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import itertools
 import os
 import socket
 import tempfile
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 from sgl_esft.errors import ConfigError
 
@@ -18,8 +21,13 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20000
 # SGLang derives further ports from the one it serves on: neighbours would collide.
 _STEP = 37
+_MAX_DERIVED = 300  # how far from its own they are, at most
+_ANY_HOST = "0.0.0.0"  # where ranks listen
 _turn = itertools.count(os.getpid())
-_claims: dict[int, int] = {}  # port -> descriptor of its locked file, for this process's life
+# Descriptors of the locked files of ports that this process has chosen, the newest last. When so
+# many more have been chosen, something listens at the oldest, or never will.
+_claims: deque[int] = deque()
+_MAX_CLAIMS = 32
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -38,9 +46,11 @@ def check_port_free(host: str, port: int) -> None:
         ) from error
 
 
-def pick_free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now, that nobody else who asks here gets while this process lives,
-    and that the kernel will give to nobody by itself.
+def pick_free_port(host: str = "127.0.0.1", beside: int | None = None) -> int:
+    """A port that is free now, and that neither others who ask here nor the kernel give away.
+
+    `beside`: the port of a server, which will listen there and near it; none of those is chosen.
+    The port is kept while this process lives and has not chosen many more.
 
     Asking the kernel for any free port is not enough: it takes it from the range from which
     it also numbers outgoing connections, and one of those may take it before the server does.
@@ -49,6 +59,8 @@ def pick_free_port(host: str = "127.0.0.1") -> int:
     candidates = range(_LOWEST, _first_ephemeral(), _STEP)
     for _ in candidates:
         port = candidates[next(_turn) % len(candidates)]
+        if beside is not None and abs(port - beside) <= _MAX_DERIVED:
+            continue
         try:
             check_port_free(host, port)
         except ConfigError:
@@ -58,10 +70,20 @@ def pick_free_port(host: str = "127.0.0.1") -> int:
     raise ConfigError(f"no free port on {host} from {_LOWEST} to {candidates.stop - 1}")
 
 
+def choose_rendezvous(
+    port_args: Any, server_args: Any, dp_rank: int | None = None, worker_ports: Any = None
+) -> None:
+    """After SGLang's `PortArgs.init_new`: where ranks meet, unless the user has said it.
+
+    They meet there only when each has imported SGLang, half a minute later on a busy machine.
+    Raises ConfigError if no port is free.
+    """
+    if server_args.nccl_port is None:
+        port_args.nccl_port = pick_free_port(_ANY_HOST, beside=server_args.port)
+
+
 def _claim(port: int) -> bool:
     """Whether the port is ours: a server listens only some seconds after its port was chosen."""
-    if port in _claims:
-        return True
     folder = Path(tempfile.gettempdir()) / f"sgl-esft-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     claim = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -70,7 +92,9 @@ def _claim(port: int) -> bool:
     except BlockingIOError:
         os.close(claim)
         return False
-    _claims[port] = claim
+    _claims.append(claim)
+    if len(_claims) > _MAX_CLAIMS:
+        os.close(_claims.popleft())
     return True
 
 

@@ -27,6 +27,7 @@ LAYOUTS = {
     "one-rank": (*CHUNKED, "--expert-page-size", AWKWARD_PAGE),
     "tp2-ep2": TP2_EP2,
     "dp2-ep2": (*DP2_EP2, "--expert-page-size", "2MiB"),
+    "replicas": (*CHUNKED, "--dp-size", "2"),
     "padded": (*CHUNKED, "--expert-memory", "padded", "--reroute", "unfused"),
 }
 # Rerouting inside the router: softmax, and sigmoid with a bias and groups.
@@ -44,6 +45,7 @@ CASES = [
     ("DeepseekV3ForCausalLM", "router-tp2-ep2"),
     ("DeepseekV2ForCausalLM", "router"),
     ("DeepseekV2ForCausalLM", "padded"),
+    ("DeepseekV2ForCausalLM", "replicas"),
     *itertools.product(
         ("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM", DP_ARCHITECTURE),
         ("one-rank", "tp2-ep2", "dp2-ep2"),

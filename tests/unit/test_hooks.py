@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OBSERVE_HOOKS = hooks.OBSERVE_HOOKS + hooks.JSON_LOG_HOOKS
 LEDGER = (
     hooks.CPU_HOOKS
-    + hooks.HEALTH_HOOKS
+    + hooks.LAUNCHER_HOOKS
     + hooks.WEAVE_HOOKS
     + OBSERVE_HOOKS
     + hooks.ROUTER_HOOKS
@@ -29,7 +29,7 @@ LEDGER = (
     + FRONT_HOOKS
 )
 CPU_TARGETS = {hook.target for hook in hooks.CPU_HOOKS}
-HEALTH_TARGETS = {hook.target for hook in hooks.HEALTH_HOOKS}
+LAUNCHER_TARGETS = {hook.target for hook in hooks.LAUNCHER_HOOKS}
 WEAVE_TARGETS = {hook.target for hook in hooks.WEAVE_HOOKS}
 ROUTER_TARGETS = {hook.target for hook in hooks.ROUTER_HOOKS}
 ENGINE_TARGETS = {hook.target for hook in ENGINE_HOOKS}
@@ -111,7 +111,7 @@ def answer_of(results: dict[str, Any], scenario: str) -> Any:
         ("weaving_on_an_accelerator", WEAVE_TARGETS | ROUTER_TARGETS),
         ("weaving_with_sglangs_router", CPU_TARGETS | WEAVE_TARGETS),
         ("weaving_off", CPU_TARGETS),
-        ("our_launcher_without_weaving", CPU_TARGETS | HEALTH_TARGETS),
+        ("our_launcher_without_weaving", CPU_TARGETS | LAUNCHER_TARGETS),
     ],
 )
 def test_the_right_hooks_are_in_place(
@@ -120,6 +120,16 @@ def test_the_right_hooks_are_in_place(
     answer = answer_of(results, scenario)
     assert {target for target, holds in answer["in_place"].items() if holds} == expected
     assert answer["complaint"] == ""
+
+
+def test_no_outgoing_connection_takes_the_port_where_ranks_will_meet(
+    results: dict[str, Any],
+) -> None:
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    one, other, given = answer_of(results, "where_ranks_meet")
+    assert one != other
+    assert 1024 <= min(one, other) <= max(one, other) < first_ephemeral
+    assert given == 12345
 
 
 @pytest.mark.parametrize(

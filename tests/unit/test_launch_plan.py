@@ -30,6 +30,7 @@ from sgl_esft.launch import flags, plan
 from sgl_esft.launch.plan import LaunchPlan
 from sgl_esft.launch.ports import pick_free_port
 from tests.adapter_factory import random_base_config, write_random_adapter, write_random_base
+from tests.unit.elastic.memory_workers import count_fds
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
@@ -246,12 +247,18 @@ def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "threads", "bind"), [(1, "3", "4,5,6"), (2, "1", "4|5"), (4, "1", "4|5|6|7")]
+    ("sizes", "threads", "bind"),
+    [
+        ("--tp-size 1", "3", "4,5,6"),
+        ("--tp-size 2", "1", "4|5"),
+        ("--tp-size 4", "1", "4|5|6|7"),
+        ("--dp-size 2", "1", "4|5"),
+        ("--dp-size 2 --tp-size 2", "1", "4|5|6|7"),
+        ("--dp-size 2 --tp-size 2 --enable-dp-attention", "1", "4|5"),
+    ],
 )
-def test_each_rank_gets_cores_of_its_own(
-    make: Make, num_ranks: int, threads: str, bind: str
-) -> None:
-    environment = make(f"--model-path BASE --tp-size {num_ranks}").environment
+def test_each_rank_gets_cores_of_its_own(make: Make, sizes: str, threads: str, bind: str) -> None:
+    environment = make(f"--model-path BASE {sizes}").environment
     assert environment == {
         "SGLANG_PLATFORM": "sgl_esft_cpu",
         "TORCHDYNAMO_DISABLE": "1",
@@ -337,6 +344,23 @@ def test_picked_ports_differ_and_no_connection_takes_them() -> None:
     ports = [pick_free_port() for _ in range(20)]
     assert len(set(ports)) == 20
     assert all(1024 <= port < first_ephemeral for port in ports)
+
+
+def test_no_port_is_picked_that_a_server_will_take() -> None:
+    """Nor one that SGLang derives from the server's own."""
+    server = pick_free_port()
+    picked = [pick_free_port(beside=server) for _ in range(1000)]
+    assert min(abs(port - server) for port in picked) > 240
+
+
+def test_ports_do_not_run_out() -> None:
+    """Of a process that has chosen many, as a node's agent does, nor of its neighbours."""
+    before = count_fds()
+    for _ in range(1000):
+        pick_free_port()
+    assert count_fds() <= before + 32
+    code = "from sgl_esft.launch import ports; print(ports.pick_free_port())"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
