@@ -9,6 +9,7 @@ instance they belong to. When this process or a rank ends, all of them end.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -81,7 +82,7 @@ def _run(spec: InstanceSpec, start_method: str) -> int:
 
     load_plugins()
     from sglang.srt.entrypoints.engine import _set_envs_and_config
-    from sglang.srt.managers.data_parallel_controller import DataParallelController
+    from sglang.srt.managers import data_parallel_controller
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
@@ -98,9 +99,10 @@ def _run(spec: InstanceSpec, start_method: str) -> int:
     signal.signal(signal.SIGQUIT, _rank_failed)  # sent by a rank that hit an exception
     server_args.check_server_args()
     publish(server_args, role="dp_controller")
-    PortArgs.init_new = staticmethod(_port_args(spec, PortArgs, server_args))
-    controller = DataParallelController(
-        server_args, PortArgs.init_new(server_args), run_scheduler_process
+    ports = InstancePorts(spec, PortArgs, server_args)
+    data_parallel_controller.PortArgs = ports  # of which it asks `init_new`, and nothing else
+    controller = data_parallel_controller.DataParallelController(
+        server_args, ports.init_new(server_args), run_scheduler_process
     )
     if server_args.node_rank == 0:
         controller.event_loop()
@@ -113,44 +115,41 @@ def _rank_failed(signum: int, frame: FrameType | None) -> None:
     os._exit(3)  # its children are killed with it
 
 
-def _port_args(spec: InstanceSpec, port_args: Any, first: Any) -> Any:
-    """In place of PortArgs.init_new: outputs go to the front, everything else stays in here.
+class InstancePorts:
+    """In place of SGLang's PortArgs: outputs go to the front, everything else stays in here.
 
     With a supervisor for each rank, requests come from that of rank 0, at its node's address.
     """
 
-    host = "127.0.0.1"
-    if first.dist_init_addr:
-        host = first.dist_init_addr.rpartition(":")[0]
+    def __init__(self, spec: InstanceSpec, port_args: Any, server_args: Any) -> None:
+        self._spec = spec
+        self._port_args = port_args
+        host, _, _ = (server_args.dist_init_addr or "").rpartition(":")
+        self._host = host or "127.0.0.1"
+        self._calls = itertools.count()  # SGLang asks once for the controller, then for each rank
 
     def init_new(
-        server_args: Any, dp_rank: int | None = None, worker_ports: list[int] | None = None
+        self, server_args: Any, dp_rank: int | None = None, worker_ports: list[int] | None = None
     ) -> Any:
-        prefix = own_input = spec.input_ipc
+        """SGLang's PortArgs, as its own `init_new` gives them."""
+        prefix = own_input = self._spec.input_ipc
+        is_for_a_rank = next(self._calls) > 0
         if dp_rank is not None and worker_ports is not None:
-            own_input = f"tcp://{host}:{worker_ports[dp_rank]}"
-        elif _is_for_a_rank():
+            own_input = f"tcp://{self._host}:{worker_ports[dp_rank]}"
+        elif is_for_a_rank:
             own_input = f"{prefix}.rank"
-        return port_args(
-            tokenizer_ipc_name=spec.tokenizer_ipc,
+        return self._port_args(
+            tokenizer_ipc_name=self._spec.tokenizer_ipc,
             scheduler_input_ipc_name=own_input,
-            detokenizer_ipc_name=spec.detokenizer_ipc,
+            detokenizer_ipc_name=self._spec.detokenizer_ipc,
             nccl_port=_free_port(),
             rpc_ipc_name=f"{prefix}.rpc",
             metrics_ipc_name=f"{prefix}.metrics",
             tokenizer_worker_ipc_name=None,
             decoupled_spec_ipc_config=None,
-            instance_id=json.loads(spec.engine)["instance"],
+            instance_id=json.loads(self._spec.engine)["instance"],
             load_collector_ipc_name=f"{prefix}.load",
         )
-
-    calls = iter([False])
-
-    def _is_for_a_rank() -> bool:
-        """SGLang asks once for the controller, then for each rank."""
-        return next(calls, True)
-
-    return init_new
 
 
 def _free_port() -> int:
