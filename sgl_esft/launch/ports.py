@@ -28,6 +28,7 @@ _turn = itertools.count(os.getpid())
 # many more have been chosen, something listens at the oldest, or never will.
 _claims: deque[int] = deque()
 _MAX_CLAIMS = 32
+_CLAIM_FLAGS = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -83,10 +84,16 @@ def choose_rendezvous(
 
 
 def _claim(port: int) -> bool:
-    """Whether the port is ours: a server listens only some seconds after its port was chosen."""
-    folder = Path(tempfile.gettempdir()) / f"sgl-esft-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    claim = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    """Whether the port is ours: a server listens only some seconds after its port was chosen.
+
+    Where claims cannot be written, for whatever reason, every free port is.
+    """
+    try:
+        folder = Path(tempfile.gettempdir()) / f"sgl-esft-ports-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        claim = os.open(folder / str(port), _CLAIM_FLAGS, 0o600)
+    except OSError:
+        return True
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -361,6 +362,15 @@ def test_ports_do_not_run_out() -> None:
     assert count_fds() <= before + 32
     code = "from sgl_esft.launch import ports; print(ports.pick_free_port())"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_port_is_picked_where_no_claim_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where somebody else has the folder, or nothing can be written."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    assert pick_free_port() != pick_free_port()
 
 
 def edit_config(folder: Path, **changes: object) -> None:
