@@ -1,4 +1,4 @@
-"""Processes of tests: modules that must run in one of their own, and processes that are stopped."""
+"""Processes of tests, which must run alone or are stopped; and what the kernel says of ports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from sgl_elastic.processes import is_stopped
@@ -30,6 +31,11 @@ def run_module(module: str, *arguments: str, **environment: str) -> dict[str, An
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def first_outgoing_port() -> int:
+    """From here on the kernel numbers outgoing connections, and gives ports to who asks for any."""
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def stop_process(pid: int) -> None:

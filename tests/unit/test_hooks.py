@@ -15,7 +15,7 @@ from sgl_elastic.coordinator.front_hooks import FRONT_HOOKS
 from sgl_elastic.engine.hooks import ENGINE_HOOKS
 from sgl_esft import hook_ledger, hooks
 from sgl_esft.hook_ledger import Hook, HookKind
-from tests.processes import run_module
+from tests.processes import first_outgoing_port, run_module
 
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVE_HOOKS = hooks.OBSERVE_HOOKS + hooks.JSON_LOG_HOOKS
@@ -125,10 +125,9 @@ def test_the_right_hooks_are_in_place(
 def test_no_outgoing_connection_takes_the_port_where_ranks_will_meet(
     results: dict[str, Any],
 ) -> None:
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     one, other, given = answer_of(results, "where_ranks_meet")
     assert one != other
-    assert 1024 <= min(one, other) <= max(one, other) < first_ephemeral
+    assert 1024 <= min(one, other) <= max(one, other) < first_outgoing_port()
     assert given == 12345
 
 

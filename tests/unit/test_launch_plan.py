@@ -31,6 +31,7 @@ from sgl_esft.launch import flags, plan
 from sgl_esft.launch.plan import LaunchPlan
 from sgl_esft.launch.ports import pick_free_port
 from tests.adapter_factory import random_base_config, write_random_adapter, write_random_base
+from tests.processes import first_outgoing_port
 from tests.unit.elastic.memory_workers import count_fds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,10 +342,9 @@ def test_a_port_in_use_is_refused(make: Make, listener: int) -> None:
 
 
 def test_picked_ports_differ_and_no_connection_takes_them() -> None:
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = [pick_free_port() for _ in range(20)]
     assert len(set(ports)) == 20
-    assert all(1024 <= port < first_ephemeral for port in ports)
+    assert all(1024 <= port < first_outgoing_port() for port in ports)
 
 
 def test_no_port_is_picked_that_a_server_will_take() -> None:
