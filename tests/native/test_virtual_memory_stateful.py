@@ -277,10 +277,19 @@ def machine_over(backend: str, simulators: dict[str, Path]) -> type[VirtualMemor
 
 
 def search(backend: str, simulators: dict[str, Path], **how: Any) -> None:
-    """Without shrinking, which takes many minutes here; the failing steps are printed in full."""
-    run_state_machine_as_test(
-        machine_over(backend, simulators), settings=settings(phases=[Phase.generate], **how)
-    )
+    """Without shrinking, which takes many minutes here; the failing steps are printed in full.
+
+    Every example collects garbage. What other tests have imported is none of it, and would be most
+    of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        run_state_machine_as_test(
+            machine_over(backend, simulators), settings=settings(phases=[Phase.generate], **how)
+        )
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("backend", ["host", *CALLS])
