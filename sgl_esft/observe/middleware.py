@@ -122,6 +122,8 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message = {**message, "headers": self._with_id(message.get("headers", ()))}
+            if _says_that_it_is_empty(message["headers"]):
+                self._end()  # the client has all of it before the body's message comes
         elif message["type"] == "http.response.body" and not self.has_ended:
             self._read(message)
         await self.client_send(message)
@@ -159,8 +161,11 @@ class _Answer:
         if not self.has_client_left:  # else nobody gets it
             self._read_error(body)
         if not message.get("more_body", False):
-            self.has_ended = True
-            self.on_end()  # SGLang's application lives on for seconds after a stream
+            self._end()  # SGLang's application lives on for seconds after a stream
+
+    def _end(self) -> None:
+        self.has_ended = True
+        self.on_end()
 
     def _read_error(self, body: bytes) -> None:
         if (self.status or 0) >= 400:
@@ -171,6 +176,10 @@ class _Answer:
     def _with_id(self, headers: Any) -> list[tuple[bytes, bytes]]:
         kept = [(name, value) for name, value in headers if name.lower() != REQUEST_ID_HEADER]
         return [*kept, (REQUEST_ID_HEADER, self.request_id.encode())]
+
+
+def _says_that_it_is_empty(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    return any(name.lower() == b"content-length" and value == b"0" for name, value in headers)
 
 
 def _host_of(scope: Scope) -> str | None:

@@ -272,6 +272,21 @@ def test_a_request_has_ended_with_its_last_byte() -> None:
     assert len(seen.lines) == 1
 
 
+@pytest.mark.parametrize("headers", [[(b"Content-Length", b"0")], [(b"content-length", b"0")]])
+def test_an_empty_answer_has_ended_with_its_headers(headers: list[tuple[bytes, bytes]]) -> None:
+    """As /health answers: a client that has them asks for more, and finds this one counted."""
+
+    async def says_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({**START, "headers": headers})
+        assert (seen.outcomes(), len(seen.lines)) == ({"ok": 1}, 1)
+        await send(body(b""))
+
+    seen = Seen(says_nothing)
+    assert seen.call().outcomes() == {"ok": 1}
+    assert len(seen.lines) == 1
+    assert [message["type"] for message in seen.sent] == [START["type"], body(b"")["type"]]
+
+
 def test_other_routes_count_errors_only() -> None:
     seen = Seen(refused).call("/v1/models")
     assert seen.outcomes() == {}
