@@ -161,6 +161,12 @@ class Channel(Generic[Received]):
         poll.register(self._socket, select.POLLIN)
         poll.poll()
 
+    def has_left(self) -> bool:
+        """Whether the other end is closed, although what it sent before may still be unread."""
+        poll = select.poll()
+        poll.register(self._socket, 0)  # the end of both directions is always told
+        return bool(poll.poll(0))
+
     @contextmanager
     def _closed_on_failure(self, doing: str, limit_s: float) -> Iterator[None]:
         """Failures close the channel and get the caller's class."""

@@ -5,7 +5,8 @@
 Every method raises the error that the worker names, or MemoryWorkerError when it is gone, slow or
 hangs, or answers what it would not. Verbs may be repeated, so a broken connection is made anew by
 the next call; a worker that was started again has other pages, and is refused. Requests are
-numbered, so that a late or doubled answer is never taken for that of another request.
+numbered, so that a late or doubled answer is never taken for that of another request, and so that
+a worker does not do later what was given up here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +56,7 @@ class DeviceClient:
         self._lock = threading.RLock()
         self._handles: dict[int, sgl_vmm.Handle] = {}  # by the worker's page id
         self._pulse = Pulse(self._path)
+        self._name = uuid.uuid4().hex
         self._number = 0  # of the last request; a new connection goes on counting
         self._channel, self.info = self._connect()
 
@@ -269,7 +272,7 @@ class DeviceClient:
         self, channel: wire.Channel[Answered], request: Request, timeout_s: float | None
     ) -> None:
         self._number += 1
-        channel.send(messages.Asked(self._number, request), timeout_s=timeout_s)
+        channel.send(messages.Asked(self._name, self._number, request), timeout_s=timeout_s)
 
     def _receive(
         self, channel: wire.Channel[Answered], timeout_s: float | None

@@ -10,9 +10,8 @@ received straight into a slot: should the HMM give up meanwhile and unmap it, no
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
 from sgl_elastic.memory import messages
@@ -24,9 +23,9 @@ PEER_TIMEOUT_S = 30.0  # for each answer of a peer worker
 
 
 class Copier:
-    """Copies into one device's memory; `lock` is the one around it."""
+    """Copies into one device's memory; `lock` is the one around it, for the request at hand."""
 
-    def __init__(self, memory: DeviceMemory, lock: threading.Lock) -> None:
+    def __init__(self, memory: DeviceMemory, lock: AbstractContextManager[object]) -> None:
         self._memory = memory
         self._lock = lock
 

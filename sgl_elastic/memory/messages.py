@@ -1,7 +1,7 @@
 """What a memory worker is asked and what it answers.
 
-    DeviceClient --> Asked(number, Request) --> worker --> Answered(number, Reply) --> client
-                                        (Pages, Part: as many as `is_last` takes)
+    DeviceClient --> Asked(name, number, Request) --> worker --> Answered(number, Reply) --> client
+                                              (Pages, Part: as many as `is_last` takes)
 
 Each is a frozen, tagged Struct; other fields or types are WireErrors. `slots` maps names of regions
 to runs (first, count) of slots. A request that cannot be done is answered by Failure, and then
@@ -10,7 +10,7 @@ changed nothing.
 A client numbers its requests 1, 2, .. over all its connections, and an answer repeats the number of
 its request, in each of its parts. An answer to an earlier request is late or doubled: the client
 drops it. A request that comes again by the same connection is answered again, and not carried out
-again; one with a number that has been passed is refused.
+again; one with a number that its client has passed, by whatever connection, is refused (turns.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 from sgl_elastic.types import MemoryShape
 
 Number = Annotated[int, msgspec.Meta(ge=1)]
+ClientName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Position = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 RunField = tuple[Position, Count]
@@ -235,8 +236,12 @@ Reply = Done | Failure | Hello | Changed | Pages | Part | Usage | Digest | Exper
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request; its number is greater than that of all earlier ones of this client."""
+    """A request; its number is greater than that of all earlier ones of this client.
 
+    `client` is a name that no other client has, the same in all of its connections.
+    """
+
+    client: ClientName
     number: Number
     request: Request
 

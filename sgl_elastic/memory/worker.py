@@ -1,6 +1,6 @@
 """The process that owns one device's memory, and outlives every engine that uses it.
 
-    DeviceClient --> Unix socket --> [one thread a connection] --lock--> DeviceMemory
+    DeviceClient --> Unix socket --> [one thread a connection] --turn--> DeviceMemory
                                               |
                                               +-- CopyFrom, CopyKv --> copying.py --> peer worker
 
@@ -36,6 +36,7 @@ from sgl_elastic.memory.copying import Copier
 from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.memory.messages import Asked, Message, PageExport, PageRun, Pages, Reply, Request
 from sgl_elastic.memory.stream import PART_BYTES
+from sgl_elastic.memory.turns import Turn, Turns
 from sgl_elastic.memory.window import PageSpans
 from sgl_elastic.wire import Channel
 
@@ -47,9 +48,10 @@ MAX_RUN_PAGES = 1 << 20  # pages in one part of an answer, so that it stays belo
 
 @dataclass
 class _Client:
-    """A connection, and how far its client has come."""
+    """A connection, and how far its client has come by it."""
 
     channel: Channel[Asked]
+    name: str = ""  # of the client, as its first request says
     number: int = 0  # of its last request
     answer: Reply | None = None  # to that request; None before it, and for pages
     sent_pages: set[int] = field(default_factory=set)
@@ -58,21 +60,14 @@ class _Client:
         """Answer the last request, or a part of it."""
         self.channel.send(messages.Answered(self.number, reply), fds)
 
-    def accept(self, number: int) -> bool:
-        """Whether this request is to be answered: it is the last one now. Refuses earlier ones."""
-        if number < self.number:
-            text = f"request {number} comes after request {self.number}: it is not carried out"
-            logger.warning("%s", text)
-            refusal = messages.Failure(MemoryWorkerError.__name__, text)
-            self.channel.send(messages.Answered(number, refusal))
-            return False
-        if number > self.number:
+    def begin(self, number: int) -> None:
+        """This request is to be answered: it is the last one now."""
+        if number != self.number:
             self.number, self.answer = number, None
-        return True
 
 
 class Worker:
-    """Requests of all connections, over one DeviceMemory and its lock."""
+    """Requests of all connections, over one DeviceMemory, one at a time."""
 
     def __init__(
         self, memory: DeviceMemory, info: messages.Hello, stop: Callable[[], None]
@@ -80,8 +75,7 @@ class Worker:
         self._memory = memory
         self._info = info
         self._stop = stop
-        self._lock = threading.Lock()
-        self._copier = Copier(memory, self._lock)
+        self._turns = Turns()
         self._handlers: Mapping[type[Message], Callable[[Any], Reply]] = {
             messages.AskHello: lambda _: self._info,
             messages.Define: self._define,
@@ -102,36 +96,55 @@ class Worker:
                 channel.wait()
                 asked, fds = channel.receive()
                 fds.close()  # no request has any
-                if client.accept(asked.number):
-                    self._serve_one(client, asked.request)
+                turn = self._turn(client, asked)
+                if turn is not None:
+                    self._serve_one(client, asked.request, turn)
         except WireError as error:
             logger.warning("a connection is closed: %s", error)
         except ElasticError as error:
             logger.debug("a connection has ended: %s", error)
         finally:
             channel.close()
+            if client.name:
+                self._turns.leave(client.name)
 
-    def _serve_one(self, client: _Client, request: Request) -> None:
+    def _turn(self, client: _Client, asked: Asked) -> Turn | None:
+        """None, and it is refused, when its client has gone on since. Raises WireError."""
+        if not client.name:
+            client.name = asked.client
+            self._turns.join(client.name)
+        if asked.client != client.name:
+            raise WireError(f"{client.name} and {asked.client} ask by one connection")
+        try:
+            turn = self._turns.next(client.name, asked.number, client.channel.has_left)
+        except MemoryWorkerError as error:
+            logger.warning("%s", error)
+            client.channel.send(messages.Answered(asked.number, _failure(error)))
+            return None
+        client.begin(asked.number)
+        return turn
+
+    def _serve_one(self, client: _Client, request: Request, turn: Turn) -> None:
         if isinstance(request, messages.AskPages | messages.AskScratch):
-            self._send_pages(client, request)
+            self._send_pages(client, request, turn)
             return
         if isinstance(request, messages.AskBytes):
-            self._send_bytes(client, request)
+            self._send_bytes(client, request, turn)
             return
         if client.answer is None:  # else it comes a second time, and is not done a second time
-            client.answer = self._answer(request)
+            client.answer = self._answer(request, turn)
         client.say(client.answer)
-        if isinstance(request, messages.Stop):
+        if isinstance(request, messages.Stop) and isinstance(client.answer, messages.Done):
             self._stop()
 
-    def _answer(self, request: Request) -> Reply:
+    def _answer(self, request: Request, turn: Turn) -> Reply:
         try:
             if isinstance(request, messages.CopyFrom):
-                return messages.Changed(self._copier.copy_from(request))
+                return messages.Changed(Copier(self._memory, turn).copy_from(request))
             if isinstance(request, messages.CopyKv):
-                self._copier.copy_kv(request)
+                Copier(self._memory, turn).copy_kv(request)
                 return messages.Done()
-            with self._lock:
+            with turn:
                 return self._handlers[type(request)](request)
         except ElasticError as error:
             return _failure(error)
@@ -145,10 +158,10 @@ class Worker:
         return messages.Done()
 
     def _send_pages(
-        self, client: _Client, request: messages.AskPages | messages.AskScratch
+        self, client: _Client, request: messages.AskPages | messages.AskScratch, turn: Turn
     ) -> None:
         try:
-            with self._lock:
+            with turn:
                 runs, handles = self._pages(request)
         except ElasticError as error:
             client.say(_failure(error))
@@ -161,20 +174,22 @@ class Worker:
             self._send_part(client, runs if is_last else (), part, is_last)
             sent.update(handle.value for handle in part)
 
-    def _send_bytes(self, client: _Client, request: messages.AskBytes) -> None:
+    def _send_bytes(self, client: _Client, request: messages.AskBytes, turn: Turn) -> None:
         """Part by part, so that others get the lock in between."""
         position, is_last = 0, False
         while not is_last:
-            answer = self._part(request, position)
+            answer = self._part(request, position, turn)
             client.say(answer)
             if isinstance(answer, messages.Failure):
                 return
             position, is_last = position + len(answer.data), answer.is_last
 
-    def _part(self, request: messages.AskBytes, position: int) -> messages.Part | messages.Failure:
+    def _part(
+        self, request: messages.AskBytes, position: int, turn: Turn
+    ) -> messages.Part | messages.Failure:
         slots = request.slots
         try:
-            with self._lock:
+            with turn:
                 total = self._memory.readable(slots, must_be_loaded=request.must_be_loaded)
                 data = self._memory.read(slots, position, min(PART_BYTES, total - position))
         except ElasticError as error:

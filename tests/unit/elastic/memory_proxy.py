@@ -33,6 +33,7 @@ class MessageFault:
     answers: tuple[int, ...] = (0,)  # of these requests, what the client is sent at once
     late_answers: tuple[int, ...] = ()  # and what when its next request has come
     is_cut: bool = False  # the connection ends instead of the answer
+    is_late: bool = False  # it comes when the client has asked for something else since
 
     @property
     def is_harmless(self) -> bool:
@@ -42,6 +43,7 @@ class MessageFault:
 
 FAULTS = {
     "lost request": MessageFault(num_requests=0, answers=()),
+    "late request": MessageFault(num_requests=0, answers=(), is_late=True),
     "lost answer": MessageFault(answers=()),
     "cut answer": MessageFault(answers=(), is_cut=True),
     "doubled answer": MessageFault(answers=(0, 0)),
@@ -61,6 +63,7 @@ class Proxy:
         self.path, self._upstream, self._kinds = path, upstream, kinds
         self._fault: MessageFault | None = FAULTS[how]
         self._held: list[Parts] = []  # until the next request
+        self._late: Asked | None = None  # until something else is answered
         self._sockets: list[socket.socket] = []
         self._listener = wire.listen(path)
         threading.Thread(target=self._accept_all, daemon=True).start()
@@ -68,7 +71,7 @@ class Proxy:
     @property
     def is_done(self) -> bool:
         """Whether the fault has happened, to its last late answer."""
-        return self._fault is None and not self._held
+        return self._fault is None and not self._held and self._late is None
 
     def close(self) -> None:
         """End all connections."""
@@ -107,6 +110,12 @@ class Proxy:
         if self._fault is not None and isinstance(asked.request, self._kinds):
             fault, self._fault = self._fault, None
         answers = [exchange(up, asked) for _ in range(fault.num_requests)]
+        if fault.is_late:
+            self._late = asked
+        elif self._late is not None and not isinstance(asked.request, messages.AskHello):
+            late, self._late = self._late, None
+            with closing(self._connect()) as other:
+                exchange(other, late)
         if fault.is_cut:
             raise MemoryWorkerError("cut")
         self._held = [answers[i] for i in fault.late_answers]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +20,7 @@ from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages as m
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
+from sgl_elastic.memory.turns import Turns
 from tests.unit.elastic.memory_proxy import FAULTS, PAGES, Proxy, channel_of
 from tests.unit.elastic.memory_workers import PAGE, count_fds, hmm_of
 from tests.unit.elastic.test_memory_worker import settle, shape_of_one_region
@@ -40,8 +44,10 @@ def channel(one: Hmm) -> Iterator[wire.Channel[m.Answered]]:
     found.close()
 
 
-def ask(channel: wire.Channel[m.Answered], number: int, request: m.Request) -> m.Answered:
-    channel.send(m.Asked(number, request))
+def ask(
+    channel: wire.Channel[m.Answered], number: int, request: m.Request, client: str = "test"
+) -> m.Answered:
+    channel.send(m.Asked(client, number, request))
     answer, fds = channel.receive()
     fds.close()
     return answer
@@ -66,15 +72,19 @@ def test_a_request_that_comes_twice_is_done_once(
 def test_a_failure_that_comes_twice_is_the_same(channel: wire.Channel[m.Answered]) -> None:
     first = ask(channel, 1, m.AskDigest(W13, 0))
     assert isinstance(first.reply, m.Failure)
-    other = channel_of(wire.connect(path_of(channel), MemoryWorkerError, 5.0), m.REPLIES)
-    ask(other, 1, m.MapSlots(FOUR))
-    other.close()
+    with second(channel) as other:
+        ask(other, 1, m.MapSlots(FOUR), "other")
     assert ask(channel, 1, m.AskDigest(W13, 0)) == first
     assert isinstance(ask(channel, 2, m.AskDigest(W13, 0)).reply, m.Digest)
 
 
-def path_of(channel: wire.Channel[m.Answered]) -> Path:
-    return Path(channel._socket.getpeername())
+@contextmanager
+def second(channel: wire.Channel[m.Answered]) -> Iterator[wire.Channel[m.Answered]]:
+    """Another connection to the same worker."""
+    path = Path(channel._socket.getpeername())
+    other = channel_of(wire.connect(path, MemoryWorkerError, 5.0), m.REPLIES)
+    yield other
+    other.close()
 
 
 def test_a_request_whose_number_has_passed_is_refused(
@@ -89,11 +99,99 @@ def test_a_request_whose_number_has_passed_is_refused(
     assert ask(channel, 10, m.MapSlots(FOUR)).reply == m.Changed(FOUR)
 
 
+def test_a_request_that_was_given_up_is_refused_in_its_old_connection(
+    one: Hmm, channel: wire.Channel[m.Answered]
+) -> None:
+    """Its client has asked for more by another one; other clients count for themselves."""
+    ask(channel, 1, m.AskHello())
+    with second(channel) as other:
+        ask(other, 3, m.AskHello(), "other")
+        assert ask(other, 3, m.AskHello(), "other").number == 3
+    with second(channel) as newer:
+        ask(newer, 3, m.AskHello())
+        answer = ask(channel, 2, m.MapSlots(FOUR))
+        assert isinstance(answer.reply, m.Failure)
+        assert "request 2 comes after request 3" in answer.reply.text
+        assert one.usage()[0].used_pages == 0
+        assert ask(newer, 4, m.MapSlots(FOUR)).reply == m.Changed(FOUR)
+    assert isinstance(ask(channel, 3, m.UnmapSlots(FOUR)).reply, m.Failure)
+    assert one.usage()[0].used_pages == 6, "four slots of one and a half pages"
+
+
+def test_what_a_client_that_has_left_asked_for_is_not_done(one: Hmm) -> None:
+    """It died, or gave up, and the worker reads that only later."""
+    pid = one.client(0).info.pid
+    before = settle(lambda: count_fds(pid))
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(20):
+        sock = wire.connect(one.socket_path(0), MemoryWorkerError, 5.0)
+        leaving = channel_of(sock, m.REPLIES)
+        leaving.send(m.Asked("test", 1, m.MapSlots(FOUR)))
+        leaving.close()
+    os.kill(pid, signal.SIGCONT)
+    one.client(0).hello()
+    assert settle(lambda: count_fds(pid)) == before, "all of them have been read"
+    assert one.usage()[0].peak_pages == 0
+
+
+def test_the_other_ends_leaving_is_seen_before_what_it_said_is_read() -> None:
+    ours, theirs = (channel_of(sock, m.REPLIES) for sock in socket.socketpair())
+    assert not ours.has_left()
+    theirs.send(m.Answered(1, m.Done()))
+    assert not ours.has_left()
+    theirs.close()
+    assert ours.has_left()
+    assert ours.receive()[0] == m.Answered(1, m.Done())
+    ours.close()
+
+
+def test_a_client_without_connections_is_forgotten(channel: wire.Channel[m.Answered]) -> None:
+    with second(channel) as other:
+        ask(other, 9, m.AskHello(), "other")
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        with second(channel) as again:
+            if isinstance(ask(again, 1, m.AskHello(), "other").reply, m.Hello):
+                return
+    raise AssertionError("its number is still known")
+
+
+def test_two_clients_in_one_connection_end_it(one: Hmm, channel: wire.Channel[m.Answered]) -> None:
+    ask(channel, 1, m.AskHello())
+    with pytest.raises(MemoryWorkerError, match=r"closed|lost"):
+        ask(channel, 2, m.AskHello(), "other")
+    assert one.client(0).hello().device_id == 0
+
+
+def test_what_waits_for_the_lock_is_given_up_too() -> None:
+    """Not only what was unread when the client asked for more."""
+    turns, order = Turns(), list[str]()
+    turns.join("a")
+    early = turns.next("a", 1, lambda: False)
+
+    def wait() -> None:
+        with pytest.raises(MemoryWorkerError, match="request 1 comes after request 2"), early:
+            order.append("early")
+
+    with turns.memory_lock:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        late = turns.next("a", 2, lambda: False)
+    thread.join(5)
+    assert not thread.is_alive()
+    with late:
+        order.append("late")
+    with late:  # as often as it takes
+        order.append("late")
+    assert order == ["late", "late"]
+    assert not turns.memory_lock.locked()
+
+
 @pytest.mark.parametrize("number", [0, -1, None, "1", 1.5])
 def test_a_request_without_a_number_ends_the_connection(
     one: Hmm, channel: wire.Channel[m.Answered], number: Any
 ) -> None:
-    channel.send(m.Asked(number, m.AskHello()))
+    channel.send(m.Asked("test", number, m.AskHello()))
     with pytest.raises(MemoryWorkerError, match=r"closed|lost"):
         channel.receive()
     assert one.client(0).hello().device_id == 0

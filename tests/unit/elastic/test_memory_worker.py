@@ -162,12 +162,12 @@ def test_all_pages_of_a_worker_travel_as_one_descriptor_and_only_once(one):
     client = one.client(0)
     client.map_slots({W13: [(0, 8)]})
     channel = raw_channel(one)
-    channel.send(Asked(1, ASK_8))
+    channel.send(Asked("test", 1, ASK_8))
     answered, fds = channel.receive()
     pages = answered.reply
     assert (len(fds), len(pages.exports), pages.is_last) == (1, 12, True)
     fds.close()
-    channel.send(Asked(2, ASK_8))
+    channel.send(Asked("test", 2, ASK_8))
     answered, fds = channel.receive()
     pages = answered.reply
     assert (len(fds), len(pages.exports)) == (0, 0)
@@ -222,7 +222,7 @@ def test_garbage_ends_that_connection_alone(one, garbage):
 def test_fields_out_of_range_end_that_connection_alone(one):
     for slots in ({W13: ((-1, 1),)}, {W13: ((0, 0),)}):
         channel = raw_channel(one)
-        channel.send(Asked(1, messages.MapSlots(slots)))
+        channel.send(Asked("test", 1, messages.MapSlots(slots)))
         with pytest.raises(MemoryWorkerError):
             channel.receive()
     assert one.usage()[0].used_pages == 0
@@ -237,7 +237,7 @@ from sgl_elastic.memory import messages
 import msgspec
 sock = wire.connect(Path(sys.argv[1]), MemoryWorkerError, 5.0)
 request = messages.MapSlots({"experts.0.w13": ((0, 4),)})
-payload = msgspec.msgpack.encode(messages.Asked(1, request))
+payload = msgspec.msgpack.encode(messages.Asked("test", 1, request))
 message = wire._HEADER.pack(b"SGLE", 1, 0, len(payload)) + payload
 sock.sendall(message[: int(sys.argv[2])])
 os.kill(os.getpid(), signal.SIGKILL)
@@ -258,7 +258,7 @@ def test_clients_that_vanish_while_pages_are_sent_leave_nothing_behind(one):
     fds = worker_fds(one)
     for _ in range(10):
         channel = raw_channel(one)
-        channel.send(Asked(1, ASK_8))
+        channel.send(Asked("test", 1, ASK_8))
         channel.close()
     assert settle(lambda: worker_fds(one)) == fds
     assert one.client(0).hello().device_id == 0
