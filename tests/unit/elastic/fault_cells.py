@@ -26,11 +26,10 @@ from sgl_elastic.memory.slots import kv_slots, trunk_slots
 from sgl_elastic.processes import is_stopped
 from sgl_elastic.types import Placement, Plan, ScaleRequest, Step, StepKind
 from tests.unit.elastic.memory_proxy import PAGES, Proxy
-from tests.unit.elastic.memory_workers import ADAPTERS, SHAPE, count_fds, fill, hmm_of
+from tests.unit.elastic.memory_workers import ADAPTERS, SHAPE, count_fds, fill, hmm_of, settle
 from tests.unit.elastic.scale_fakes import World
 from tests.unit.elastic.test_memory_control import OLD as ONE
 from tests.unit.elastic.test_memory_control import SCALE_UP, content, in_use
-from tests.unit.elastic.test_memory_worker import settle
 
 MOVING = (4, 5, 6, 7)
 TWO = Placement((0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (40, 60))
@@ -101,10 +100,11 @@ class MemoryScale:
         """All that a scale may leave: pages and slots, descriptors, processes, sockets."""
         for device_id in self.hmm.device_ids():
             self.hmm.client(device_id).hello()  # a connection that broke is made anew
+        pids = {d: w.process.pid for d, w in self.workers()}
+        fds = settle(lambda: {"own": count_fds()} | {d: count_fds(p) for d, p in pids.items()})
         return {
             "pages": in_use(self.hmm),
-            "fds": {d: settle(lambda pid=w.process.pid: count_fds(pid)) for d, w in self.workers()},
-            "own fds": settle(count_fds),
+            "fds": fds,
             "processes": {d: w.process.poll() for d, w in self.workers()},
             "children": len(children()),
             "sockets": sorted(path.name for path in self.hmm.socket_path(0).parent.iterdir()),

@@ -1,6 +1,7 @@
 """A tiny memory shape, and real memory workers for it."""
 
 import ctypes
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -119,3 +120,22 @@ def pattern(seed, num_bytes):
 def count_fds(pid="self"):
     """Open descriptors of a process; the one that lists them counts too."""
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def settle(read):
+    """What is read once it has stayed for a moment: a closed connection's thread ends later."""
+    last, same = read(), 0
+    while same < 5:
+        time.sleep(0.02)
+        now = read()
+        same = same + 1 if now == last else 0
+        last = now
+    return last
+
+
+def comes_to(read, wanted, timeout_s=5.0):
+    """What is read once it is `wanted`, or in the end: on a busy machine threads end much later."""
+    deadline = time.monotonic() + timeout_s
+    while (found := read()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found

@@ -20,11 +20,13 @@ from sgl_elastic.memory.messages import Asked
 from tests.processes import stop_process
 from tests.unit.elastic.memory_workers import (
     PAGE,
+    comes_to,
     count_fds,
     digests,
     expected_digests,
     fill,
     hmm_of,
+    settle,
     shape_of_one_region,
 )
 
@@ -102,26 +104,13 @@ def test_copies_leave_no_descriptors_and_no_pages(hmm):
         hmm.client(device_id).map_slots(slots)
     fill(hmm, 0, slots)
     hmm.client(1).copy_from(hmm.socket_path(0), slots)
-    settle(lambda: worker_fds(hmm, 0))
-    before = [worker_fds(hmm, device_id) for device_id in (0, 1)]
+    before = settle(lambda: [worker_fds(hmm, d) for d in (0, 1)])
     usage = hmm.usage()
     for _ in range(5):
         hmm.client(1).mark_loaded(slots, is_loaded=False)
         hmm.client(1).copy_from(hmm.socket_path(0), slots)
-    assert settle(lambda: worker_fds(hmm, 0)) == before[0]
-    assert settle(lambda: worker_fds(hmm, 1)) == before[1]
+    assert comes_to(lambda: [worker_fds(hmm, d) for d in (0, 1)], before) == before
     assert hmm.usage() == usage
-
-
-def settle(count):
-    """The count once it has stayed for a moment: a closed connection's thread ends a bit later."""
-    last, same = count(), 0
-    while same < 3:
-        time.sleep(0.02)
-        now = count()
-        same = same + 1 if now == last else 0
-        last = now
-    return last
 
 
 def test_content_that_is_missing_at_the_source_is_not_copied(hmm):
@@ -246,21 +235,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("num_bytes", [5, 30])
 def test_a_client_killed_in_the_middle_of_a_message_changes_nothing(one, num_bytes):
-    fds = worker_fds(one)
+    fds = settle(lambda: worker_fds(one))
     command = [sys.executable, "-c", DYING_CLIENT, str(one.socket_path(0)), str(num_bytes)]
     assert subprocess.run(command, check=False, timeout=20).returncode == -signal.SIGKILL
     assert one.usage()[0].used_pages == 0
-    assert settle(lambda: worker_fds(one)) == fds
+    assert comes_to(lambda: worker_fds(one), fds) == fds
 
 
 def test_clients_that_vanish_while_pages_are_sent_leave_nothing_behind(one):
     one.client(0).map_slots({W13: [(0, 8)]})
-    fds = worker_fds(one)
+    fds = settle(lambda: worker_fds(one))
     for _ in range(10):
         channel = raw_channel(one)
         channel.send(Asked("test", 1, ASK_8))
         channel.close()
-    assert settle(lambda: worker_fds(one)) == fds
+    assert comes_to(lambda: worker_fds(one), fds) == fds
     assert one.client(0).hello().device_id == 0
 
 

@@ -32,14 +32,15 @@ from tests.processes import stop_process
 from tests.unit.elastic.memory_workers import (
     PAGE,
     all_slots,
+    comes_to,
     count_fds,
     digests,
     expected_digests,
     fill,
     hmm_of,
+    settle,
     shape_of_one_region,
 )
-from tests.unit.elastic.test_memory_worker import settle
 
 W13, W2 = "experts.0.w13", "experts.0.w2"
 SLOTS = {"trunk": [(0, 1)], W13: [(0, 2), (5, 3)], W2: [(7, 1), (1, 2)]}
@@ -233,7 +234,7 @@ def test_bytes_and_ends_pass_unchanged(echoing: tuple[Tunnels, Tunnels, Path]) -
     for thread in threads:
         thread.join(20)
     assert answers == [digest(data)] * 4
-    assert settle(count_fds) == before
+    assert comes_to(lambda: count_fds() <= before, True)
 
 
 def test_a_wrong_secret_is_refused(
@@ -314,7 +315,7 @@ def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
         far.close()
         assert read_all(sock) == b""
     assert list((tmp_path / "b").iterdir()) == []
-    assert settle(count_fds) == before
+    assert comes_to(lambda: count_fds() <= before, True)
     assert threading.active_count() <= threads + 1
 
 
@@ -330,7 +331,7 @@ def test_many_threads_close_at_once(tmp_path: Path) -> None:
             for closing_of_one in closings:
                 closing_of_one.result(5.0)
     assert list(tmp_path.iterdir()) == []
-    assert settle(count_fds) == before
+    assert comes_to(lambda: count_fds() <= before, True)
 
 
 def close_with(found: Tunnels, others: threading.Barrier) -> None:
