@@ -23,6 +23,7 @@ from sgl_elastic.coordinator.patience import Patience
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
 from sgl_elastic.coordinator.remainder import Remainder, Task
+from sgl_elastic.coordinator.steps import Steps
 from sgl_elastic.errors import BusyError, ClosingError, ElasticError, EngineFailedError
 from sgl_elastic.plan.planner import is_empty, placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
@@ -37,8 +38,6 @@ Describe: TypeAlias = Callable[[Plan], dict[str, Any]]
 # Gets every snapshot, and the placement that serves. Called in the scale's thread: it is quick,
 # raises nothing and submits nothing.
 Listener: TypeAlias = Callable[[Operation, Placement], None]
-
-ENGINE_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.GROW_KV})
 
 
 class Coordinator:
@@ -63,6 +62,7 @@ class Coordinator:
     ) -> None:
         self._memory = memory
         self._instances = instances
+        self._steps = Steps(memory, instances)
         self._front = front
         self._make_plan = make_plan
         self._describe = describe
@@ -151,7 +151,7 @@ class Coordinator:
 
     def _planned(self, request: ScaleRequest) -> tuple[Operation, Plan]:
         began = self._clock.monotonic()
-        self._serving = self._instances.serving()
+        self._serving = self._expected()
         self._memory.require(self._serving[1].device_ids)
         plan = self._make_plan(request, self._serving[1])
         operation = Operation(
@@ -178,6 +178,7 @@ class Coordinator:
         error: Exception | None = None
         try:
             self._finish_former()
+            self._steps.settle()
             if not is_empty(plan):
                 self.scale(progress, plan)
         except Exception as caught:  # nobody is above a thread's main loop
@@ -205,7 +206,7 @@ class Coordinator:
         with self._lock:
             if self._running or self._is_closing:
                 return None
-            self._serving = lost, placement = self._instances.serving()
+            self._serving = lost, placement = self._expected()
             request = ScaleRequest(placement.dp_size, placement.device_ids)
             name = self._new_id().replace("scale-", "recovery-")
             operation = Operation(name, request, created_s=self._clock.now())
@@ -240,6 +241,7 @@ class Coordinator:
             self._instances.activate(new, lost, {})
             stack.pop_all()
         progress.switched()
+        self._steps.forget_owed()
         self._replaced_by[lost] = new
         if self._remainder is not None:  # its switch is this one
             rest = (task for task in self._remainder.tasks if task.phase != "switch")
@@ -274,8 +276,8 @@ class Coordinator:
         """Memory, then an instance attached to it; `undo` is told how to take each part back."""
         progress.enter("memory")
         for index, step in enumerate(plan.before):
+            undo(self._take_back, progress, index, step, plan.old)  # it may fail when half done
             self._do(progress, index, step)
-            undo(self._take_back, progress, index, step, plan.old)
         progress.enter("prepare")
         new = self._instances.prepare(placement)
         undo(self._instances.cancel, new)
@@ -314,6 +316,11 @@ class Coordinator:
         self._memory.commit()
         self._remainder = None
 
+    def _expected(self) -> tuple[str, Placement]:
+        """What serves, as the plans see it: what is owed is given back before they begin."""
+        name, placement = self._instances.serving()
+        return name, self._steps.with_owed(placement)
+
     def _finish_former(self) -> None:
         """What a degraded operation left; its pages must be free before the next plan's steps."""
         former = self._remainder
@@ -323,16 +330,10 @@ class Coordinator:
 
     def _do(self, progress: Progress, index: int, step: Step) -> None:
         with progress.step(index):
-            if step.kind in ENGINE_STEPS:
-                self._instances.resize_kv(step.device_id, step.num_tokens)
-            else:
-                self._memory.execute(step)
+            self._steps.do(step)
 
     def _take_back(self, progress: Progress, index: int, step: Step, old: Placement) -> None:
-        if step.kind in ENGINE_STEPS:
-            self._instances.resize_kv(step.device_id, old.kv_tokens_of(step.device_id))
-        else:
-            self._memory.undo(step)
+        self._steps.take_back(step, old)
         progress.undone(index)
 
     def _undo_later(self, stack: ExitStack, progress: Progress, *call: Any) -> None:

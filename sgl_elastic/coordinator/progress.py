@@ -71,9 +71,10 @@ class Progress:
             self._publish(self.operation.with_step(index, outcome, seconds))
 
     def undone(self, index: int) -> None:
-        """The step at `index` was taken back."""
-        seconds = self.operation.steps[index].seconds
-        self._publish(self.operation.with_step(index, StepState.UNDONE, seconds))
+        """The step at `index` was taken back. One that has failed is still the one that failed."""
+        step = self.operation.steps[index]
+        if step.state is StepState.DONE:
+            self._publish(self.operation.with_step(index, StepState.UNDONE, step.seconds))
 
     def undo_failed(self, error: ElasticError) -> None:
         """An undo failed in every attempt."""

@@ -122,12 +122,19 @@ class Elastic:
 
     def expert_slots(self, device_id: int) -> ExpertSlots:
         """What the memory worker says has pages, and valid content."""
+        with self._client(device_id) as client:
+            return client.expert_slots()
+
+    def num_kv_slots(self, device_id: int) -> int:
+        """How many slots of all KV regions the memory worker says have pages."""
+        with self._client(device_id) as client:
+            return client.usage().mapped_slots["kv"]
+
+    def _client(self, device_id: int) -> DeviceClient:
         worker = self.worker(device_id)
         assert worker is not None
         words = command_line(worker).split()
-        path = Path(words[words.index("--socket") + 1])
-        with DeviceClient(path, timeout_s=10.0) as client:
-            return client.expert_slots()
+        return DeviceClient(Path(words[words.index("--socket") + 1]), timeout_s=10.0)
 
     def unload(self) -> requests.Response:
         return self.server.unload(CHANGED)

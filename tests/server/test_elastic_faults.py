@@ -24,7 +24,15 @@ from tests.server.elastic_faults import (
     ended,
     recoveries,
 )
-from tests.server.fault_cells import CHUNKS, Cell, Measured, carry_out, is_idle, measured
+from tests.server.fault_cells import (
+    CHUNKS,
+    WORKER_HANG_S,
+    Cell,
+    Measured,
+    carry_out,
+    is_idle,
+    measured,
+)
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
@@ -121,6 +129,34 @@ def test_the_old_instance_hangs_during_a_scale(elastic: Elastic) -> None:
     assert operation["state"] == "succeeded", operation
     assert elastic.instances()[0] != name
     assert recoveries(elastic) == before, "the scale did it"
+
+
+def test_a_memory_worker_hangs_while_kv_shrinks(elastic: Elastic) -> None:
+    """Nobody knows whether the pages are gone: the rank gets them again before the next scale."""
+    if elastic.size() == 1:
+        assert elastic.scaled(2)["state"] == "succeeded"
+    elastic.wait_for_standby(0)
+    before, num_slots = elastic.placement(), elastic.num_kv_slots(0)
+    worker = elastic.worker(0)
+    assert worker is not None
+    with elastic.load():
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            operation = elastic.scaled(1)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+    assert operation["state"] == "rolled_back"
+    assert operation["error"]["type"] == "MemoryWorkerError"
+    assert [step["kind"] for step in operation["steps"] if step["state"] == "failed"] == [
+        "shrink_kv"
+    ]
+    assert operation["finished_s"] - operation["created_s"] < WORKER_HANG_S + SOON_S
+    assert elastic.placement() == before
+    with elastic.load():
+        assert elastic.scaled(2)["state"] == "succeeded", "it gives back what is owed, no more"
+        assert elastic.num_kv_slots(0) == num_slots
+        assert elastic.scaled(1)["state"] == "succeeded"
+    assert elastic.num_kv_slots(0) < num_slots
 
 
 @pytest.mark.parametrize("change", ["unload", "load"])

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sgl_elastic import processes
-from sgl_elastic.coordinator.coordinator import ENGINE_STEPS
 from sgl_elastic.coordinator.planning import Planner
+from sgl_elastic.coordinator.steps import ENGINE_STEPS
 from sgl_elastic.errors import (
     ElasticConfigError,
     MemoryLostError,

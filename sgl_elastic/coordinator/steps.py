@@ -1,0 +1,61 @@
+"""One step of a plan, done or taken back: by the memory, or by the rank that serves.
+
+    coordinator.py --[Steps.do, .take_back]--> Memory.execute, .undo   all kinds but two
+                                           '-> Instances.resize_kv     SHRINK_KV, GROW_KV
+
+A rank that shrinks its KV first stops using it, then asks for its pages to be taken back. If the
+memory worker hangs meanwhile nobody knows whether they are gone, so the rank goes on with less.
+What it cannot be given again at once is owed: the next operation plans with it, and gives it back
+before anything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sgl_elastic.coordinator.ports import Instances, Memory
+from sgl_elastic.types import Placement, Step, StepKind
+
+ENGINE_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.GROW_KV})
+
+
+class Steps:
+    """For one thread at a time, like its ports."""
+
+    def __init__(self, memory: Memory, instances: Instances) -> None:
+        self._memory = memory
+        self._instances = instances
+        self._owed_kv: dict[int, int] = {}  # KV capacity in tokens, by device
+
+    def do(self, step: Step) -> None:
+        """Raises StepFailedError."""
+        if step.kind in ENGINE_STEPS:
+            self._instances.resize_kv(step.device_id, step.num_tokens)
+        else:
+            self._memory.execute(step)
+
+    def take_back(self, step: Step, old: Placement) -> None:
+        """A step that failed, or was not done, too. Raises StepFailedError; KV is owed then."""
+        if step.kind in ENGINE_STEPS:
+            self._give_back(step.device_id, old.kv_tokens_of(step.device_id))
+        else:
+            self._memory.undo(step)
+
+    def settle(self) -> None:
+        """Give back all that is owed. Raises StepFailedError while that is impossible."""
+        for device_id, num_tokens in list(self._owed_kv.items()):
+            self._give_back(device_id, num_tokens)
+
+    def with_owed(self, placement: Placement) -> Placement:
+        """What serves, as it is once all that is owed is given back."""
+        tokens = zip(placement.device_ids, placement.kv_tokens, strict=True)
+        return replace(placement, kv_tokens=tuple(self._owed_kv.get(d, n) for d, n in tokens))
+
+    def forget_owed(self) -> None:
+        """Another instance has come in its place, with all of its KV."""
+        self._owed_kv.clear()
+
+    def _give_back(self, device_id: int, num_tokens: int) -> None:
+        self._owed_kv[device_id] = num_tokens
+        self._instances.resize_kv(device_id, num_tokens)
+        del self._owed_kv[device_id]
