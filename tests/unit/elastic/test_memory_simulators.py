@@ -9,7 +9,7 @@ import xxhash
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.types import MemoryShape, Region, RegionKind, Step, StepKind
 from tests.native.csrc_build import simulator_paths
-from tests.unit.elastic.memory_workers import count_fds
+from tests.unit.elastic.memory_workers import comes_to, count_fds, settle
 
 PAGE = 2 << 20
 SHAPE = MemoryShape(
@@ -69,14 +69,15 @@ def test_a_scale_of_one_device_to_two(tmp_path, vendor):
         )
         for step in steps:
             hmm.execute(step)
-        fds = count_fds(hmm.client(1).info.pid)
+        pid = hmm.client(1).info.pid
+        fds = settle(lambda: count_fds(pid))
         hmm.client(1).copy_kv([(90, 3), (91, 4)], hmm.socket_path(0))
         hmm.client(1).copy_kv([(92, 5)], hmm.socket_path(0))
         expert = xxhash.xxh3_64_hexdigest(b"w" * (3 * PAGE // 4))
         row = xxhash.xxh3_64_hexdigest(b"k" * 1152)
         assert [hmm.client(1).digest("w", slot) for slot in (1, 2)] == [expert] * 2
         assert [hmm.client(1).digest("kv", slot) for slot in (3, 4, 5)] == [row] * 3
-        assert count_fds(hmm.client(1).info.pid) == fds
+        assert comes_to(lambda: count_fds(pid), fds) == fds
         for step in reversed(steps):
             hmm.undo(step)
         assert hmm.device_ids() == (0,)
