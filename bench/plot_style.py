@@ -9,6 +9,7 @@ one; the colours are told apart by the colour-blind, and every line has a marker
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = (
     "#56B4E9",
     "#222222",
 )
+HASHED_ID = re.compile(r'(?<=[#"])[mp][0-9a-f]{10}(?=[")])')
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = "osD^vP"
 STYLE = {
@@ -126,4 +128,11 @@ def to_svg(draw: Callable[[], Figure]) -> str:
     with mpl.rc_context({**mpl.rcParamsDefault, **STYLE}):
         target = io.StringIO()
         draw().savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"
+    text = with_plain_ids(target.getvalue())
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def with_plain_ids(svg: str) -> str:
+    """Matplotlib's ids are hashes of unrounded positions, whose last bit is the processor's."""
+    plain: dict[str, str] = {}
+    return HASHED_ID.sub(lambda found: plain.setdefault(found[0], f"id{len(plain)}"), svg)

@@ -295,7 +295,8 @@ def _framing() -> Iterator[Row]:
     yield _row("tiny chunks", request("POST", "/generate", tiny, chunked), 200)
     padded = body[:-1] + b" " * 100_000 + b"}"
     many = b"".join(b"1\r\n%c\r\n" % byte for byte in padded) + b"0\r\n\r\n"
-    yield _row("100,000 chunks", request("POST", "/generate", many, chunked), 200, 400)
+    # 408: a slow machine reads them for longer than a body may take
+    yield _row("100,000 chunks", request("POST", "/generate", many, chunked), 200, 400, 408)
     both = {**chunked, "Content-Length": "5"}
     smuggled = b"0\r\n\r\nPOST /flush_cache HTTP/1.1\r\nHost: a\r\n\r\n"
     yield _row("a length and chunks", request("POST", "/generate", smuggled, both), 400, 422)

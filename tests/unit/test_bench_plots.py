@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots
+from bench import plot_style, plots
 from bench.record import RESULTS
 from scripts import readme_tables
 from tests.unit.result_samples import SAMPLES
@@ -103,3 +103,12 @@ def test_a_changed_result_changes_the_picture() -> None:
 
 def test_the_documents_show_every_picture() -> None:
     assert set(readme_tables.PLOTTED) == set(plots.DRAWERS)
+
+
+def test_ids_are_the_same_whatever_the_processor_rounds() -> None:
+    text = '<g clip-path="url(#p{0})"/><use xlink:href="#m0123456789"/><clipPath id="p{0}"/>#{0}'
+    one, other = (
+        plot_style.with_plain_ids(text.format(each)) for each in ("262f5d0682", "d5566ba9c2")
+    )
+    assert one.replace("262f5d0682", "d5566ba9c2") == other, "colours are left alone"
+    assert one.startswith('<g clip-path="url(#id0)"/><use xlink:href="#id1"/><clipPath id="id0"/>')
