@@ -103,7 +103,7 @@ def test_descriptors_that_nobody_takes_are_closed(pair):
         pair[0].send(Ping(), [file.fileno()])
     assert count_fds() <= before + 1  # the last one still lies in the socket
     pair[1].receive()
-    assert count_fds() <= before
+    assert count_fds() == before
 
 
 def test_a_descriptor_is_taken_once(pair):
@@ -221,7 +221,7 @@ def test_descriptors_of_a_bad_message_are_closed(raw):
     sock.sendmsg([header(num_fds=2, num_bytes=1) + b"\xc1"], rights)
     with pytest.raises(WireError):
         channel.receive()
-    assert count_fds() <= before - 1  # the channel's own socket is closed
+    assert count_fds() == before - 1  # the channel's own socket is closed
 
 
 def test_descriptors_beside_the_payload_are_dropped(raw):
@@ -232,7 +232,7 @@ def test_descriptors_beside_the_payload_are_dropped(raw):
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1]))]
     sock.sendmsg([payload], rights)
     assert channel.receive()[0] == Pong(7)
-    assert count_fds() <= before
+    assert count_fds() == before
 
 
 def test_listen_makes_a_private_socket(tmp_path):
@@ -286,4 +286,4 @@ def test_another_users_process_is_refused(tmp_path, monkeypatch):
         before = settle(count_fds)
         with pytest.raises(WireError, match=f"runs as user {uid}"):
             wire.connect(tmp_path / "a.sock", MemoryWorkerError, 1.0)
-        assert count_fds() <= before
+        assert count_fds() == before
