@@ -122,7 +122,7 @@ _RANGES: Mapping[str, tuple[int, int | str]] = {
     "min_new_tokens": (0, _CONTEXT),
     "min_tokens": (0, _CONTEXT),
     "n": (0, 128),
-    "num_predict": (-2, _CONTEXT),
+    "num_predict": (0, _CONTEXT),  # SGLang fails on Ollama's -1 and -2, which mean no end
     "routed_experts_start_len": (0, _CONTEXT),
     "stream_interval": (0, 1 << 30),
     "top_k": (-1, 1 << 30),

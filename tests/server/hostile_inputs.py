@@ -125,6 +125,7 @@ def _numbers() -> Iterator[Row]:
     yield _complete("logprobs", logprobs=10**6)
     yield _complete("seed", seed=2**80)
     yield _complete("max_tokens", max_tokens=10**9)
+    yield _complete("fewer tokens than none", max_tokens=None, n=128, num_predict=-2)
     yield _complete("ids", prompt=[[10**9, 1]])
     yield _complete("an id as a text beside ids", prompt=[1, "99999999"])
     yield _complete("an id as a text in a list of ids", prompt=[["99999999"]])

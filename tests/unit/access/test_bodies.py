@@ -80,6 +80,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"max_new_tokens": 1 << 62}}, "max_new_tokens must be"),
     ({"sampling_params": {"min_new_tokens": 1001}}, "min_new_tokens must be"),
     ({"options": {"num_predict": 1001}}, "num_predict must be"),
+    ({"options": {"num_predict": -1}}, "num_predict must be a whole number from 0 to 1000"),
+    ({"prompt": "x", "n": 128, "num_predict": -2}, "num_predict must be"),
     ({"top_logprobs_num": 1_000_000_000}, "top_logprobs_num must be"),
     ({"top_logprobs_num": [1, 101]}, "top_logprobs_num must be"),
     ({"top_logprobs": 101}, "top_logprobs must be"),
@@ -219,6 +221,12 @@ def test_what_is_asked_for(body: Any, sequences: int, tokens: int | None) -> Non
     found = ask(body)
     assert found.sequences == sequences
     assert found.tokens == tokens or tokens is None
+
+
+@pytest.mark.parametrize("field", bodies._NEW_TOKENS)
+def test_no_field_takes_tokens_back(field: str) -> None:
+    """A reservation below zero would let a key use more than it may."""
+    assert bodies._RANGES[field] == (0, "context_length")
 
 
 def test_sizes() -> None:
