@@ -33,6 +33,7 @@ from sgl_elastic.engine.memory import EngineMemory
 from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import messages as m
 from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.memory.runs import Runs
 from sgl_elastic.types import AdapterEntry
 from sgl_esft.adapters import AdapterSource, PlacedAdapter
@@ -267,8 +268,7 @@ class EngineRank:
     def _copy_kv(
         self, pairs: list[tuple[int, int]], source_socket: str = "", *, by_bytes: bool = False
     ) -> None:
-        if pairs:
-            self.memory.required_client().copy_kv(pairs, source_socket, by_bytes=by_bytes)
+        copy_rows(self.memory.required_mapping(), pairs, source_socket, by_bytes=by_bytes)
 
     def _set_capacity(self, scheduler: Any, num_tokens: int) -> None:
         sglang_api.set_kv_capacity(scheduler, num_tokens)

@@ -46,6 +46,7 @@ class RankLink:
         self._lock = threading.Lock()  # a channel is one thread's at a time
         self._num_sent = 0
         self._instruction = 0  # `_num_sent` at the last message that is answered in the inbox
+        self._answered = 0  # the number of the last instruction that it has answered
         self._pinged_s: float | None = None  # when the Ping went that has no Pong yet
         self._lost = ""
         self._all_read = threading.Event()  # nothing more can come
@@ -91,6 +92,14 @@ class RankLink:
                     return False
                 time.sleep(_PONG_POLL_S)
         return not self._lost
+
+    def finish(self, deadline: float) -> bool:
+        """Wait until the last instruction is answered; False if it is not: it may be at it yet."""
+        while self._answered < self._instruction:
+            if self._lost or time.monotonic() >= deadline:
+                return False
+            time.sleep(_PONG_POLL_S)
+        return True
 
     def read_to_the_end(self, deadline: float) -> bool:
         """Of a rank that has ended: wait until all that it sent is read; False if it is not."""
@@ -176,6 +185,7 @@ class RankLink:
             elif isinstance(message, m.AdapterTable):
                 on_adapters(self, message.adapters)
             else:
+                self._answered = max(self._answered, getattr(message, "number", 0))
                 self._inbox.put(message)
 
 

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _S = InstanceState
 _POLL_S = 0.02
 _DELIVERY_S = 0.005
+_FINISH_S = 1.0  # what a rank of an instance that cannot take over has, to answer
 _NO_HURRY_S = 45.0  # a standby's start takes that long on two cores at most
 
 
@@ -258,12 +259,25 @@ class InstanceManager(InstanceTable):
 
     def _take_over(self, new: Running, activations: list[m.Activate]) -> None:
         """Tell an instance what it takes over; it runs when its requests are on their way."""
-        send_all(new.links, activations)
-        expect_all(new.links, m.Done, self._patience.step_s)
+        try:
+            send_all(new.links, activations)
+            expect_all(new.links, m.Done, self._patience.step_s)
+        except StepFailedError as error:
+            self._end_unless_done(new, str(error))
+            raise
         new.took_over = True
         self._advance(new, _S.ACTIVE)
         with self._lock:
             self._active = new.record.instance_id
+
+    def _end_unless_done(self, new: Running, reason: str) -> None:
+        """A rank that is still at it writes KV into slots that the old instance may use soon.
+
+        A rank that has failed is at nothing: an instance of such ranks can be parked again.
+        """
+        deadline = time.monotonic() + _FINISH_S
+        if not all(link.finish(deadline) for link in new.links):
+            self.lose(new.record.instance_id, reason)
 
     def go_on(self, instance: str) -> None:
         """An instance that has taken over runs; harmless a second time.

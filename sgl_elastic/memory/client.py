@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -27,7 +27,7 @@ from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.messages import Answered, Message, Pages, Reply, Request, Usage
 from sgl_elastic.memory.pulse import Pulse, is_readable
-from sgl_elastic.memory.runs import Run, Runs, Slots, move_runs
+from sgl_elastic.memory.runs import Run, Runs, Slots
 from sgl_elastic.types import MemoryShape
 
 logger = logging.getLogger(__name__)
@@ -120,22 +120,6 @@ class DeviceClient:
         """
         request = messages.CopyFrom(str(source), _plain(slots), verify, by_bytes)
         return self._call(request, messages.Changed, timeout_s).slots
-
-    def copy_kv(
-        self,
-        pairs: Iterable[tuple[int, int]],
-        source: Path | str = "",
-        timeout_s: float | None = None,
-        *,
-        by_bytes: bool = False,
-    ) -> None:
-        """Copy token slots, (source, destination) pairs, in every KV region.
-
-        `source` is another worker's socket; "" = within the device, and then no slot may be both
-        source and destination. `by_bytes` as in `copy_from`.
-        """
-        request = messages.CopyKv(move_runs(pairs), str(source), by_bytes)
-        self._call(request, messages.Done, timeout_s)
 
     def usage(self) -> Usage:
         """What takes how much."""

@@ -1,6 +1,6 @@
 """Copies from another worker: by its pages where they can be mapped, else by its bytes.
 
-    worker.py --CopyFrom, CopyKv--> [Copier] --> DeviceClient --> peer worker
+    worker.py --CopyFrom--> [Copier] --> DeviceClient --> peer worker
                                         '--> DeviceMemory, under the worker's lock
 
 Which of the two the request says, because only who placed the devices knows what is on one node.
@@ -10,16 +10,15 @@ received straight into a slot: should the HMM give up meanwhile and unmap it, no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
-from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
+from sgl_elastic.errors import PeerCopyError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.device import DeviceMemory
+from sgl_elastic.memory.peer import peer_at
 from sgl_elastic.memory.runs import Run, Runs, Slots
-
-PEER_TIMEOUT_S = 30.0  # for each answer of a peer worker
 
 
 class Copier:
@@ -33,7 +32,7 @@ class Copier:
         """Returns the slots that were not loaded before."""
         with self._lock:
             missing = self._memory.not_loaded(request.slots)
-        with _peer_at(request.socket_path) as peer:
+        with peer_at(request.socket_path) as peer:
             for region, runs in missing.items():
                 if request.by_bytes:
                     self._read(peer, region, runs)
@@ -42,22 +41,6 @@ class Copier:
                 if request.verify:
                     self._compare(peer, region, runs)
         return missing
-
-    def copy_kv(self, request: messages.CopyKv) -> None:
-        """Rows of every KV region, from a peer or within the device."""
-        if not request.socket_path:
-            with self._lock:
-                self._memory.copy_kv_rows(request.moves)
-            return
-        runs = [(first, count) for first, _, count in request.moves]
-        wanted = dict.fromkeys(self._memory.kv_regions(), runs)
-        with _peer_at(request.socket_path) as peer:
-            if request.by_bytes:
-                self._read_kv(peer, request.moves, wanted)
-                return
-            spans = peer.import_pages(self._memory.backend, wanted)
-            with self._lock:
-                self._memory.copy_kv_rows(request.moves, spans)
 
     def _map(self, peer: DeviceClient, region: str, runs: Runs) -> None:
         backend = self._memory.backend
@@ -70,14 +53,6 @@ class Copier:
         self._receive(peer.read(slots, must_be_loaded=True), slots)
         with self._lock:
             self._memory.mark_loaded(slots)
-
-    def _read_kv(
-        self, peer: DeviceClient, moves: Sequence[messages.Move], wanted: dict[str, list[Run]]
-    ) -> None:
-        with self._lock:
-            self._memory.check_kv_targets(moves)
-        targets = [(first, count) for _, first, count in moves]
-        self._receive(peer.read(wanted), dict.fromkeys(wanted, targets))
 
     def _receive(self, parts: Iterable[messages.Part], slots: Slots) -> None:
         """All bytes of these slots, in their order. Raises PeerCopyError for fewer or more."""
@@ -103,17 +78,3 @@ class Copier:
                     f"{region} slot {slot} is {ours} here and {theirs} at its source: check the "
                     "link between the devices"
                 )
-
-
-@contextmanager
-def _peer_at(socket_path: str) -> Iterator[DeviceClient]:
-    """Another worker, whose pages are imported for a moment. Raises PeerCopyError if it is gone."""
-    try:
-        peer = DeviceClient(socket_path, PEER_TIMEOUT_S)
-        try:
-            yield peer
-        finally:
-            peer.forget_pages()
-            peer.close()
-    except MemoryWorkerError as error:
-        raise PeerCopyError(f"a copy from {socket_path} failed: {error}") from error

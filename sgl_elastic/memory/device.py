@@ -19,7 +19,7 @@ import xxhash
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, StepFailedError
 from sgl_elastic.memory import stream
-from sgl_elastic.memory.messages import ExpertSlots, Move, Usage
+from sgl_elastic.memory.messages import ExpertSlots, Usage
 from sgl_elastic.memory.regions import RegionState, changed, check_shape, describe_all
 from sgl_elastic.memory.runs import (
     Run,
@@ -197,36 +197,6 @@ class DeviceMemory:
                 )
         self.mark_loaded({region: wanted})
 
-    def kv_regions(self) -> tuple[str, ...]:
-        """Names of the KV regions."""
-        return tuple(name for name, s in self._regions.items() if s.region.kind is RegionKind.KV)
-
-    def copy_kv_rows(
-        self, moves: Sequence[Move], source: Mapping[str, PageSpans] | None = None
-    ) -> None:
-        """Copy token slots (source, destination, count) in every KV region.
-
-        `source` has, for each of them, a peer's imported pages; None = this device's own, and then
-        no slot may be source and destination at once. Raises MemoryWorkerError or PeerCopyError.
-        """
-        states = [self._regions[name] for name in self.kv_regions()]
-        sources = [(first, count) for first, _, count in moves]
-        targets = [(first, count) for _, first, count in moves]
-        self._check_moves(states, sources if source is None else [], targets)
-        with self._named("copying KV", PeerCopyError):
-            for state in states:
-                if source is None:
-                    self._copy_rows(state, moves, state.tensor.address)
-                    continue
-                spans = source[state.region.name]
-                with PageWindow(self._backend, self._page_bytes, spans) as window:
-                    self._copy_rows(state, moves, window.address_of(0))
-
-    def check_kv_targets(self, moves: Sequence[Move]) -> None:
-        """Raises MemoryWorkerError unless a peer's KV may come to where these moves say."""
-        states = [self._regions[name] for name in self.kv_regions()]
-        self._check_moves(states, [], [(first, count) for _, first, count in moves])
-
     def read(self, slots: Slots, position: int, count: int) -> bytes:
         """Bytes of mapped slots' stream (stream.py); `position` and `count` lie within it."""
         with self._named("reading slots"):
@@ -304,27 +274,6 @@ class DeviceMemory:
                 zeros = bytes(min(_PEEK_BYTES, self._page_bytes - offset))
                 self._backend.poke(window.address_of(offset), zeros)
         return handle
-
-    def _copy_rows(self, state: RegionState, moves: Sequence[Move], base: int) -> None:
-        slot_bytes = state.region.slot_bytes
-        for source, target, count in moves:
-            self._backend.copy(
-                state.tensor.address + target * slot_bytes,
-                base + source * slot_bytes,
-                count * slot_bytes,
-            )
-
-    def _check_moves(
-        self, states: Sequence[RegionState], sources: Sequence[Run], targets: Sequence[Run]
-    ) -> None:
-        """Raises MemoryWorkerError for slots that have no pages, or that are meant twice."""
-        if num_slots(merge(targets)) != num_slots(targets) or intersect(targets, sources):
-            raise MemoryWorkerError(
-                "KV cannot move to a slot twice, or to one that is also copied from: move in turns"
-            )
-        for state in {state.mapped: state for state in states}.values():  # mostly all the same
-            self._check_mapped(state, sources)
-            self._check_mapped(state, targets)
 
     def _spans(self, state: RegionState, runs: Runs) -> PageSpans:
         with self._named(f"looking up {state.region.name}"):

@@ -22,7 +22,7 @@ import sgl_vmm
 from sgl_elastic.errors import ElasticError, MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient, ImportedSpans
 from sgl_elastic.memory.runs import Run, Runs, Slots, merge, pages_under, subtract
-from sgl_elastic.types import MemoryShape, Region
+from sgl_elastic.types import MemoryShape, Region, RegionKind
 
 
 class RegionMapping:
@@ -62,6 +62,15 @@ class RegionMapping:
     def backend(self) -> sgl_vmm.Backend:
         """This process's backend."""
         return self._backend
+
+    @property
+    def page_bytes(self) -> int:
+        """The size of each page."""
+        return self._page_bytes
+
+    def kv_regions(self) -> tuple[Region, ...]:
+        """The KV regions, in the shape's order."""
+        return tuple(r for r in self._regions.values() if r.kind is RegionKind.KV)
 
     def range_of(self, region: str) -> sgl_vmm.AddressRange:
         """The region's addresses, for tensors over them. Raises MemoryWorkerError."""

@@ -27,7 +27,6 @@ Position = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 RunField = tuple[Position, Count]
 SlotsField = dict[str, tuple[RunField, ...]]
-Move = tuple[Position, Position, Count]  # source slot, destination slot, slots
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -91,17 +90,6 @@ class CopyFrom(Message, frozen=True):
     socket_path: str
     slots: SlotsField
     verify: bool = False
-    by_bytes: bool = False
-
-
-class CopyKv(Message, frozen=True):
-    """Copy token slots, in every KV region. `socket_path` "" = from this device's own.
-
-    `by_bytes` as in CopyFrom.
-    """
-
-    moves: tuple[Move, ...]
-    socket_path: str = ""
     by_bytes: bool = False
 
 
@@ -226,7 +214,6 @@ Request = (
     | AskScratch
     | MarkLoaded
     | CopyFrom
-    | CopyKv
     | AskUsage
     | AskDigest
     | AskExperts

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 Run = tuple[int, int]
 Runs = tuple[Run, ...]
 Slots = Mapping[str, Sequence[Run]]  # region name -> runs of its slots
+Move = tuple[int, int, int]  # source slot, destination slot, slots
 
 
 def merge(runs: Iterable[Run]) -> Runs:
@@ -79,9 +80,9 @@ def pages_under(runs: Iterable[Run], slot_bytes: int, page_bytes: int) -> Runs:
     return merge(pages_of(run, slot_bytes, page_bytes) for run in runs)
 
 
-def move_runs(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+def move_runs(pairs: Iterable[tuple[int, int]]) -> tuple[Move, ...]:
     """(source slot, destination slot) pairs as (source, destination, count), order kept."""
-    moves: list[tuple[int, int, int]] = []
+    moves: list[Move] = []
     for source, destination in pairs:
         if moves:
             start, target, count = moves[-1]

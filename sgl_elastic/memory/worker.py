@@ -2,7 +2,7 @@
 
     DeviceClient --> Unix socket --> [one thread a connection] --turn--> DeviceMemory
                                               |
-                                              +-- CopyFrom, CopyKv --> copying.py --> peer worker
+                                              +-- CopyFrom --> copying.py --> peer worker
 
     python -m sgl_elastic.memory.worker --socket PATH --device-id 0 --budget-bytes N
 
@@ -141,9 +141,6 @@ class Worker:
         try:
             if isinstance(request, messages.CopyFrom):
                 return messages.Changed(Copier(self._memory, turn).copy_from(request))
-            if isinstance(request, messages.CopyKv):
-                Copier(self._memory, turn).copy_kv(request)
-                return messages.Done()
             with turn:
                 return self._handlers[type(request)](request)
         except ElasticError as error:

@@ -74,16 +74,23 @@ def all_slots(name):
     return {name: [(0, region_of(name).num_slots)]}
 
 
-def fill(hmm, device_id, slots, seed=0):
-    """Write patterns into mapped slots of a device, as an engine would, and say they are loaded."""
+@contextmanager
+def attached(hmm, device_id, slots):
+    """A rank's mapping of a device's mapped slots, in this process, and its client."""
     with DeviceClient(hmm.socket_path(device_id, device_id), 10.0) as client:
         mapping = RegionMapping(SHAPE, "host")
         mapping.attach(client, slots)
+        yield mapping, client
+        mapping.detach()
+
+
+def fill(hmm, device_id, slots, seed=0):
+    """Write patterns into mapped slots of a device, as an engine would, and say they are loaded."""
+    with attached(hmm, device_id, slots) as (mapping, client):
         for name, slot in each(slots):
             slot_view(mapping, name, slot)[:] = pattern(
                 (seed, name, slot), region_of(name).slot_bytes
             )
-        mapping.detach()
         client.mark_loaded(slots)
 
 

@@ -44,6 +44,7 @@ class FakeRank(threading.Thread):
     def __init__(self, path: Path, instance: str, rank: int) -> None:
         super().__init__(daemon=True)
         self.mutes: set[type] = set()
+        self.fails: set[type] = set()
         self.heard: list[m.ToRank] = []
         self.is_started = False
         self.is_parked = threading.Event()
@@ -72,6 +73,9 @@ class FakeRank(threading.Thread):
                     self.answer(message)
 
     def answer(self, message: m.ToRank) -> None:
+        if type(message) in self.fails:
+            self.channel.send(m.Failed("PeerCopyError", "no bytes came", self._number))
+            return
         match message:
             case m.Ping():
                 self.channel.send(m.Pong())
@@ -461,3 +465,44 @@ def test_everything_is_as_before_after_ten_losses(scene: Scene) -> None:
         return all(now <= then for now, then in zip(left(), before, strict=True))
 
     assert comes_to(is_as_before, True), (left(), before)
+
+
+def about_to_take_over(scene: Scene) -> tuple[str, str]:
+    """The frozen instance on one device, and the one on two that is to go on with its work."""
+    old = scene.first(ONE)
+    scene.manager._park_new((0, 1))
+    new = scene.manager.prepare(TWO)
+    scene.manager.freeze(old)
+    return old, new
+
+
+def test_a_rank_that_may_still_be_copying_ends_before_the_old_instance_goes_on(
+    scene: Scene,
+) -> None:
+    """It would write KV into slots that the old instance's books say are free."""
+    old, new = about_to_take_over(scene)
+    pid = scene.pid_of(new)
+    scene.ranks[new][0].fails = {m.Activate}
+    scene.ranks[new][1].mutes = {m.Activate}
+    with pytest.raises(EngineFailedError, match="no bytes came"):
+        scene.manager.activate(new, old, {})
+    assert not Path(f"/proc/{pid}").exists()
+    scene.manager.resume(old)
+    scene.manager.cancel(new)
+    assert scene.names() == {old}
+    assert scene.state_of(old) is InstanceState.ACTIVE
+
+
+def test_an_instance_whose_ranks_have_all_answered_is_parked_again(scene: Scene) -> None:
+    old, new = about_to_take_over(scene)
+    scene.ranks[new][0].fails = {m.Activate}
+    slow = scene.ranks[new][1]
+    slow.mutes = {m.Activate}
+    number = 1 + len(slow.heard)  # of the Activate that comes next
+    threading.Timer(0.1, slow.channel.send, (m.Done(number=number),)).start()
+    with pytest.raises(EngineFailedError, match="no bytes came"):
+        scene.manager.activate(new, old, {})
+    scene.manager.resume(old)
+    scene.manager.cancel(new)
+    assert scene.state_of(new) is InstanceState.PARKED
+    assert scene.state_of(old) is InstanceState.ACTIVE

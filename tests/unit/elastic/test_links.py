@@ -283,3 +283,16 @@ def test_what_a_rank_said_before_it_ended_is_read(bench: Bench) -> None:
     rank.channel.close()
     assert link.read_to_the_end(soon())
     assert bench.tables == [("i1", 0, (ADAPTER,))]
+
+
+def test_whether_a_rank_is_still_at_it(bench: Bench) -> None:
+    (link,), (rank,) = bench.start(1)
+    assert link.finish(soon()), "nothing was asked"
+    link.send(m.Detach())
+    link.send(m.Ping())
+    assert not link.finish(time.monotonic() + 0.05)
+    rank.channel.send(m.Failed("E", "no", 1))
+    assert link.finish(soon()), "a Ping is no instruction"
+    link.send(m.Detach())
+    rank.channel.close()
+    assert not link.finish(soon()), "nobody knows"

@@ -149,35 +149,6 @@ def test_content_that_is_not_valid_is_not_given_away(device):
         device.pages({W2: [(0, 2)]}, must_be_loaded=True)
 
 
-def test_kv_rows_move_within_a_device_and_between_two(device):
-    source = make_device(device_id=1)
-    for number, one in enumerate((source, device)):
-        one.map_slots({name: [(0, 101)] for name in ("kv.0", "kv.1")})
-        for name in ("kv.0", "kv.1"):
-            for slot in range(101):
-                write(one, name, slot, (number, name, slot))
-    theirs = {n: [source.digest(n, s) for s in range(101)] for n in ("kv.0", "kv.1")}
-    ours = {n: [device.digest(n, s) for s in range(101)] for n in ("kv.0", "kv.1")}
-    spans = imported(source, device, {n: [(90, 3), (7, 1)] for n in ("kv.0", "kv.1")})
-    device.copy_kv_rows([(90, 4, 3), (7, 60, 1)], spans)
-    device.copy_kv_rows([(80, 20, 2)])
-    for name in ("kv.0", "kv.1"):
-        expected = list(ours[name])
-        expected[4:7], expected[60] = theirs[name][90:93], theirs[name][7]
-        expected[20:22] = ours[name][80:82]
-        assert [device.digest(name, slot) for slot in range(101)] == expected
-
-
-def test_kv_moves_that_depend_on_order_are_refused(device):
-    device.map_slots({name: [(0, 50)] for name in ("kv.0", "kv.1")})
-    for moves in ([(1, 2, 1), (2, 3, 1)], [(1, 5, 1), (2, 5, 1)], [(1, 2, 2)]):
-        with pytest.raises(MemoryWorkerError, match="move in turns"):
-            device.copy_kv_rows(moves)
-    for moves in ([(1, 60, 1)], [(60, 1, 1)]):
-        with pytest.raises(MemoryWorkerError, match="no pages"):
-            device.copy_kv_rows(moves)
-
-
 class SlotsLikeSets(RuleBasedStateMachine):
     """Random maps and unmaps of two regions: pages, slots and identities as sets say."""
 

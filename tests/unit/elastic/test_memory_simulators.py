@@ -43,6 +43,23 @@ with DeviceClient(path, 10.0) as client:
 """
 
 
+COPY = """
+import sys
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.kv_rows import copy_rows
+from sgl_elastic.memory.mapping import RegionMapping
+from tests.unit.elastic.test_memory_simulators import SHAPE
+vendor, library, own, source = sys.argv[1:]
+with DeviceClient(own, 10.0) as client:
+    mapping = RegionMapping(SHAPE, vendor, device_id=1, library=library)
+    mapping.attach(client, {"kv": [(0, 21)]})
+    copy_rows(mapping, [(90, 3), (91, 4)], source)
+    copy_rows(mapping, [(92, 5)], source)
+    copy_rows(mapping, [(5, 6)])
+    mapping.park(client)
+"""
+
+
 def num_bytes_of(name):
     region = next(region for region in SHAPE.regions if region.name == name)
     return SLOTS[name][0][1] * region.slot_bytes
@@ -71,12 +88,13 @@ def test_a_scale_of_one_device_to_two(tmp_path, vendor):
             hmm.execute(step)
         pid = hmm.client(1).info.pid
         fds = settle(lambda: count_fds(pid))
-        hmm.client(1).copy_kv([(90, 3), (91, 4)], hmm.socket_path(0))
-        hmm.client(1).copy_kv([(92, 5)], hmm.socket_path(0))
+        command = [sys.executable, "-c", COPY, vendor, library]
+        sockets = [str(hmm.socket_path(device_id)) for device_id in (1, 0)]
+        subprocess.run([*command, *sockets], check=True, timeout=60)
         expert = xxhash.xxh3_64_hexdigest(b"w" * (3 * PAGE // 4))
         row = xxhash.xxh3_64_hexdigest(b"k" * 1152)
         assert [hmm.client(1).digest("w", slot) for slot in (1, 2)] == [expert] * 2
-        assert [hmm.client(1).digest("kv", slot) for slot in (3, 4, 5)] == [row] * 3
+        assert [hmm.client(1).digest("kv", slot) for slot in (3, 4, 5, 6)] == [row] * 4
         assert comes_to(lambda: count_fds(pid), fds) == fds
         for step in reversed(steps):
             hmm.undo(step)

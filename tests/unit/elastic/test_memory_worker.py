@@ -132,21 +132,6 @@ def test_a_source_that_is_gone_is_a_peer_copy_error(hmm):
     assert hmm.usage()[1].loaded_slots["expert"] == 0
 
 
-def test_kv_rows_are_copied_between_workers_and_within_one(hmm):
-    slots = {name: [(0, 101)] for name in KV}
-    for device_id in (0, 1):
-        hmm.client(device_id).map_slots(slots)
-        fill(hmm, device_id, slots, seed=device_id)
-    hmm.client(1).copy_kv([(50, 10), (51, 11), (7, 99)], hmm.socket_path(0))
-    hmm.client(1).copy_kv(iter([(60, 20)]))
-    theirs, ours = expected_digests(slots, 0), expected_digests(slots, 1)
-    expected = dict(ours)
-    for name in KV:
-        expected[name, 10], expected[name, 11] = theirs[name, 50], theirs[name, 51]
-        expected[name, 99], expected[name, 20] = theirs[name, 7], ours[name, 60]
-    assert digests(hmm, 1, slots) == expected
-
-
 def test_all_pages_of_a_worker_travel_as_one_descriptor_and_only_once(one):
     client = one.client(0)
     client.map_slots({W13: [(0, 8)]})

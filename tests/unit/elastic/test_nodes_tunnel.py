@@ -26,12 +26,14 @@ from sgl_elastic.errors import (
 )
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
+from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.nodes import tunnel
 from sgl_elastic.nodes.tunnel import Tunnels
 from tests.processes import stop_process
 from tests.unit.elastic.memory_workers import (
     PAGE,
     all_slots,
+    attached,
     comes_to,
     count_fds,
     digests,
@@ -108,14 +110,13 @@ def test_kv_rows_are_copied_by_bytes(pair: Pair) -> None:
     slots = {"kv.0": [(0, 101)], "kv.1": [(0, 101)]}
     for node in (0, 1):
         pair.fill(node, slots, seed=node)
-    pair.client(1).copy_kv([(50, 10), (51, 11), (7, 99)], pair.path, by_bytes=True)
+    with attached(pair.hmms[1], 1, slots) as (mapping, _):
+        copy_rows(mapping, [(50, 10), (51, 11), (7, 99)], str(pair.path), by_bytes=True)
     theirs, expected = expected_digests(slots, 0), expected_digests(slots, 1)
     for name in slots:
         for source, target in ((50, 10), (51, 11), (7, 99)):
             expected[name, target] = theirs[name, source]
     assert digests(pair.hmms[1], 1, slots) == expected
-    with pytest.raises(PeerCopyError, match="slot twice"):
-        pair.client(1).copy_kv([(1, 5), (2, 5)], pair.path, by_bytes=True)
 
 
 def test_what_is_not_there_is_not_copied(pair: Pair) -> None:
