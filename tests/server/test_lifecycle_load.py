@@ -52,7 +52,7 @@ def ground(server_pool: ServerPool, tmp_path_factory: pytest.TempPathFactory) ->
 def test_answers_are_right_while_adapters_change(sizes: tuple[int, ...], ground: Ground) -> None:
     """Elastic loads wait for adapters in use, so the operations take longer there."""
     found: dict[str, Any] = {}
-    plan = replace(QUICK, sizes=sizes, pattern_s=30 if sizes else QUICK.pattern_s)
+    plan = replace(QUICK, sizes=sizes, pattern_s=60 if sizes else QUICK.pattern_s)
     measure(ground, plan, found.update)
     (row,) = found["rows"]
     check_row(row)
@@ -62,7 +62,7 @@ def test_answers_are_right_while_adapters_change(sizes: tuple[int, ...], ground:
 
 def test_scales_while_adapters_take_turns(ground: Ground) -> None:
     """Each begins with a load on its way: the ranks that take over must know that adapter too."""
-    plan = replace(QUICK, sizes=ELASTIC_SIZES, pattern_s=25.0)
+    plan = replace(QUICK, sizes=ELASTIC_SIZES, pattern_s=45.0)
     record = ground.work / "turns.jsonl"
     traffic = ["--lora-name", *ground.live, *PATTERNS["round_robin"]]
     with serving.server(server_arguments(ground, plan)) as url:
