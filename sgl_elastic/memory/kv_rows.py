@@ -50,9 +50,9 @@ def copy_rows(
     ElasticInternalError, with nothing copied, for slots that are not attached or meant twice.
     """
     moves = move_runs(pairs)
-    _check(mapping, moves, is_within=not source)
     if not moves:
         return
+    _check(mapping, moves, is_within=not source)
     if not source:
         for region in mapping.kv_regions():
             _copy(mapping, region, moves, mapping.range_of(region.name).address)
@@ -107,10 +107,11 @@ def _check(mapping: RegionMapping, moves: Sequence[Move], *, is_within: bool) ->
             "KV cannot move to a slot twice, or to one that is also copied from: move in turns"
         )
     attached = mapping.attached()
-    for region in mapping.kv_regions():
-        missing = subtract([*sources, *targets], attached.get(region.name, ()))
+    names = {attached.get(region.name, ()): region.name for region in mapping.kv_regions()}
+    for runs, name in names.items():  # mostly all have the same
+        missing = subtract([*sources, *targets], runs)
         if missing:
-            raise ElasticInternalError(f"{region.name} {describe(missing)} are not attached")
+            raise ElasticInternalError(f"{name} {describe(missing)} are not attached")
 
 
 def _sources(moves: Sequence[Move]) -> list[Run]:
