@@ -1,15 +1,15 @@
 # Every target installs what it needs first; installing a second time costs nothing.
 PORT ?= 30000
 ARGS ?=
-BENCHES ?= bench.expert_memory bench.bench_vmm bench.adapter_load bench.moe_layer bench.overhead \
-  bench.zoo_table bench.reroute bench.batching bench.figure5 bench.figure6 bench.figure7 \
-  bench.figure8 bench.figure9 bench.table1 bench.table3 bench.lifecycle_load \
-  bench.elastic_gap bench.elastic_scales bench.elastic_slo bench.elastic_table1 bench.elastic_ablation
+BENCHES ?= bench.expertweave.expert_memory bench.kernels.vmm bench.expertweave.adapter_load bench.kernels.moe_layer bench.expertweave.overhead \
+  bench.expertweave.zoo_table bench.kernels.reroute bench.expertweave.batching bench.expertweave.figure5 bench.expertweave.figure6 bench.expertweave.figure7 \
+  bench.expertweave.figure8 bench.expertweave.figure9 bench.expertweave.table1 bench.expertweave.table3 bench.soak.lifecycle_load \
+  bench.elasticmoe.gap bench.elasticmoe.scales bench.elasticmoe.slo bench.elasticmoe.table1 bench.elasticmoe.ablation
 GPU_PYTHON ?= python3
 OUT ?= sgl_esft/zoo/checkpoints
 
 python := .venv/bin/python
-kernels_link := build/typing/sgl_esft_kernels
+typing_links := build/typing/sgl_esft_kernels build/typing/sgl_esft_launch
 # That ARGS choose none of the tests is no failure (pytest's status 5).
 pytest_some := scripts/pytest_some.sh $(python)
 
@@ -41,7 +41,7 @@ browser: ## see that a browser for the tests is there (on Debian as root: instal
 test-fast: setup browser ## run the tests that start no server
 	@$(python) -m pytest -m "not server and not slow and not soak" --durations=15 $(ARGS)
 
-check: setup $(kernels_link) ## ruff (lint and format) and mypy, changing nothing
+check: setup $(typing_links) ## ruff (lint and format) and mypy, changing nothing
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
 	@$(python) -m mypy
@@ -69,7 +69,7 @@ clean: ## remove build outputs and caches
 distclean: clean ## also remove .venv
 	@rm -rf .venv .setup.lock
 
-# mypy cannot read the editable install's import hook, so it finds kernels/ by its installed name.
-$(kernels_link):
+# mypy cannot read the editable install's import hook, so it finds these by their installed names.
+build/typing/sgl_esft_%:
 	@mkdir -p $(@D)
-	@ln -sfn ../../kernels $@
+	@ln -sfn ../../$* $@

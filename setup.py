@@ -1,18 +1,19 @@
-"""What pyproject.toml cannot say: the folder `kernels/` is installed as `sgl_esft_kernels`.
+"""What pyproject.toml cannot say: two folders are installed under longer names.
 
-The folder keeps its short name for readers; `kernels` is too generic to own as an installed name
-(a package of that name is on the public index, and SGLang knows it).
+`kernels/` is `sgl_esft_kernels` and `launch/` is `sgl_esft_launch`. The folders keep their short
+names for readers; as installed names those are too generic to own (a package called kernels is on
+the public index, and SGLang knows it).
 """
 
 from setuptools import find_packages, setup
 
-KERNELS = "sgl_esft_kernels"
+RENAMED = {"sgl_esft_kernels": "kernels", "sgl_esft_launch": "launch"}
 
 setup(
     packages=[
         *find_packages(include=["sgl_esft*", "sgl_elastic*"]),
-        KERNELS,
-        *(f"{KERNELS}.{name}" for name in find_packages(where="kernels")),
+        *RENAMED,
+        *(f"{name}.{inner}" for name, folder in RENAMED.items() for inner in find_packages(folder)),
     ],
-    package_dir={KERNELS: "kernels"},
+    package_dir=RENAMED,
 )

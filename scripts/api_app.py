@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from sgl_elastic.coordinator import app as elastic
 from sgl_elastic.coordinator.coordinator import Coordinator
-from sgl_esft.health.board import Board
-from sgl_esft.launch import flags, plan, serve
-from sgl_esft.launch.ports import pick_free_port
+from sgl_esft.health.heartbeat import Board
+from sgl_esft.ports import pick_free_port
+from sgl_esft_launch import flags, plan, serve
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 

@@ -17,9 +17,10 @@ from typing import Any
 from scripts.api_app import openapi
 from sgl_elastic import errors as elastic_errors
 from sgl_elastic.options import add_flags
-from sgl_esft import cli, errors
-from sgl_esft.access.classes import RouteTable
-from sgl_esft.launch import flags
+from sgl_esft import errors
+from sgl_esft.http.classes import RouteTable
+from sgl_esft.tools import cli
+from sgl_esft_launch import flags
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from scripts.draw_memory import memory_picture
-from sgl_esft.expert_map import ExpertMap, base_row
-from sgl_esft.slot_layout import SlotLayout
+from bench.report.draw_memory import memory_picture
+from sgl_esft.weave.expert_map import ExpertMap, base_row
+from sgl_esft.weave.slot_layout import SlotLayout
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 

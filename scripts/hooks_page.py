@@ -1,6 +1,7 @@
 """docs/hooks.md from the hook ledgers: `python -m scripts.hooks_page`.
 
-    sgl_esft/hooks.py, sgl_elastic's ENGINE_HOOKS and FRONT_HOOKS -> [page] -> docs/hooks.md
+    sgl_esft/plugin/hook_table.py, sgl_elastic's ENGINE_HOOKS and FRONT_HOOKS -> [page] ->
+    docs/hooks.md
 
 A test holds the page to the ledger.
 """
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_elastic.coordinator.front_hooks import FRONT_HOOKS
 from sgl_elastic.engine.hooks import ENGINE_HOOKS
+from sgl_elastic.front_hooks import FRONT_HOOKS
 from sgl_esft.hook_ledger import Hook
-from sgl_esft.hooks import (
+from sgl_esft.plugin.hook_table import (
     CPU_HOOKS,
     JSON_LOG_HOOKS,
     LAUNCHER_HOOKS,
@@ -27,8 +28,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
 _HEAD = """\
 # Hooks into SGLang
 
-Made from `sgl_esft/hooks.py`, `sgl_elastic/engine/hooks.py` and
-`sgl_elastic/coordinator/front_hooks.py` by `python -m scripts.hooks_page`; do not edit.
+Made from `sgl_esft/plugin/hook_table.py`, `sgl_elastic/engine/hooks.py` and
+`sgl_elastic/front_hooks.py` by `python -m scripts.hooks_page`; do not edit.
 
 SGLang is not modified. It is entered through its two plugin doors, the entry points
 `sglang.srt.platforms` and `sglang.srt.plugins`, and the second installs the hooks below in every

@@ -19,21 +19,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgl_elastic.coordinator import strategy_plans as plans
+from sgl_elastic.baselines import plans
+from sgl_elastic.baselines.cold_restart import CutOverCoordinator
+from sgl_elastic.baselines.from_disk import DiskInstances
+from sgl_elastic.baselines.horizontal import (
+    ReplicaCoordinator,
+    ReplicaPlanner,
+    ReplicaSwitchboard,
+    ReplicatedInstances,
+)
+from sgl_elastic.baselines.staged_memory import StagedMemory
+from sgl_elastic.baselines.strategies import ScaleStrategy
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Journal
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.coordinator.ports import Front
-from sgl_elastic.coordinator.replica_board import ReplicaSwitchboard
-from sgl_elastic.coordinator.strategies import ScaleStrategy
-from sgl_elastic.coordinator.strategy_cut_over import CutOverCoordinator
-from sgl_elastic.coordinator.strategy_replicas import ReplicaCoordinator, ReplicaPlanner
-from sgl_elastic.coordinator.switchboard import Switchboard
-from sgl_elastic.instance.from_disk import DiskInstances
+from sgl_elastic.front.router import Switchboard
 from sgl_elastic.instance.manager import Courier, EngineSettings, InstanceManager, Patience
-from sgl_elastic.instance.replicated import ReplicatedInstances
 from sgl_elastic.memory.control import Hmm
-from sgl_elastic.memory.staged import StagedMemory
 from sgl_elastic.options import ElasticOptions
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_elastic.coordinator.autoscale import AutoscalePolicy, parse_policy
-from sgl_elastic.coordinator.rank_choice import RankStrategy
-from sgl_elastic.coordinator.strategies import (
+from sgl_elastic.autoscale.policy import AutoscalePolicy, parse_policy
+from sgl_elastic.baselines.strategies import (
     AblationSwitches,
     ScaleStrategy,
     check_switches,
     parse_switches,
 )
 from sgl_elastic.errors import ElasticConfigError
+from sgl_elastic.front.rank_choice import RankStrategy
 from sgl_esft.byte_size import parse_bytes
 
 DEFAULT_KV_TOKENS = 65536  # of a rank, where the user has not chosen

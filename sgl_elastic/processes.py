@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Protocol
-
-from sgl_elastic.instance import priority
 
 
 class Process(Protocol):
@@ -61,7 +62,7 @@ class LocalProcess(subprocess.Popen[bytes]):
     """A child of this process."""
 
     def kill_group(self) -> None:
-        priority.background(self.pid)  # to take down all its memory is work too
+        background(self.pid)  # to take down all its memory is work too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
@@ -70,16 +71,16 @@ class LocalProcess(subprocess.Popen[bytes]):
         return is_stopped(self.pid)
 
     def foreground(self) -> None:
-        priority.foreground(self.pid)
+        foreground(self.pid)
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        with priority.in_background(self.pid):
+        with in_background(self.pid):
             yield
 
     @contextlib.contextmanager
     def when_idle(self, at_most_s: float) -> Iterator[None]:
-        with priority.when_idle(self.pid, at_most_s):
+        with when_idle(self.pid, at_most_s):
             yield
 
 
@@ -90,3 +91,108 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+# Processor priority of an instance: what starts, parks or ends must not slow down what serves.
+#
+# standby starts                --[when_idle]--> SCHED_IDLE: only what others leave, for a while
+# old instance parks or ends    --[background]--> nice 15: a small share in any case
+# it is parked, or wanted now   --[foreground]--> as the front
+#
+# A rank that serves sleeps and wakes many times in a step. A thread of SCHED_IDLE gives way to it
+# at
+# once, one with a nice value only after some milliseconds. On a machine with processors to spare
+# none
+# of it shows. Only who may take a priority back lowers it (CAP_SYS_NICE, or RLIMIT_NICE): else a
+# standby would stay slow when it serves.
+
+BACKGROUND_NICE = 15
+_CAP_SYS_NICE = 23  # linux/capability.h
+
+
+@cache
+def may_take_back() -> bool:
+    """Whether this process may raise a priority that it has lowered."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False  # somebody chose a policy for all of the server
+    if resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - os.getpriority(os.PRIO_PROCESS, 0):
+        return True
+    status = Path("/proc/self/status").read_text()
+    capabilities = next(line for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(capabilities.split()[1], 16) >> _CAP_SYS_NICE & 1)
+
+
+@contextlib.contextmanager
+def when_idle(group: int, at_most_s: float) -> Iterator[None]:
+    """For the block, a process group gets what nobody else wants; then the front's priority.
+
+    After `at_most_s` it gets a small share in any case: a busy machine may have no idle time. In
+    the foreground meanwhile, it stays there.
+    """
+    timer = begin_idle(group, at_most_s)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        foreground(group)
+
+
+def begin_idle(group: int, at_most_s: float) -> threading.Timer:
+    """The beginning of `when_idle`, whose end is `foreground`; cancel the timer then."""
+    _set(group, os.SCHED_IDLE, BACKGROUND_NICE)
+    timer = threading.Timer(at_most_s, _no_longer_idle, [group])
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def background(group: int) -> None:
+    """A process group gives way to others; nothing where that could not be taken back."""
+    _set(group, os.SCHED_OTHER, BACKGROUND_NICE)
+
+
+def foreground(group: int) -> None:
+    """A process group has the front's priority again."""
+    _set(group, os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0))
+
+
+@contextlib.contextmanager
+def in_background(group: int) -> Iterator[None]:
+    """For as long as the block takes."""
+    background(group)
+    try:
+        yield
+    finally:
+        foreground(group)
+
+
+def _no_longer_idle(group: int) -> None:
+    if any(_is_idle(thread_id) for thread_id in _threads(group)):
+        background(group)
+
+
+def _is_idle(thread_id: int) -> bool:
+    try:
+        return os.sched_getscheduler(thread_id) == os.SCHED_IDLE
+    except ProcessLookupError:  # it has just ended
+        return False
+
+
+def _set(group: int, policy: int, nice: int) -> None:
+    """Linux keeps both for each thread; one that has just ended is passed over."""
+    if not may_take_back():
+        return
+    for thread_id in _threads(group):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setscheduler(thread_id, policy, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+
+
+def _threads(group: int) -> list[int]:
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (process / "stat").read_text()
+            if int(stat.rpartition(")")[2].split()[2]) == group:
+                found += [int(task.name) for task in (process / "task").iterdir()]
+    return found

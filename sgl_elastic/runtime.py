@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_elastic import assembly, workdir
-from sgl_elastic.coordinator import metrics
-from sgl_elastic.coordinator.autoscale import ScaleMetrics
-from sgl_elastic.coordinator.autoscaler import AutoscaleMetrics, Autoscaler
+from sgl_elastic.autoscale import metrics
+from sgl_elastic.autoscale.autoscaler import AutoscaleMetrics, Autoscaler
+from sgl_elastic.autoscale.metrics import FaultMetrics
+from sgl_elastic.autoscale.policy import ScaleMetrics
+from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.coordinator import Coordinator
-from sgl_elastic.coordinator.fault_metrics import FaultMetrics
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.ports import Wire
-from sgl_elastic.coordinator.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.coordinator.recovery import Guard, Vigilance
-from sgl_elastic.coordinator.slo import SloTargets, SloWindow
 from sgl_elastic.errors import ElasticError
+from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.plan.placement import place

@@ -5,7 +5,7 @@ re-imports the main module in every child process, so what stands here runs in
 each of them before any SGLang code does.
 """
 
-from sgl_esft.torchvision_schemas import install as _install_torchvision_schemas
+from sgl_esft.platform.torchvision_schemas import install as _install_torchvision_schemas
 
 __version__ = "0.1.0"
 

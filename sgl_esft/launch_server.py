@@ -4,7 +4,7 @@
 
 Takes every SGLang flag besides its own. Without --model-path it serves the
 demo zoo. Adapters are checked against the base before anything is started.
-With --elastic, sgl_elastic/launch.py takes over from here.
+With --elastic, launch/elastic.py takes over from here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from sgl_esft.errors import EsftError
-from sgl_esft.health import child, ending
-from sgl_esft.launch import flags, plan
+from sgl_esft.health import ending
+from sgl_esft.health import ending as child
+from sgl_esft_launch import flags, plan
 
 if __name__ == "__mp_main__":
     child.leave_to_front()
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         return _help()
     if "--elastic" in argv:
-        from sgl_elastic import launch as elastic
+        from sgl_esft_launch import elastic
 
         return elastic.main(argv)
     try:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EsftError as error:
         print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    from sgl_esft.launch import serve
+    from sgl_esft_launch import serve
 
     return serve.serve(launch)
 

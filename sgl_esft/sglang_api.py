@@ -39,7 +39,7 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from transformers import PretrainedConfig
 
 from sgl_esft.errors import UnsupportedModelError
-from sgl_esft.memory_report import KvMemory
+from sgl_esft.memory.report import KvMemory
 
 
 def served_model() -> tuple[str, str | None]:

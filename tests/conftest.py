@@ -20,12 +20,17 @@ settings.load_profile("repo")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """For `-n`: which tests one process runs."""
-    from tests.scheduling import GroupScheduling
+    from tests.support.scheduling import GroupScheduling
 
     return GroupScheduling(config, log)
 
 
-pytest_plugins = ["tests.servers", "tests.families", "tests.one_rank", "tests.guarded"]
+pytest_plugins = [
+    "tests.support.servers",
+    "tests.support.families",
+    "tests.support.one_rank",
+    "tests.support.guarded",
+]
 
 
 @pytest.fixture

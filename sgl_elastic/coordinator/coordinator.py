@@ -19,11 +19,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, StepRecord
-from sgl_elastic.coordinator.patience import Patience
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
-from sgl_elastic.coordinator.remainder import Remainder, Task
-from sgl_elastic.coordinator.steps import Steps
+from sgl_elastic.coordinator.steps import Patience, Remainder, Steps, Task
 from sgl_elastic.errors import BusyError, ClosingError, ElasticError, EngineFailedError
 from sgl_elastic.plan.planner import is_empty, placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind

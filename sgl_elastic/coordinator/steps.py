@@ -11,9 +11,14 @@ before anything else.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from sgl_elastic.coordinator.ports import Instances, Memory
+from sgl_elastic.coordinator.progress import Progress
+from sgl_elastic.errors import ElasticError
 from sgl_elastic.types import Placement, Step, StepKind
 
 ENGINE_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.GROW_KV})
@@ -59,3 +64,50 @@ class Steps:
         self._owed_kv[device_id] = num_tokens
         self._instances.resize_kv(device_id, num_tokens)
         del self._owed_kv[device_id]
+
+
+# How long the coordinator waits, and how often it tries.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often what cannot be taken back is tried, and how long a drain may take."""
+
+    attempts: int = 4
+    first_pause_s: float = 0.1  # doubled after each attempt
+    drain_timeout_s: float = 30.0
+    settle_s: float = 5.0  # for an adapter's change that is on its way to the ranks
+    hear_s: float = 1.0  # for what the ranks have said
+
+    def insist(self, act: Callable[[], None], sleep: Callable[[float], None]) -> None:
+        """Try an action that is harmless to repeat. Raises the last attempt's error."""
+        for attempt in range(self.attempts - 1):
+            try:
+                return act()
+            except ElasticError as error:
+                logger.warning("Attempt %d failed: %s", attempt + 1, error)
+            sleep(self.first_pause_s * 2**attempt)
+        return act()
+
+
+# What follows a switch: it must happen, and is tried until it does.
+#
+# coordinator.py --> [Remainder] --tasks, in order--> done, or kept for the next operation
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that must happen after the switch; harmless to repeat."""
+
+    phase: str
+    act: Callable[[], None]
+
+
+@dataclass
+class Remainder:
+    """What an operation still has to do after its switch."""
+
+    progress: Progress
+    tasks: deque[Task]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance.messages import Adapter, Attach
-from sgl_esft.adapter_format import read_manifest
-from sgl_esft.adapters import AdapterPlane
 from sgl_esft.errors import EsftError
-from sgl_esft.host_cache import read_adapter
-from sgl_esft.model_spec import MoeSpec
+from sgl_esft.formats.manifest import read_manifest
+from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.weave.host_cache import read_adapter
+from sgl_esft.weave.plane import AdapterPlane
 
 
 def fill_adapters(plane: AdapterPlane, spec: MoeSpec, attach: Attach) -> int:

@@ -1,6 +1,7 @@
 """The elastic runtime's hook ledger: every place where it enters SGLang, and why.
 
-sgl_esft/hooks.py is weaving's. Installed only in the processes of an elastic engine (ENGINE_HOOKS)
+sgl_esft/plugin/hook_table.py is weaving's. Installed only in the processes of an elastic engine
+(ENGINE_HOOKS)
 and in the one that serves HTTP (coordinator/front_hooks.py).
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sgl_elastic.engine import config, loader, rank, sglang_api
+from sgl_elastic.engine import loader, rank, sglang_api
+from sgl_elastic.instance import engine_config
 from sgl_elastic.instance.messages import PAUSE_TO_PARK
 from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.lifecycle.commands import is_command
@@ -226,4 +228,4 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
 
 def hooks_of_this_process() -> tuple[Hook, ...]:
     """Nothing outside an elastic engine."""
-    return ENGINE_HOOKS if config.current() is not None else ()
+    return ENGINE_HOOKS if engine_config.current() is not None else ()

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from sgl_elastic.engine import config, disk, rank, sglang_api
+from sgl_elastic.engine import disk, rank, sglang_api
 from sgl_elastic.engine.memory import expert_of
 from sgl_elastic.errors import ElasticInternalError
+from sgl_elastic.instance import engine_config
 from sgl_elastic.instance.messages import Attach
-from sgl_esft import page_source
-from sgl_esft.model_spec import read_moe_spec
+from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_esft.weave import page_source
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class ElasticLoader:
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
         """The model over HMM memory. Raises ElasticError: the engine must not start then."""
         device = torch.device(device_config.device)
-        own = rank.start(config.required(), device)
+        own = rank.start(engine_config.required(), device)
         page_source.install(own.memory)
         model = sglang_api.make_skeleton(self._inner, model_config, device_config)
         sglang_api.derive(model, device)

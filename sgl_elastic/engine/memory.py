@@ -17,17 +17,18 @@ from torch.utils.dlpack import from_dlpack
 
 from sgl_elastic.engine import shape as shapes
 from sgl_elastic.engine import trunk
-from sgl_elastic.engine.config import EngineConfig
 from sgl_elastic.engine.shape import EXPERT_TENSORS, expert_region, kv_region
-from sgl_elastic.engine.slots import ElasticSlots
-from sgl_elastic.errors import ElasticInternalError
+from sgl_elastic.errors import ElasticInternalError, MemoryWorkerError
+from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.mapping import RegionMapping
 from sgl_elastic.memory.runs import Runs
 from sgl_elastic.memory.slots import expert_slots, kv_slots, trunk_slots
 from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
 from sgl_esft.config import required_config
-from sgl_esft.slot_layout import SlotLayout
+from sgl_esft.errors import InvariantError, OutOfExpertMemoryError
+from sgl_esft.weave.expert_memory import SlotUsage
+from sgl_esft.weave.slot_layout import SlotLayout
 
 _WEIGHTS = {"w13": "w13_weight", "w2": "w2_weight"}  # ours -> SGLang's
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -221,3 +222,75 @@ def expert_of(weight_name: str) -> int | None:
     """The routed expert a checkpoint tensor belongs to; None for the trunk's."""
     found = _EXPERT.search(weight_name)
     return int(found.group(1)) if found else None
+
+
+# The memory of one layer's slots when it belongs to the HMM (sgl_esft's SlotMemory).
+#
+#     adapters.py --map/unmap--> [ElasticSlots] --> memory worker (pages), own addresses (mapping)
+#
+# Base slots are mapped by rank.py as placements change; an adapter's slots when it is loaded.
+
+
+class ElasticSlots:
+    """One layer's slots on this rank."""
+
+    def __init__(self, memory: EngineMemory, layer_id: int, num_slots: int) -> None:
+        self._memory = memory
+        self._layer_id = layer_id
+        self._num_slots = num_slots
+        self._mapped: set[int] = set()
+
+    def note(self, mapped: set[int]) -> None:
+        """Somebody else has mapped exactly these slots."""
+        self._mapped = set(mapped)
+
+    def choose(self, region: range, count: int) -> range:
+        return region[:count]
+
+    def map(self, slots: range) -> None:
+        if self._mapped.intersection(slots):
+            raise InvariantError(f"layer {self._layer_id}: some of slots {slots} are mapped")
+        runs = self._runs(slots)
+        client = self._memory.required_client()
+        try:
+            client.map_slots(runs)
+        except MemoryWorkerError as error:
+            raise OutOfExpertMemoryError(
+                f"{error}: unload an adapter, or give devices more by --device-memory"
+            ) from error
+        self._memory.required_mapping().extend(client, runs)
+        self._mapped.update(slots)
+
+    def unmap(self, slots: range) -> None:
+        runs = self._runs(slots)
+        self._memory.required_mapping().shrink(runs)
+        self._memory.required_client().unmap_slots(runs)
+        self._mapped.difference_update(slots)
+
+    def _runs(self, slots: range) -> dict[str, Runs]:
+        run = ((slots.start, len(slots)),)
+        return {expert_region(self._layer_id, tensor): run for tensor in EXPERT_TENSORS}
+
+    def max_pages(self, count: int) -> int:
+        return 0  # the HMM's budget decides
+
+    def mapped_slots(self) -> set[int]:
+        return set(self._mapped)
+
+    def usage(self) -> SlotUsage:
+        shape, mapping = self._memory.shape, self._memory.required_mapping()
+        if shape is None:
+            raise InvariantError("no memory is planned")
+        regions = [r for r in shape.regions if r.layer_id == self._layer_id]
+        pages = sum(sum(mapping.range_of(r.name).mapped_pages()) for r in regions)
+        slot_bytes = sum(r.slot_bytes for r in regions)
+        return SlotUsage(
+            reserved_bytes=self._num_slots * slot_bytes,
+            mapped_bytes=pages * shape.page_bytes,
+            shared_bytes=0,
+            used_bytes=len(self._mapped) * slot_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        if not all(0 <= slot < self._num_slots for slot in self._mapped):
+            raise InvariantError(f"layer {self._layer_id}: slots {self._mapped} are out of range")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from sgl_elastic.engine import config
+from sgl_elastic.instance import engine_config
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ _is_installed = False
 def register() -> None:
     """Install the engine's hooks. Raises SystemExit when one cannot be put in place."""
     global _is_installed
-    if _is_installed or config.current() is None:
+    if _is_installed or engine_config.current() is None:
         return
     try:
         _install()

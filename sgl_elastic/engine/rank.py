@@ -27,16 +27,16 @@ import torch
 
 from sgl_elastic import wire
 from sgl_elastic.engine import handover, requests, sglang_api
-from sgl_elastic.engine.config import EngineConfig
 from sgl_elastic.engine.idle import WakefulSleeper
 from sgl_elastic.engine.memory import EngineMemory
 from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import messages as m
+from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.memory.runs import Runs
 from sgl_elastic.types import AdapterEntry
-from sgl_esft.adapters import AdapterSource, PlacedAdapter
+from sgl_esft.weave.plane import AdapterSource, PlacedAdapter
 
 logger = logging.getLogger(__name__)
 

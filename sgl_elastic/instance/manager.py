@@ -24,8 +24,8 @@ from sgl_elastic.instance import handover, supervise
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.links import RankLink, expect_all, send_all
+from sgl_elastic.instance.messages import shape_from_json
 from sgl_elastic.instance.running import Courier, Patience, Running
-from sgl_elastic.instance.shapes import shape_from_json
 from sgl_elastic.instance.standbys import likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.supervise import EngineSettings

@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from sgl_elastic.errors import WireError
+from sgl_elastic.types import MemoryShape
+
 # The id of a pause of ours, by which a rank tells it from a client's.
 PAUSE_TO_PARK = "sgl_elastic.park"
 
@@ -180,3 +183,14 @@ class Told(msgspec.Struct, frozen=True):
 
 
 FromRank = Hello | Declared | Loaded | Started | Frozen | AdapterTable | Done | Failed | Pong
+
+
+# MemoryShape as ranks declare it.
+
+
+def shape_from_json(data: bytes) -> MemoryShape:
+    """Raises WireError for anything but a shape."""
+    try:
+        return msgspec.json.decode(data, type=MemoryShape)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a rank declared no memory shape: {error}") from error

@@ -22,10 +22,9 @@ from types import FrameType
 from typing import Any
 
 import sgl_esft  # noqa: F401 - its __init__ must run before sglang, in spawned children too
-from sgl_elastic.engine import config
-from sgl_elastic.instance import devices
+from sgl_elastic.instance import devices, engine_config
 from sgl_esft import env
-from sgl_esft.health import child
+from sgl_esft.health import ending
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,11 @@ def main() -> int:
     """Run until killed, or until a rank dies. Returns the exit status."""
     _die_with(os.getppid())
     spec = InstanceSpec.from_json(sys.stdin.readline())
-    os.environ[config.VARIABLE] = spec.engine
-    engine = config.EngineConfig.from_json(spec.engine)
+    os.environ[engine_config.VARIABLE] = spec.engine
+    engine = engine_config.EngineConfig.from_json(spec.engine)
     os.environ[env.HEALTH_BOARD] = f"{engine.directory}/{engine.instance}.beats"
     os.environ.update(devices.rank_environment(engine.backend, engine.device_ids, os.environ))
-    child.ignore_ends()  # a terminal's, a service manager's; the front says when to end
+    ending.ignore_ends()  # a terminal's, a service manager's; the front says when to end
     return _run(spec, devices.start_method(engine.backend))
 
 
@@ -153,7 +152,7 @@ class InstancePorts:
 
 
 def _free_port() -> int:
-    from sgl_esft.launch.ports import pick_free_port
+    from sgl_esft.ports import pick_free_port
 
     return pick_free_port()
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sgl_elastic.engine.config import EngineConfig
 from sgl_elastic.errors import EngineFailedError
+from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.instance.process import InstanceSpec
 from sgl_elastic.processes import LocalProcess, Process
 

@@ -26,8 +26,8 @@ from sgl_elastic import errors, wire
 from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.messages import Answered, Message, Pages, Reply, Request, Usage
-from sgl_elastic.memory.pulse import Pulse, is_readable
 from sgl_elastic.memory.runs import Run, Runs, Slots
+from sgl_elastic.memory.turns import Pulse, is_readable
 from sgl_elastic.types import MemoryShape
 
 logger = logging.getLogger(__name__)

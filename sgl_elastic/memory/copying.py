@@ -10,14 +10,13 @@ received straight into a slot: should the HMM give up meanwhile and unmap it, no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
-from sgl_elastic.errors import PeerCopyError
+from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.device import DeviceMemory
-from sgl_elastic.memory.peer import peer_at
 from sgl_elastic.memory.runs import Run, Runs, Slots
 
 
@@ -78,3 +77,22 @@ class Copier:
                     f"{region} slot {slot} is {ours} here and {theirs} at its source: check the "
                     "link between the devices"
                 )
+
+
+# Another device's worker, as a copy needs it: its pages are imported for a moment only.
+
+PEER_TIMEOUT_S = 30.0  # for each of its answers
+
+
+@contextmanager
+def peer_at(socket_path: str) -> Iterator[DeviceClient]:
+    """The worker behind this socket. Raises PeerCopyError if it is gone, slow or refuses."""
+    try:
+        peer = DeviceClient(socket_path, PEER_TIMEOUT_S)
+        try:
+            yield peer
+        finally:
+            peer.forget_pages()
+            peer.close()
+    except MemoryWorkerError as error:
+        raise PeerCopyError(f"a copy from {socket_path} failed: {error}") from error

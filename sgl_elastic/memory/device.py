@@ -11,16 +11,17 @@ Not thread-safe: the worker holds one lock around it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import sgl_vmm
 import xxhash
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, StepFailedError
-from sgl_elastic.memory import stream
+from sgl_elastic.memory import runs as stream
 from sgl_elastic.memory.messages import ExpertSlots, Usage
-from sgl_elastic.memory.regions import RegionState, changed, check_shape, describe_all
 from sgl_elastic.memory.runs import (
     Run,
     Runs,
@@ -33,7 +34,7 @@ from sgl_elastic.memory.runs import (
     subtract,
 )
 from sgl_elastic.memory.window import PageSpans, PageWindow
-from sgl_elastic.types import MemoryShape, RegionKind
+from sgl_elastic.types import MemoryShape, Region, RegionKind
 
 _PEEK_BYTES = 4 << 20  # a digest reads so much at a time
 
@@ -340,3 +341,41 @@ class DeviceMemory:
             ) from error
         except sgl_vmm.VmmError as error:
             raise error_class(f"device {self._device_id} failed at {doing}: {error}") from error
+
+
+# What a worker knows of one region, and what it says of several.
+#
+# device.py --> [RegionState] --> addresses (VirtualTensor), slots with pages, slots with content
+
+
+@dataclass
+class RegionState:
+    """A region's addresses, and which of its slots have pages and valid content."""
+
+    region: Region
+    tensor: sgl_vmm.VirtualTensor
+    mapped: Runs = ()
+    loaded: Runs = ()  # always within `mapped`
+
+
+def check_shape(shape: MemoryShape, page_bytes: int) -> None:
+    """Raises MemoryWorkerError for a shape that these pages cannot hold."""
+    names = [region.name for region in shape.regions]
+    sizes = [min(region.num_slots, region.slot_bytes) for region in shape.regions]
+    if shape.page_bytes != page_bytes or len(set(names)) != len(names) or min(sizes, default=1) < 1:
+        raise MemoryWorkerError(
+            f"not a shape for pages of {page_bytes} bytes: it has pages of {shape.page_bytes}, "
+            "and regions need different names, slots and bytes"
+        )
+
+
+def describe_all(slots: Sequence[tuple[RegionState, Runs]]) -> str:
+    """For error messages: the first three regions."""
+    parts = [f"{state.region.name} {describe(runs)}" for state, runs in slots if runs]
+    more = ", .." if len(parts) > 3 else ""
+    return "; ".join(itertools.islice(parts, 3)) + more if parts else "nothing"
+
+
+def changed(slots: Sequence[tuple[RegionState, Runs]]) -> dict[str, Runs]:
+    """By name, those that are any."""
+    return {state.region.name: runs for state, runs in slots if runs}

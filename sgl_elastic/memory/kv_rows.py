@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import sgl_vmm
 
 from sgl_elastic.errors import ElasticInternalError, PeerCopyError
-from sgl_elastic.memory import stream
+from sgl_elastic.memory import runs as stream
 from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.copying import peer_at
 from sgl_elastic.memory.mapping import RegionMapping
-from sgl_elastic.memory.peer import peer_at
 from sgl_elastic.memory.runs import (
     Move,
     Run,

@@ -35,7 +35,7 @@ from sgl_elastic.memory import messages
 from sgl_elastic.memory.copying import Copier
 from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.memory.messages import Asked, Message, PageExport, PageRun, Pages, Reply, Request
-from sgl_elastic.memory.stream import PART_BYTES
+from sgl_elastic.memory.runs import PART_BYTES
 from sgl_elastic.memory.turns import Turn, Turns
 from sgl_elastic.memory.window import PageSpans
 from sgl_elastic.wire import Channel

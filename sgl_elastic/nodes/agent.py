@@ -20,17 +20,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from sgl_elastic import processes as priority
 from sgl_elastic import workdir
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError, MemoryWorkerError
-from sgl_elastic.instance import priority
 from sgl_elastic.instance.process import InstanceSpec
 from sgl_elastic.instance.supervise import remove_sockets, start
 from sgl_elastic.memory.processes import Here
-from sgl_elastic.nodes.states import BeatState, NodeStates, ProcessState
+from sgl_elastic.nodes.remote import BeatState, NodeStates, ProcessState
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import Process
-from sgl_esft.health.board import Board, rank_slot
-from sgl_esft.launch.ports import pick_free_port
+from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.ports import pick_free_port
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from sgl_elastic.errors import ElasticConfigError, NodeLostError
 from sgl_elastic.memory.processes import socket_name
-from sgl_elastic.nodes.remote import Node
-from sgl_elastic.nodes.states import BeatState
+from sgl_elastic.nodes.remote import BeatState, Node
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import Process
 

@@ -23,10 +23,9 @@ from sgl_elastic.errors import ElasticError, EngineFailedError, NodeLostError
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.nodes.cluster import Cluster
-from sgl_elastic.nodes.remote import Node
-from sgl_elastic.nodes.states import BeatState
+from sgl_elastic.nodes.remote import BeatState, Node
 from sgl_elastic.processes import Process
-from sgl_esft.health.board import Beat, Board, rank_slot
+from sgl_esft.health.heartbeat import Beat, Board, rank_slot
 
 _TOKENIZER, _DETOKENIZER = "tokenizer.sock", "detokenizer.sock"
 # What this process was told, or has decided, that ranks on other nodes must know too.

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_elastic.errors import ElasticError, NodeLostError
-from sgl_elastic.nodes.states import BeatState, NodeStates, ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -177,3 +176,10 @@ class RemoteProcess:
     def _give_way(self, how: str, at_most_s: float = 0.0) -> None:
         with contextlib.suppress(NodeLostError):
             self.node.call("give_way", self._number, how, at_most_s)
+
+
+# What an agent says of its node: plain values, which travel by Ray. Pure.
+
+ProcessState = tuple[int | None, bool]  # how it ended (None: it runs), whether it is stopped
+BeatState = tuple[str, int, float, int]  # instance, rank, seconds since its loop turned, process id
+NodeStates = tuple[dict[int, ProcessState], list[BeatState]]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from sgl_esft.access import templates, token_ids
+from sgl_esft.access import sampling
 from sgl_esft.access.patterns import check_patterns
 from sgl_esft.access.sampling import check_session, check_types
 from sgl_esft.errors import BadBodyError, BodyTooLargeError, HeadersTooLargeError
@@ -202,7 +202,7 @@ def check_client_body(
         _check_ids(part, bounds.vocab_size)
         _check_texts(part)
     _check_request_ids(document)
-    templates.check_values(document.get(templates.FIELD), takes_templates=rules.takes_templates)
+    sampling.check_values(document.get(sampling.FIELD), takes_templates=rules.takes_templates)
     if not rules.takes_media:
         _check_no_media_parts(document)
     return _ask(document, parts, num_bytes)
@@ -297,12 +297,12 @@ def _check_range(field: str, value: object, bounds: ModelBounds) -> None:
 
 
 def _check_ids(part: Document, vocab_size: int) -> None:
-    for field in token_ids.FIELDS:
+    for field in sampling.FIELDS:
         value = part.get(field)
         if field in _PROMPTS and isinstance(value, list) and (not value or [] in value):
             raise BadBodyError(f"{field} must not be empty")
-        token_ids.check_ids(field, value, vocab_size)
-    token_ids.check_biases(part.get("logit_bias"), vocab_size)
+        sampling.check_ids(field, value, vocab_size)
+    sampling.check_biases(part.get("logit_bias"), vocab_size)
 
 
 def _flat(value: object) -> Iterator[object]:

@@ -18,10 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from sgl_esft.access import bodies, origins
-from sgl_esft.access.answers import App, Message, Receive, Scope, Send, send_error
 from sgl_esft.access.bodies import Ask, BodyRules, Headers, ModelBounds
-from sgl_esft.access.classes import WEBSOCKET, RouteClass, RouteTable, routed_path
-from sgl_esft.access.deadline import is_event_stream, run_within
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits, Ticket
 from sgl_esft.access.usage import UsageReader
@@ -34,7 +31,10 @@ from sgl_esft.errors import (
     SlowBodyError,
     UnknownAdapterError,
 )
-from sgl_esft.observe import record
+from sgl_esft.http import record
+from sgl_esft.http.answers import App, Message, Receive, Scope, Send, send_error
+from sgl_esft.http.classes import WEBSOCKET, RouteClass, RouteTable, routed_path
+from sgl_esft.http.deadline import is_event_stream, run_within
 
 # (path, body, adapters that there are, None for all) -> those that a request asks for, None for the
 # base. Raises EsftError.

@@ -12,9 +12,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sgl_esft.access.answers import Message, Send
 from sgl_esft.access.keys import Caller
 from sgl_esft.errors import NotAllowedError
+from sgl_esft.http.answers import Message, Send
 
 _MODELS, _ADAPTERS, _ADAPTER = "/v1/models", "/v1/adapters", "/v1/adapters/"
 _LISTS: Final = frozenset({_MODELS, _ADAPTERS})

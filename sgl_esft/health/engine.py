@@ -1,6 +1,6 @@
 """What the service asks of the engine behind it: a plain SGLang one, or the elastic runtime.
 
-service.py, watch.py --> [Engine] <-- PlainEngine (here), sgl_elastic/coordinator/readiness.py
+service.py, watch.py --> [Engine] <-- PlainEngine (here), sgl_elastic/front/readiness.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from sgl_esft.health.board import Board, rank_slot
+from sgl_esft.health.heartbeat import Board, rank_slot
 from sgl_esft.health.processes import is_there
 from sgl_esft.health.readiness import Loop
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_esft.health.board import Beat
+from sgl_esft.health.heartbeat import Beat
 from sgl_esft.health.phases import Phase
 
 # Why a server in this phase gets no work; the others may.

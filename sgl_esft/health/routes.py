@@ -8,9 +8,9 @@ from fastapi import APIRouter, Body
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from sgl_esft.access.answers import as_response
 from sgl_esft.errors import StartingError
 from sgl_esft.health.service import Service
+from sgl_esft.http.answers import as_response
 
 MAX_DRAIN_S = 86_400.0
 

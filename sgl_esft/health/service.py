@@ -26,8 +26,8 @@ from sgl_esft.errors import (
     StartingError,
 )
 from sgl_esft.health import phases, readiness
-from sgl_esft.health.board import DETOKENIZER, Board
 from sgl_esft.health.engine import Engine
+from sgl_esft.health.heartbeat import DETOKENIZER, Board
 from sgl_esft.health.phases import Act, Event, Life, Phase
 from sgl_esft.health.processes import kill_children
 from sgl_esft.health.readiness import Loop, Readiness

@@ -21,8 +21,8 @@ import sglang
 from sglang.lang import interpreter, ir
 from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
 
-from sgl_esft.adapter_paths import validate_adapter_name
 from sgl_esft.errors import EsftError, HookError, UnknownAdapterError, UserError
+from sgl_esft.formats.adapter_paths import validate_adapter_name
 
 
 class Unset(enum.Enum):

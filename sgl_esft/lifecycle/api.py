@@ -21,8 +21,8 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from sgl_esft.access.answers import as_response
 from sgl_esft.errors import BadBodyError, EsftError, UnknownAdapterError
+from sgl_esft.http.answers import as_response
 from sgl_esft.lifecycle.jobs import Job
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.listing import Lister

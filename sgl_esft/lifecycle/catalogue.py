@@ -18,11 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from sgl_esft.adapter_config import EXPERT_CONFIG_NAME
-from sgl_esft.adapter_format import AdapterManifest
-from sgl_esft.adapter_paths import resolve_adapter_path, validate_adapter_name
 from sgl_esft.errors import AdapterNameError, EsftError
-from sgl_esft.http_adapters import BASE_ALIASES
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
+from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
+from sgl_esft.formats.manifest import AdapterManifest
+from sgl_esft.http.adapter_names import BASE_ALIASES
 from sgl_esft.lifecycle.engine import LoadedAdapter
 from sgl_esft.lifecycle.folders import Fingerprint, fingerprint
 

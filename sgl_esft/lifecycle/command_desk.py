@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sgl_esft.adapters import AdapterPlane, AdapterSource
 from sgl_esft.errors import EsftError, InvariantError
 from sgl_esft.lifecycle.commands import (
     Command,
@@ -25,7 +24,8 @@ from sgl_esft.lifecycle.commands import (
     named,
 )
 from sgl_esft.lifecycle.staging import Stager
-from sgl_esft.shared_layer import SharedLayer
+from sgl_esft.weave.plane import AdapterPlane, AdapterSource
+from sgl_esft.weave.shared_layer import SharedLayer
 
 
 @dataclass(frozen=True)

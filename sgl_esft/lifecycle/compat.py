@@ -11,7 +11,6 @@ from __future__ import annotations
 from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 
-from sgl_esft.access.answers import as_response
 from sgl_esft.errors import (
     AdapterExistsError,
     AdapterNotLoadedError,
@@ -20,6 +19,7 @@ from sgl_esft.errors import (
     UnknownAdapterError,
     UserError,
 )
+from sgl_esft.http.answers import as_response
 from sgl_esft.lifecycle.api import WAIT_TIMEOUT_S, AsciiJson, Route, backing
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.schemas import (

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_esft.adapter_format import AdapterManifest, content_digest, read_manifest
 from sgl_esft.errors import AdapterFormatError, InvariantError
-from sgl_esft.model_spec import MoeSpec
+from sgl_esft.formats.manifest import AdapterManifest, content_digest, read_manifest
+from sgl_esft.formats.model_spec import MoeSpec
 
 _digests: dict[str, str] = {}  # folder -> digest, of what was read at launch
 _at_launch: dict[str, AdapterContent] = {}  # by folder

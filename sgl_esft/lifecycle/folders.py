@@ -18,9 +18,9 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from sgl_esft.adapter_config import EXPERT_CONFIG_NAME
-from sgl_esft.adapter_format import content_digest
-from sgl_esft.adapter_paths import PICKLE_SUFFIXES
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
+from sgl_esft.formats.adapter_paths import PICKLE_SUFFIXES
+from sgl_esft.formats.manifest import content_digest
 
 _CHECKED_NAMES: Final = frozenset({EXPERT_CONFIG_NAME, "config.json"})
 _CHECKED_SUFFIXES: Final = (".safetensors", ".safetensors.index.json")

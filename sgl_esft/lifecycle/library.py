@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
-from sgl_esft.adapter_paths import resolve_adapter_path
 from sgl_esft.errors import (
     AdapterBusyError,
     AdapterExistsError,
@@ -28,6 +27,7 @@ from sgl_esft.errors import (
     InternalError,
     UnknownAdapterError,
 )
+from sgl_esft.formats.adapter_paths import resolve_adapter_path
 from sgl_esft.lifecycle.catalogue import Catalogue, Source, check_name
 from sgl_esft.lifecycle.engine import AdapterEngine, LoadedAdapter
 from sgl_esft.lifecycle.failures import Failure, Failures

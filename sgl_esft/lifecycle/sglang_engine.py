@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sgl_esft import sglang_api
-from sgl_esft.adapter_check import check_loadable
-from sgl_esft.adapter_format import AdapterManifest
 from sgl_esft.config import required_config
 from sgl_esft.errors import (
     AdapterExistsError,
@@ -32,6 +30,8 @@ from sgl_esft.errors import (
     TooManyAdaptersError,
     UnknownAdapterError,
 )
+from sgl_esft.formats.manifest import AdapterManifest, check_loadable
+from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.lifecycle.content import (
     AdapterContent,
     check_unchanged,
@@ -50,7 +50,6 @@ from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
 from sgl_esft.lifecycle.room import Room, Turns
 from sgl_esft.lifecycle.transfer import transfer
-from sgl_esft.model_spec import MoeSpec
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sgl_esft.adapters import AdapterSource
 from sgl_esft.errors import EsftError, InvariantError
-from sgl_esft.host_cache import HostAdapter, OnRead
+from sgl_esft.weave.host_cache import HostAdapter, OnRead
+from sgl_esft.weave.plane import AdapterSource
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from sgl_esft.observe import record
+from sgl_esft.http import record
 
 ACCESS_LOGGER: Final = "sgl_esft.access"
 _FIELDS: Final = "esft_fields"  # attribute of a log record: more keys of its line

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from sgl_esft.access.answers import App, Message, Receive, Scope, Send
-from sgl_esft.access.classes import routed_path
-from sgl_esft.observe import record
+from sgl_esft.http import record
+from sgl_esft.http.answers import App, Message, Receive, Scope, Send
+from sgl_esft.http.classes import routed_path
+from sgl_esft.http.record import REQUEST_ID_HEADER, RequestRecord
 from sgl_esft.observe.json_logs import AccessLog
-from sgl_esft.observe.record import REQUEST_ID_HEADER, RequestRecord
 from sgl_esft.observe.request_metrics import RequestMetrics
 
 # (method, path) -> whether such requests are for the model

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from sgl_esft.http.record import BASE, NO_ADAPTER, OTHERS, RequestRecord, adapter_of
 from sgl_esft.observe.labels import MAX_ADAPTERS, BoundedLabel
-from sgl_esft.observe.record import BASE, NO_ADAPTER, OTHERS, RequestRecord, adapter_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

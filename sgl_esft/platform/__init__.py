@@ -3,7 +3,7 @@
 SGLang's door `sglang.srt.platforms` calls `activate` in every process.
 
     activate() -> CpuReferencePlatform  (which classes, which defaults)
-                  CPU_HOOKS of sgl_esft/hooks.py
+                  CPU_HOOKS of sgl_esft/plugin/hook_table.py
                   collectives.py (gloo), moe.py (experts)
 
 One rank, tensor parallelism, expert parallelism and DP attention all run on it.

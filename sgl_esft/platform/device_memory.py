@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sgl_esft import env, expert_tensor, platform
+from sgl_esft import env, platform
 from sgl_esft.errors import ConfigError, DeviceMemoryError
-from sgl_esft.expert_memory import VirtualMemory
 from sgl_esft.platform.device_ledger import DeviceLedger
+from sgl_esft.weave import expert_tensor
+from sgl_esft.weave.expert_memory import VirtualMemory
 
 _runners: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sgl_esft import zoo
 from sgl_esft.errors import EsftError
-from sgl_esft.select import SCORE_KINDS
+from sgl_esft.tools.select import SCORE_KINDS
 from sgl_esft.zoo.taskset import TASKS
 
 

@@ -1,6 +1,6 @@
 """Expert-specialised fine-tuning: score the experts, choose the relevant ones, train only those.
 
-`train` calls `expert_scores` on task samples with the frozen base, `sgl_esft.select` with a
+`train` calls `expert_scores` on task samples with the frozen base, `sgl_esft.tools.select` with a
 threshold, `freeze_all_but` before it fine-tunes, and `save_adapter` after it.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DeepseekV2ForCausalLM
 
-from sgl_esft.select import ScoreKind, Scores
+from sgl_esft.tools.select import ScoreKind, Scores
 from sgl_esft.zoo.model import expert_tensors, moe_layers, save_tensors
 
 Experts = Mapping[int, tuple[int, ...]]

@@ -84,7 +84,7 @@ def ask_woven(url: str, examples: Mapping[str, Sequence[Example]]) -> dict[str, 
 
 def ask_merged(base: Path, adapter: Path, examples: Sequence[Example]) -> list[str]:
     """Answers of a plain server on `base` with `adapter` written into it."""
-    from sgl_esft.merge import merge_adapter
+    from sgl_esft.tools.merge import merge_adapter
 
     with tempfile.TemporaryDirectory(prefix="zoo-merged-") as scratch:
         merged = Path(scratch) / "merged"

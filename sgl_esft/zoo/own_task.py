@@ -18,9 +18,9 @@ import torch
 from transformers import DeepseekV2ForCausalLM
 from transformers.utils import logging
 
-from sgl_esft.adapter_config import read_expert_config
 from sgl_esft.errors import ConfigError
-from sgl_esft.select import ScoreKind
+from sgl_esft.formats.adapter_config import read_expert_config
+from sgl_esft.tools.select import ScoreKind
 from sgl_esft.zoo.batches import batches, by_length, to_batch
 from sgl_esft.zoo.esft import expert_scores
 from sgl_esft.zoo.model import load_model, save_model

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sgl_esft.launch.ports import pick_free_port
+from sgl_esft.ports import pick_free_port
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 900.0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DeepseekV2ForCausalLM
 
-from sgl_esft.select import ScoreKind, select_experts
+from sgl_esft.tools.select import ScoreKind, select_experts
 from sgl_esft.zoo.batches import Batch, batches, by_length, to_batch
 from sgl_esft.zoo.corpus import corpus
 from sgl_esft.zoo.esft import (

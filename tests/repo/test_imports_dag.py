@@ -12,18 +12,18 @@ from tests.repo.tree import PACKAGES, ROOT, module_name, python_files
 # against the installed version, and the launcher, which hands over to SGLang's own. A trailing `.`
 # allows a package with all it holds. An entry that nothing needs fails.
 MAY_IMPORT_SGLANG = {
-    "sgl_elastic.coordinator.front_hooks",
-    "sgl_elastic.coordinator.sglang_wire",
+    "sgl_elastic.front_hooks",
+    "sgl_elastic.front.sglang_wire",
     "sgl_elastic.engine.",
     "sgl_elastic.instance.process",
-    "sgl_elastic.launch",
-    "sgl_esft.health.detokenizer",
+    "sgl_esft_launch.elastic",
+    "sgl_esft.health.heartbeat",
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",
-    "sgl_esft.launch.",
+    "sgl_esft_launch.",
     "sgl_esft.launch_server",
     "sgl_esft.platform.",
-    "sgl_esft.plugin",
+    "sgl_esft.plugin.register",
     "sgl_esft.sglang_api",
 }
 
@@ -38,63 +38,66 @@ FORBIDDEN = {
 # What weaving and the elastic runtime import of each other, late imports included. An entry that
 # nothing needs fails. Weaving knows of the runtime in one place, where flags are read.
 HANDED_OVER = {
-    "sgl_esft.launch_server": {"sgl_elastic.launch", "sgl_elastic.options"},
-    "sgl_elastic.coordinator.front_hooks": {"sgl_esft.hook_ledger"},
-    "sgl_elastic.coordinator.readiness": {
-        "sgl_esft.health.board",
+    "sgl_esft.launch_server": {"sgl_esft_launch.elastic", "sgl_elastic.options"},
+    "sgl_elastic.front_hooks": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.front.readiness": {
+        "sgl_esft.health.heartbeat",
         "sgl_esft.health.engine",
         "sgl_esft.health.readiness",
     },
     "sgl_elastic.engine.disk": {
-        "sgl_esft.adapter_format",
-        "sgl_esft.adapters",
+        "sgl_esft.formats.manifest",
+        "sgl_esft.weave.plane",
         "sgl_esft.errors",
-        "sgl_esft.host_cache",
-        "sgl_esft.model_spec",
+        "sgl_esft.weave.host_cache",
+        "sgl_esft.formats.model_spec",
     },
     "sgl_elastic.engine.hooks": {"sgl_esft.hook_ledger", "sgl_esft.lifecycle.commands"},
-    "sgl_elastic.engine.loader": {"sgl_esft.model_spec", "sgl_esft.page_source"},
-    "sgl_elastic.engine.memory": {"sgl_esft.config", "sgl_esft.slot_layout"},
+    "sgl_elastic.engine.loader": {"sgl_esft.formats.model_spec", "sgl_esft.weave.page_source"},
+    "sgl_elastic.engine.memory": {
+        "sgl_esft.config",
+        "sgl_esft.errors",
+        "sgl_esft.weave.expert_memory",
+        "sgl_esft.weave.slot_layout",
+    },
     "sgl_elastic.engine.plugin": {"sgl_esft.hook_ledger"},
-    "sgl_elastic.engine.rank": {"sgl_esft.adapters"},
-    "sgl_elastic.engine.slots": {"sgl_esft.errors", "sgl_esft.expert_memory"},
+    "sgl_elastic.engine.rank": {"sgl_esft.weave.plane"},
     "sgl_elastic.instance.process": {
         "sgl_esft",
         "sgl_esft.env",
-        "sgl_esft.health.child",
-        "sgl_esft.launch.ports",
+        "sgl_esft.health.ending",
+        "sgl_esft.ports",
     },
-    "sgl_elastic.launch": {
-        "sgl_esft.adapter_format",
+    "sgl_esft_launch.elastic": {
+        "sgl_esft.formats.manifest",
         "sgl_esft.errors",
-        "sgl_esft.expert_memory",
+        "sgl_esft.weave.expert_memory",
         "sgl_esft.hook_ledger",
-        "sgl_esft.launch.flags",
-        "sgl_esft.launch.plan",
-        "sgl_esft.launch.serve",
-        "sgl_esft.memory_metrics",
-        "sgl_esft.model_spec",
+        "sgl_esft_launch.flags",
+        "sgl_esft_launch.plan",
+        "sgl_esft_launch.serve",
+        "sgl_esft.memory.metrics",
+        "sgl_esft.formats.model_spec",
         "sgl_esft.platform",
-        "sgl_esft.plugin",
+        "sgl_esft.plugin.register",
         "sgl_esft.sglang_api",
     },
-    "sgl_elastic.nodes.agent": {"sgl_esft.health.board", "sgl_esft.launch.ports"},
-    "sgl_elastic.nodes.engines": {"sgl_esft.health.board"},
+    "sgl_elastic.nodes.agent": {"sgl_esft.health.heartbeat", "sgl_esft.ports"},
+    "sgl_elastic.nodes.engines": {"sgl_esft.health.heartbeat"},
     "sgl_elastic.options": {"sgl_esft.byte_size"},
 }
 
 # Values in, values out: these import each other and VALUES_ONLY, so nothing they do depends on a
 # clock, a process, a socket or a device.
 PURE = {
-    "sgl_elastic.coordinator.autoscale",
-    "sgl_elastic.coordinator.rank_choice",
-    "sgl_elastic.coordinator.routing",
-    "sgl_elastic.coordinator.slo",
-    "sgl_elastic.coordinator.strategies",
+    "sgl_elastic.autoscale.policy",
+    "sgl_elastic.front.rank_choice",
+    "sgl_elastic.front.routing",
+    "sgl_elastic.autoscale.slo",
+    "sgl_elastic.baselines.strategies",
     "sgl_elastic.errors",
     "sgl_elastic.instance.handover",
     "sgl_elastic.instance.messages",
-    "sgl_elastic.instance.shapes",
     "sgl_elastic.instance.standbys",
     "sgl_elastic.instance.state",
     "sgl_elastic.memory.runs",
@@ -372,6 +375,6 @@ def test_checker_follows_imports() -> None:
 
 
 def test_checker_sees_imports_between_packages() -> None:
-    source = "def f():\n    from sgl_esft.launch import plan\n"
-    assert foreign_modules(source, "sgl_elastic.a") == {"sgl_esft.launch.plan"}
+    source = "def f():\n    from sgl_esft_launch import plan\n"
+    assert foreign_modules(source, "sgl_elastic.a") == {"sgl_esft_launch.plan"}
     assert foreign_modules(source, "sgl_esft.a") == set()

@@ -42,7 +42,7 @@ FORBIDDEN_FUNCTIONS = {
     "torch.jit.load",
 }
 # Where a file passes on a call of SGLang's: what is unpickled, and where, stays SGLang's choice.
-PASSED_ON = {"sgl_esft/health/beats.py": {"self._socket.recv_pyobj"}}
+PASSED_ON = {"sgl_esft/health/heartbeat.py": {"self._socket.recv_pyobj"}}
 FORBIDDEN_METHODS = {"recv_pyobj", "send_pyobj", "broadcast_object_list", "all_gather_object"}
 
 

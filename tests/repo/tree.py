@@ -12,7 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # Folder of the checkout -> the name it is imported by.
-PACKAGES = {"sgl_esft": "sgl_esft", "sgl_elastic": "sgl_elastic", "kernels": "sgl_esft_kernels"}
+PACKAGES = {
+    "sgl_esft": "sgl_esft",
+    "sgl_elastic": "sgl_elastic",
+    "kernels": "sgl_esft_kernels",
+    "launch": "sgl_esft_launch",
+}
 
 
 @cache

@@ -13,11 +13,11 @@ from typing import Any
 
 import requests
 
-from bench.elastic_load import Ask, Stream, differences, make_asks, scale, steady
+from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import ExpertSlots
 from sgl_esft import zoo
-from tests.servers import Server, ServerSpec
+from tests.support.servers import Server, ServerSpec
 
 HANG_S = 5.0
 SOON_S = 5.0  # a standby takes over in about half a second; the machine may be busy

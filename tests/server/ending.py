@@ -14,7 +14,7 @@ import requests
 
 from sgl_esft.health.faults import ProcessState
 from sgl_esft.health.processes import descendants, state_of
-from tests.servers import Server, ServerSpec
+from tests.support.servers import Server, ServerSpec
 
 ELASTIC = ("--elastic", "--max-devices", "1", "--standby-ranks", "0", "--device-memory", "64MiB")
 

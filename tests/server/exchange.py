@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import requests
 
-from tests.guarded import ADMIN_KEY, ANSWER, ASKED, CLIENT_KEY, Guarded
 from tests.server.hostile_inputs import CLOSED, Row
+from tests.support.guarded import ADMIN_KEY, ANSWER, ASKED, CLIENT_KEY, Guarded
 
 # A refusal takes milliseconds; two shared cores and a compiled grammar make some of it seconds.
 ANSWER_TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tests.guarded import ADMIN_KEY, CLIENT_KEY, TENANT_KEY
+from tests.support.guarded import ADMIN_KEY, CLIENT_KEY, TENANT_KEY
 
 CLOSED: Final = 0  # in place of a status: the connection was closed, without an answer
 JSON_TYPE: Final = {"Content-Type": "application/json"}

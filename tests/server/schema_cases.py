@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from sgl_esft.access.classes import TABLE, RouteClass
-from tests.guarded import ADMIN_KEY, Guarded
+from sgl_esft.http.classes import TABLE, RouteClass
 from tests.server.exchange import check_answers
+from tests.support.guarded import ADMIN_KEY, Guarded
 
 ANSWER_TIMEOUT_S = 30.0
 # A server may be busy, or take too long; those are said in docs/access.md and docs/http.md.

@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from sgl_esft import zoo
-from tests.servers import ServerPool, ServerSpec
+from tests.support.servers import ServerPool, ServerSpec
 
 METRIC = re.compile(r"^sgl_esft:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
 PROMPTS = [f"{word} -> " for word in ("coffee", "river")]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import requests
 
-from sgl_esft.memory_report import MemoryReport, PoolMemory
-from tests.adapter_factory import write_random_adapter
-from tests.families import Families, Family
-from tests.references import NUM_NEW_TOKENS, reference_of
-from tests.servers import Server, ServerPool, ServerSpec
+from sgl_esft.memory.report import MemoryReport, PoolMemory
+from tests.support.adapter_factory import write_random_adapter
+from tests.support.families import Families, Family
+from tests.support.references import NUM_NEW_TOKENS, reference_of
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

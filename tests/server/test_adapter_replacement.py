@@ -13,8 +13,8 @@ import pytest
 import requests
 
 from sgl_esft import zoo
-from sgl_esft.merge import merge_adapter
-from tests.servers import Server, ServerPool, ServerSpec
+from sgl_esft.tools.merge import merge_adapter
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

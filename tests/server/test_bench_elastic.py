@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.servers import ROOT
+from tests.support.servers import ROOT
 
 # Minutes of scaling by the slow baselines: with the soak tests, out of `make test`.
 pytestmark = [pytest.mark.server, pytest.mark.soak, pytest.mark.timeout(1200)]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.load import METRICS, ServerCommand, servers
+from bench.common.load import METRICS, ServerCommand, servers
 from sgl_esft.zoo import serving
-from tests.servers import ROOT
+from tests.support.servers import ROOT
 
 pytestmark = pytest.mark.server
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_elastic
+from bench.gpu import elastic
 
 pytestmark = pytest.mark.server
 
 
 def test_an_engine_is_swapped_over_the_same_memory(tmp_path: Path) -> None:
-    found = gpu_elastic.measure(replace(gpu_elastic.TINY, rounds=1), tmp_path)
+    found = elastic.measure(replace(elastic.TINY, rounds=1), tmp_path)
     assert (found["rounds"], found["rounds_left_out"]) == (1, 0)
     assert found["checkpoint_bytes"] > 6e6
     assert found["weight_bytes_within_reach"] == 0

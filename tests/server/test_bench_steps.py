@@ -1,4 +1,6 @@
-"""bench/steps.py and sweep.py on two real servers: a plain and a woven one, in turns."""
+"""bench/expertweave/steps.py and sweep.py on two real servers: a plain and a woven one, in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.steps import ENVIRONMENT, Lane, StepError, Stream, fleet, make_batch
-from bench.sweep import QUICK, VOCABULARY, Model, Sweep, Traffic, open_model
+from bench.common.sweep import QUICK, VOCABULARY, Model, Sweep, Traffic, open_model
+from bench.expertweave.steps import ENVIRONMENT, Lane, StepError, Stream, fleet, make_batch
 
 pytestmark = pytest.mark.server
 

@@ -13,9 +13,9 @@ import requests
 from playwright.sync_api import Browser
 
 from sgl_esft import zoo
-from tests import browser as browsers
-from tests.browser import Dashboard
-from tests.servers import Server, ServerPool, ServerSpec
+from tests.support import browser as browsers
+from tests.support.browser import Dashboard
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from sgl_esft.merge import merge_adapter
-from tests.adapter_factory import write_random_adapter
-from tests.base_factory import write_random_base
-from tests.servers import Server, ServerPool, ServerSpec
+from sgl_esft.tools.merge import merge_adapter
+from tests.support.adapter_factory import write_random_adapter
+from tests.support.base_factory import write_random_base
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import requests
 
-from bench.elastic_load import Ask, Stream, differences, make_asks, scale, steady
+from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_esft import zoo
-from tests import browser as browsers
-from tests.browser import Dashboard
-from tests.docs import session
-from tests.docs.blocks import pages_run_with, run_blocks
-from tests.servers import Server, ServerPool, ServerSpec
+from tests.repo.docs import session
+from tests.repo.docs.blocks import pages_run_with, run_blocks
+from tests.support import browser as browsers
+from tests.support.browser import Dashboard
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
@@ -360,7 +360,7 @@ def test_a_dry_run_changes_nothing_and_nonsense_is_refused(elastic: Server) -> N
 
 
 def test_the_page_shows_devices_and_scales(elastic: Server) -> None:
-    """No asyncio.run while the browser is open: see tests/browser.py."""
+    """No asyncio.run while the browser is open: see tests/support/browser.py."""
     before = len(serving(elastic)["device_ids"])
     size = 3 - before  # of one and two devices the other
     with browsers.opened() as browser:

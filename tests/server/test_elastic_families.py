@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.elastic_load import scale
-from tests.families import Families
-from tests.references import NUM_NEW_TOKENS, Reference, reference_of
-from tests.servers import Server, ServerPool, ServerSpec
+from bench.elasticmoe.load import scale
+from tests.support.families import Families
+from tests.support.references import NUM_NEW_TOKENS, Reference, reference_of
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

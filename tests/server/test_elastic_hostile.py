@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import requests
 
-from sgl_esft.access.classes import RouteClass
-from tests.guarded import ADMIN_KEY, CLIENT_KEY, Guarded
+from sgl_esft.http.classes import RouteClass
 from tests.server.exchange import check_answers, check_row
 from tests.server.hostile_inputs import rows
 from tests.server.schema_cases import check, fuzz_all, on_any_server
+from tests.support.guarded import ADMIN_KEY, CLIENT_KEY, Guarded
 
 pytestmark = pytest.mark.server
 

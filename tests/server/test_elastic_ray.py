@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import requests
 
-from bench.elastic_load import Ask, Stream, make_asks, scale, steady
+from bench.elasticmoe.load import Ask, Stream, make_asks, scale, steady
 from sgl_esft import zoo
-from sgl_esft.health.board import Board, rank_slot
-from tests.ray_cluster import ray_cluster
+from sgl_esft.health.heartbeat import Board, rank_slot
 from tests.server.test_elastic import (
     assert_all_equal,
     assert_gone,
@@ -28,7 +27,8 @@ from tests.server.test_elastic import (
     scale_under_load,
     wait_for_standbys,
 )
-from tests.servers import Server, ServerPool, ServerSpec
+from tests.support.ray_cluster import ray_cluster
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.elastic_load import make_asks, steady
+from bench.elasticmoe.load import make_asks, steady
 from sgl_esft import zoo
-from tests.ray_cluster import ray_cluster
 from tests.server.test_elastic import assert_all_equal, scale_under_load, wait_for_standbys
-from tests.servers import Server, ServerPool, ServerSpec
+from tests.support.ray_cluster import ray_cluster
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.soak]
 

@@ -11,10 +11,10 @@ import random
 
 import pytest
 
-from tests.base_factory import AWKWARD_PAGE, SERVED_ARCHITECTURES
-from tests.families import Families
-from tests.references import NUM_NEW_TOKENS, Answers, reference_of
-from tests.servers import DP2_EP2, TP2_EP2, ServerPool, ServerSpec
+from tests.support.base_factory import AWKWARD_PAGE, SERVED_ARCHITECTURES
+from tests.support.families import Families
+from tests.support.references import NUM_NEW_TOKENS, Answers, reference_of
+from tests.support.servers import DP2_EP2, TP2_EP2, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

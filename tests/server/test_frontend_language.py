@@ -13,9 +13,9 @@ import sglang
 
 from sgl_esft import lang as sgl
 from sgl_esft.errors import UnknownAdapterError
-from tests.adapter_factory import write_random_adapter
-from tests.base_factory import write_random_base
-from tests.servers import Server, ServerPool, ServerSpec
+from tests.support.adapter_factory import write_random_adapter
+from tests.support.base_factory import write_random_base
+from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = [
     pytest.mark.usefixtures("no_automatic_gc"),

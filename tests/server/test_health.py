@@ -13,7 +13,7 @@ import requests
 
 from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED
 from tests.server.ending import ELASTIC, Mortal, Stream, mortal, title, wait_until
-from tests.servers import Server, ServerSpec
+from tests.support.servers import Server, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import requests
 
-from tests.guarded import ADMIN_KEY, ASKED, BODY_TIMEOUT_S, Guarded
 from tests.server.exchange import ANSWER_TIMEOUT_S, check_answers, check_row, receive
 from tests.server.hostile_inputs import Row, request, rows
+from tests.support.guarded import ADMIN_KEY, ASKED, BODY_TIMEOUT_S, Guarded
 
 pytestmark = pytest.mark.server
 

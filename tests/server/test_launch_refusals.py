@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sgl_esft.launch.ports import pick_free_port
-from tests.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
-from tests.base_factory import write_random_base
-from tests.families import Families, Family
-from tests.servers import DP2_EP2, ROOT, TP2_EP2, ServerSpec
+from sgl_esft.ports import pick_free_port
+from tests.support.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
+from tests.support.base_factory import write_random_base
+from tests.support.families import Families, Family
+from tests.support.servers import DP2_EP2, ROOT, TP2_EP2, ServerSpec
 
 pytestmark = pytest.mark.server
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from bench.elastic_bench import wait_until_parked
-from bench.elastic_load import scale
-from bench.lifecycle_checks import wrong_answers
-from bench.lifecycle_load import (
+from bench.elasticmoe.load import scale
+from bench.elasticmoe.rounds import wait_until_parked
+from bench.soak.lifecycle_checks import wrong_answers
+from bench.soak.lifecycle_load import (
     ELASTIC_SIZES,
     PATTERNS,
     QUICK,
@@ -28,10 +28,10 @@ from bench.lifecycle_load import (
     prepare,
     server_arguments,
 )
-from bench.lifecycle_operator import History
+from bench.soak.lifecycle_operator import History
 from sgl_esft import zoo
 from sgl_esft.zoo import serving
-from tests.servers import ROOT, ServerPool, ServerSpec
+from tests.support.servers import ROOT, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 
@@ -87,7 +87,7 @@ def test_scales_while_adapters_take_turns(ground: Ground) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("more", [[], ["--elastic"]], ids=["plain", "elastic"])
 def test_ten_minutes(more: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.lifecycle_load", *more]
+    command = [sys.executable, "-m", "bench.soak.lifecycle_load", *more]
     command += ["--turns", "0", "--out", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False

@@ -13,7 +13,7 @@ import requests
 
 from sgl_esft import zoo
 from sgl_esft.observe.json_logs import ACCESS_LOGGER
-from tests.servers import ROOT, Server, ServerPool, ServerSpec
+from tests.support.servers import ROOT, Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sgl_esft.http_adapters import ROUTES_OVER_ALL_SLOTS
-from tests.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
-from tests.one_rank import MAX_EXPERTS, OneRank
+from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS
+from tests.support.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
+from tests.support.one_rank import MAX_EXPERTS, OneRank
 
 pytestmark = pytest.mark.server
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_factory import write_random_adapter
-from tests.one_rank import LOADED, OneRank
-from tests.references import NUM_NEW_TOKENS, Tokens
+from tests.support.adapter_factory import write_random_adapter
+from tests.support.one_rank import LOADED, OneRank
+from tests.support.references import NUM_NEW_TOKENS, Tokens
 
 pytestmark = pytest.mark.server
 

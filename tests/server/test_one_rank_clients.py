@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.one_rank import OneRank
+from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.server
 

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 import requests
 
-from sgl_esft.memory_report import DeviceMemory, MemoryReport
-from tests.one_rank import NUM_SLOTS, OneRank
+from sgl_esft.memory.report import DeviceMemory, MemoryReport
+from tests.support.one_rank import NUM_SLOTS, OneRank
 
 pytestmark = pytest.mark.server
 
@@ -100,7 +100,7 @@ def test_metrics_say_what_the_report_says(one_rank: OneRank) -> None:
 
 def test_the_tool_prints_and_draws_it(one_rank: OneRank, tmp_path: Path) -> None:
     picture = tmp_path / "memory.svg"
-    command = [sys.executable, "-m", "sgl_esft.cli", "memory", "--url", one_rank.server.url]
+    command = [sys.executable, "-m", "sgl_esft.tools.cli", "memory", "--url", one_rank.server.url]
     done = subprocess.run(
         [*command, "--svg", str(picture)], capture_output=True, text=True, check=False
     )

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.one_rank import LOADED, OneRank
-from tests.references import NUM_NEW_TOKENS
+from tests.support.one_rank import LOADED, OneRank
+from tests.support.references import NUM_NEW_TOKENS
 
 pytestmark = pytest.mark.server
 

@@ -1,6 +1,6 @@
 """The README and docs/ say what is so: programs are run, commands parsed, generated parts compared.
 
-Commands are run by tests/docs. A `python` block prints what its comments say.
+Commands are run by tests/repo/docs. A `python` block prints what its comments say.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from scripts import draw_pictures, hooks_page, readme_tables
+from bench.report import readme_tables
+from scripts import draw_pictures, hooks_page
 from sgl_elastic import errors as elastic_errors
 from sgl_elastic import options
-from sgl_esft import cli, errors
-from sgl_esft.launch import flags
-from sgl_esft.model_spec import SUPPORTED
-from tests.docs import session
-from tests.docs.blocks import BLOCKS, COMMAND_LANGUAGES, DOCUMENTS, README
+from sgl_esft import errors
+from sgl_esft.formats.model_spec import SUPPORTED
+from sgl_esft.tools import cli
+from sgl_esft_launch import flags
+from tests.repo.docs import session
+from tests.repo.docs.blocks import BLOCKS, COMMAND_LANGUAGES, DOCUMENTS, README
 from tests.server.test_equality import CASES, LAYOUTS
-from tests.servers import ROOT, Server, ServerPool, ServerSpec
+from tests.support.servers import ROOT, Server, ServerPool, ServerSpec
 
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

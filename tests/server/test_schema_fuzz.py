@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from sgl_esft.access.classes import TABLE, RouteClass, RouteTable
-from tests.guarded import ADMIN_KEY, CLIENT_KEY, Guarded
+from sgl_esft.http.classes import TABLE, RouteClass, RouteTable
 from tests.server.exchange import check_answers
 from tests.server.schema_cases import ANSWER_TIMEOUT_S, check, fuzz_all
+from tests.support.guarded import ADMIN_KEY, CLIENT_KEY, Guarded
 
 pytestmark = pytest.mark.server
 

@@ -9,9 +9,9 @@ import pytest
 
 from sgl_esft import zoo
 from sgl_esft.access.bodies import MAX_PROMPTS
-from sgl_esft.merge import merge_adapter
+from sgl_esft.tools.merge import merge_adapter
 from sgl_esft.zoo.evaluate import score
-from tests.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec
+from tests.support.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
 

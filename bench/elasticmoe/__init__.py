@@ -1,0 +1,1 @@
+"""ElasticMoE's tables and figures."""

@@ -1,0 +1,189 @@
+"""What running streams notice of an elastic scale, and what it costs in memory and copies.
+
+    one server under a steady mixed load --[scale along WALK]--> for each scale
+        longest gap between two tokens of any stream around it, over what is allowed
+        new requests held, failed streams, bytes copied, and the peak of all devices' memory over
+        that of the larger configuration
+    --> elastic_gap.json
+
+Allowed are twice the 99th percentile of the gaps in the seconds before the scale, plus 100 ms.
+KV has no bound of its own: it takes what experts leave of a device, as it does by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from bench.common.record import write_result
+from bench.elasticmoe.load import Stream, steady
+from bench.elasticmoe.rounds import (
+    MemorySampler,
+    any_spread,
+    demo_asks,
+    elastic_server,
+    measured_scale,
+    options_of,
+    resident_bytes,
+    wait_until_parked,
+    worker_pids,
+)
+
+WALK = (1, 2, 3, 2, 1, 2, 4, 1)
+QUICK_WALK = (1, 2, 1)
+NUM_STREAMS = 8
+STANDBYS = ("--standby-ranks", "8")
+ROUNDS = 3
+BEFORE_S = 8.0  # of steady load that a scale's gap is compared with
+AROUND_S = 1.0  # a gap that ends so long after the scale is of its making
+AFTER_S = 4.0  # until then the next standby's start may show
+EXTRA_S = 0.1  # allowed beyond twice the steady gap
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One scale; times in seconds of the monotonic clock."""
+
+    step: str
+    began_s: float
+    ended_s: float
+    held_s: float
+    phases: dict[str, float]
+    copied_bytes: int
+    peak_over_larger: float  # bytes of all devices together
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Of all streams around one scale."""
+
+    steady_p99_s: float
+    longest_s: float  # from the request to scale until AROUND_S after its end
+    later_s: float  # the longest from then until AFTER_S
+
+    @property
+    def allowed_s(self) -> float:
+        """What the longest may be."""
+        return 2 * self.steady_p99_s + EXTRA_S
+
+
+def gaps_around(streams: Sequence[Stream], began_s: float, ended_s: float) -> Gaps:
+    """Raises ValueError where a window has no gap at all."""
+    gaps = [gap for stream in streams for gap in stream.gaps_s]
+    before = _between(gaps, began_s - BEFORE_S, began_s)
+    around = _between(gaps, began_s, ended_s + AROUND_S)
+    later = _between(gaps, ended_s + AROUND_S, ended_s + AFTER_S)
+    if len(before) < 2 or not around:
+        raise ValueError("no tokens before or around the scale: is there any load?")
+    p99_s = statistics.quantiles(before, n=100)[98]
+    return Gaps(p99_s, max(around), max(later, default=0.0))
+
+
+def _between(gaps: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> list[float]:
+    return [seconds for at_s, seconds in gaps if begin_s <= at_s < end_s]
+
+
+def rows_of(seen: Sequence[tuple[Seen, Gaps]]) -> list[dict[str, Any]]:
+    """A row a kind of step, all rounds and repetitions together."""
+    rows = []
+    for step in dict.fromkeys(each.step for each, _ in seen):
+        chosen = [(each, gaps) for each, gaps in seen if each.step == step]
+        rows.append(
+            {
+                "step": step,
+                "scales": len(chosen),
+                "longest_over_allowed": any_spread([g.longest_s / g.allowed_s for _, g in chosen]),
+                "longest_s": any_spread([g.longest_s for _, g in chosen]),
+                "later_s": any_spread([g.later_s for _, g in chosen]),
+                "steady_p99_s": any_spread([g.steady_p99_s for _, g in chosen]),
+                "held_s": any_spread([each.held_s for each, _ in chosen]),
+                "peak_over_larger": any_spread([each.peak_over_larger for each, _ in chosen]),
+                "copied_bytes": any_spread([each.copied_bytes for each, _ in chosen]),
+            }
+        )
+    return rows
+
+
+def _bytes_now() -> int:
+    return resident_bytes(worker_pids(os.getpid()))
+
+
+async def one_scale(url: str, num_old: int, num_new: int) -> Seen:
+    """A scale that a standby waits for, after a while of steady load."""
+    await asyncio.to_thread(wait_until_parked, url, num_new)
+    await asyncio.sleep(BEFORE_S)
+    before = _bytes_now()
+    began_s = time.monotonic()
+    with MemorySampler() as memory:
+        scaled = await measured_scale(url, num_old, num_new)
+    ended_s = time.monotonic()
+    await asyncio.sleep(AFTER_S + 1.0)
+    return Seen(
+        step=scaled.step,
+        began_s=began_s,
+        ended_s=ended_s,
+        held_s=scaled.gap_s,
+        phases=dict(scaled.phases),
+        copied_bytes=scaled.copied_bytes,
+        peak_over_larger=memory.peak_bytes / max(before, _bytes_now()),
+    )
+
+
+async def walked(url: str, sizes: Sequence[int]) -> tuple[list[Seen], list[Stream]]:
+    """All scales of a walk, and all streams that ran meanwhile."""
+    stop = asyncio.Event()
+    load = asyncio.create_task(steady(url, demo_asks(), NUM_STREAMS, stop))
+    seen = []
+    try:
+        for num_old, num_new in pairwise(sizes):
+            seen.append(await one_scale(url, num_old, num_new))
+    finally:
+        stop.set()
+        streams = await load
+    return seen, streams
+
+
+def write(
+    seen: Sequence[tuple[Seen, Gaps]], num_streams: int, failed: int, options: Any, done: int
+) -> None:
+    """bench/results/elastic_gap.json, with the rounds so far."""
+    figures = {
+        "what": "What running streams notice of an elastic scale",
+        "rounds": done,
+        "is_complete": done == options.rounds,
+        "streams": NUM_STREAMS,
+        "requests": num_streams,
+        "failed": failed,
+        "rows": rows_of(seen),
+    }
+    write_result("elastic_gap", figures, folder=options.out)
+
+
+def main() -> None:
+    """Walk, measure, write; after each round."""
+    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS)
+    sizes = QUICK_WALK if options.quick else WALK
+    options.rounds = 1 if options.quick else options.rounds
+    found: list[tuple[Seen, Gaps]] = []
+    num_streams = failed = 0
+    for number in range(options.rounds):
+        with elastic_server(STANDBYS, sizes[0]) as url:
+            seen, streams = asyncio.run(walked(url, sizes))
+        num_streams += len(streams)
+        failed += sum(bool(stream.error) for stream in streams)
+        for each in seen:
+            gaps = gaps_around(streams, each.began_s, each.ended_s)
+            found.append((each, gaps))
+            print(f"  {each.step}: {gaps.longest_s:.3f} s of {gaps.allowed_s:.3f} s", flush=True)
+        write(found, num_streams, failed, options, number + 1)
+
+
+if __name__ == "__main__":
+    main()

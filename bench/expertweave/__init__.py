@@ -1,0 +1,1 @@
+"""ExpertWeave's tables and figures."""

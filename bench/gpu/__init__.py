@@ -1,0 +1,1 @@
+"""What one GPU machine builds, checks and measures."""

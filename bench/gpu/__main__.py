@@ -1,0 +1,7 @@
+"""`python -m bench.gpu`."""
+
+import sys
+
+from bench.gpu.run import main
+
+sys.exit(main())

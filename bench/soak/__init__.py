@@ -1,0 +1,1 @@
+"""Long loads with operations beside them."""

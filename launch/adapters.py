@@ -1,0 +1,95 @@
+"""The adapter library of a server: made when it is first asked, answering its routes.
+
+serve.py -> [Seat]: --adapter-root scanned and watched, engine of SGLang's TokenizerManager
+              ├--> /v1/adapters and the routes of vLLM and SGLang
+              └--> AdapterMiddleware: known_names, ensure
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from sgl_esft.config import EsftConfig
+from sgl_esft.formats import manifest as adapter_format
+from sgl_esft.formats.manifest import AdapterManifest
+from sgl_esft.http.adapter_names import KnownNames
+from sgl_esft.lifecycle.api import ROUTES, Backing, add_routes
+from sgl_esft.lifecycle.catalogue import Catalogue
+from sgl_esft.lifecycle.compat import COMPAT_ROUTES
+from sgl_esft.lifecycle.content import remember_at_launch
+from sgl_esft.lifecycle.library import AdapterLibrary
+from sgl_esft.lifecycle.listing import Lister
+from sgl_esft.lifecycle.watch import Watcher
+from sgl_esft_launch import plan
+from sgl_esft_launch.plan import LaunchPlan
+
+
+class Seat:
+    """Where a server keeps its library. `manager` gives SGLang's TokenizerManager, once it runs."""
+
+    def __init__(
+        self, config: EsftConfig, catalogue: Catalogue, manager: Callable[[], Any]
+    ) -> None:
+        self._config = config
+        self._catalogue = catalogue
+        self._manager = manager
+
+    @functools.cached_property
+    def backing(self) -> Backing:
+        """The library and what lists it."""
+        from sgl_esft.lifecycle.sglang_engine import engine_of
+
+        engine = engine_of(self._manager())
+        library = AdapterLibrary(engine, self._catalogue)
+        engine.load_by(library.ensure)
+        lister = Lister(
+            library,
+            num_slots=self._config.max_adapters,
+            host_budget_bytes=self._config.adapter_host_bytes,
+        )
+        return Backing(library, lister)
+
+    def known_names(self) -> KnownNames:
+        """What requests may name now."""
+        manager = self._manager()
+        return KnownNames(
+            adapters=self.backing.library.usable,
+            base_models=frozenset({manager.served_model_name, manager.model_path}),
+        )
+
+    async def ensure(self, names: Collection[str]) -> None:
+        """Return once a request may use these. Raises EsftError."""
+        if names:
+            await self.backing.library.ensure(names)
+
+    def watch(self) -> None:
+        """Look for changes below the root from now on."""
+        if self._catalogue.root is not None:
+            Watcher(self._catalogue.root, self._catalogue.refresh).start()
+
+
+def install(app: Any, launch: LaunchPlan, config: EsftConfig, manager: Callable[[], Any]) -> Seat:
+    """Scan the root and add the routes, in place of SGLang's of the same path."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    remember_at_launch(launch.adapters.values(), plan.base_spec(launch.model_path))
+    catalogue = Catalogue(config.adapter_root_path, _check_against(launch.model_path, config))
+    catalogue.refresh()
+    seat = Seat(config, catalogue, manager)
+    protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    add_routes(app, lambda: seat.backing, (*ROUTES, *COMPAT_ROUTES), protect)
+    return seat
+
+
+def _check_against(model_path: str, config: EsftConfig) -> Callable[[Path], AdapterManifest]:
+    spec = plan.base_spec(model_path)
+
+    def check(folder: Path) -> AdapterManifest:
+        manifest = adapter_format.read_manifest(folder, spec)
+        adapter_format.check_fits(manifest, config.max_experts_per_adapter)
+        return manifest
+
+    return check

@@ -1,0 +1,274 @@
+"""`python -m sgl_esft.launch_server --elastic`: the elastic server, from flags to ready.
+
+argv -> options, launch plan (checked) -> runtime -> SGLang's own HTTP server, hooked
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sgl_elastic.baselines.strategies import ScaleStrategy
+from sgl_elastic.errors import ElasticConfigError, ElasticError
+from sgl_elastic.front.readiness import ElasticEngine
+from sgl_elastic.instance import devices
+from sgl_elastic.options import ElasticOptions, parse
+from sgl_elastic.runtime import Runtime
+from sgl_elastic.types import AdapterEntry
+from sgl_esft import platform
+from sgl_esft.errors import EsftError
+from sgl_esft.formats.manifest import read_manifest
+from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
+from sgl_esft.memory import metrics
+from sgl_esft.plugin import register
+from sgl_esft.weave.expert_memory import choose_page_bytes
+from sgl_esft_launch import flags, plan, serve
+from sgl_esft_launch.plan import LaunchPlan
+
+_ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
+# A CPU computes a batch before the call returns. Nothing overlaps, but each token would come a step
+# late, and so the first ones after a switch too.
+_CPU_ENGINE_ARGV = ("--disable-overlap-schedule",)
+# The shared experts are whole on every rank: their shape must not depend on the number of ranks.
+_ENGINE_ENVIRONMENT = {"SGLANG_SHARED_EXPERT_TP1": "1"}
+# Models of which everything but the routed experts can be the same on any number of ranks.
+_SAME_AT_ANY_SIZE = frozenset(
+    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"}
+)
+_ACCELERATOR_PAGE_BYTES = 2 << 20  # the least that CUDA and Ascend map
+_SET_PER_INSTANCE = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND")
+
+
+@dataclass(frozen=True)
+class ElasticPlan:
+    """A checked elastic launch."""
+
+    options: ElasticOptions
+    launch: LaunchPlan
+    page_bytes: int
+    backend: str
+    engine_argv: tuple[str, ...]  # of every instance
+    first_argv: tuple[str, ...]  # of the first one besides
+    first_adapters: tuple[AdapterEntry, ...]
+    adapter_reserve_bytes: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
+    try:
+        planned = plan_elastic(argv)
+    except (EsftError, ElasticError) as error:
+        return _refuse(error)
+    return _serve(planned)
+
+
+def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
+    """Check everything that can be checked without starting. Raises ElasticError, EsftError."""
+    options, rest = parse(argv)
+    launch_flags, sglang_argv = flags.parse(rest)
+    _check(launch_flags, sglang_argv)
+    # The launcher's own flag, with another default: here a rank that hangs is replaced.
+    health = replace(launch_flags.health, hang_timeout_s=options.hang_timeout_s)
+    launch = plan.plan_launch(replace(launch_flags, health=health), sglang_argv)
+    if launch.config is not None:
+        plan.check_resident(launch.config, launch.adapters)
+    spec = read_moe_spec(Path(launch.model_path))
+    _check_model(spec, options)
+    backend = choose_backend()
+    _check_devices(options, backend)
+    return ElasticPlan(
+        options=options,
+        launch=launch,
+        page_bytes=_page_bytes(launch_flags, spec, backend),
+        backend=backend,
+        engine_argv=(
+            *_without_adapters(launch.sglang_argv),
+            *_ENGINE_ARGV,
+            *(_CPU_ENGINE_ARGV if platform.is_active() else ()),
+        ),
+        first_argv=_adapters_argv(launch),
+        first_adapters=_adapters(launch, spec),
+        adapter_reserve_bytes=_reserve_bytes(launch, spec),
+    )
+
+
+def choose_backend() -> str:
+    """sgl_vmm's backend for this machine's devices: host, acl or cuda."""
+    return "host" if platform.is_active() else devices.backend()
+
+
+def _check_devices(options: ElasticOptions, backend: str) -> None:
+    """What only the CPU platform has, and how many devices there are."""
+    if backend == "host":
+        return
+    if options.spans_nodes:
+        raise ElasticConfigError(
+            "--nodes ray: for the CPU platform only so far; leave it out on an accelerator"
+        )
+    if options.strategy is ScaleStrategy.COLOCATED or not options.ablation.shared_allocator:
+        raise ElasticConfigError(
+            "--scale-strategy colocated, --ablate no_shared_allocator: for the CPU platform only, "
+            "where a device can have a second memory worker"
+        )
+    num_devices = 1 if backend == "acl" else devices.num_cuda_devices()
+    if options.max_devices > num_devices:
+        reason = "Ascend has one so far" if backend == "acl" else f"torch sees {num_devices}"
+        raise ElasticConfigError(f"--max-devices {options.max_devices}: {reason}; lower it")
+
+
+def _check_model(spec: MoeSpec, options: ElasticOptions) -> None:
+    if options.max_devices > 1 and spec.architecture not in _SAME_AT_ANY_SIZE:
+        raise ElasticConfigError(
+            f"{spec.architecture}: SGLang splits more than its experts over ranks, or has no DP "
+            f"attention for it; on several devices there are {', '.join(sorted(_SAME_AT_ANY_SIZE))}"
+        )
+
+
+def _check(launch_flags: flags.LaunchFlags, sglang_argv: Sequence[str]) -> None:
+    if not launch_flags.weave:
+        raise ElasticConfigError("--no-esft: the elastic runtime moves experts by weaving them")
+    if launch_flags.tp_size != 1:
+        raise ElasticConfigError(f"--tp-size {launch_flags.tp_size}: elastic ranks have TP 1")
+    if launch_flags.expert_memory != "virtual":
+        raise ElasticConfigError("--expert-memory padded: elastic experts are pages")
+    refused = {"--ep-size", "--enable-dp-attention", "--load-format", "--radix-cache-backend"}
+    given = refused & {arg.split("=")[0] for arg in sglang_argv}
+    if given:
+        raise ElasticConfigError(f"{', '.join(sorted(given))}: --elastic decides that itself")
+
+
+def _page_bytes(launch_flags: flags.LaunchFlags, spec: MoeSpec, backend: str) -> int:
+    """The device's page: on a CPU the one that weaving would choose."""
+    if backend != "host":
+        return _ACCELERATOR_PAGE_BYTES
+    if launch_flags.expert_page_bytes is not None:
+        return launch_flags.expert_page_bytes
+    element = {"float32": 4}.get(spec.dtype, 2)
+    w2 = spec.hidden_size * spec.expert_intermediate_size * element
+    return choose_page_bytes([2 * w2, w2])
+
+
+def _without_adapters(argv: Sequence[str]) -> tuple[str, ...]:
+    """Adapters are the first instance's to load; the others find them in memory."""
+    kept: list[str] = []
+    is_paths = False
+    for arg in argv:
+        is_paths = arg == "--lora-paths" or (is_paths and not arg.startswith("--"))
+        if not is_paths:
+            kept.append(arg)
+    return tuple(kept)
+
+
+def _adapters_argv(launch: LaunchPlan) -> tuple[str, ...]:
+    if not launch.adapters:
+        return ()
+    return ("--lora-paths", *(f"{name}={path}" for name, path in launch.adapters.items()))
+
+
+def _adapters(launch: LaunchPlan, spec: MoeSpec) -> tuple[AdapterEntry, ...]:
+    """What the first instance will load, in the order of its slots."""
+    return tuple(
+        AdapterEntry(name, name, str(path), slot, False, read_manifest(path, spec).experts)
+        for slot, (name, path) in enumerate(launch.adapters.items())
+    )
+
+
+def _reserve_bytes(launch: LaunchPlan, spec: MoeSpec) -> int:
+    """--adapter-memory; otherwise all slots where no adapter is named, as without --elastic."""
+    config = launch.config
+    if config is None or (launch.adapters and config.adapter_memory_bytes is None):
+        return 0
+    if config.adapter_memory_bytes is not None:
+        return config.adapter_memory_bytes
+    slots = config.max_adapters * config.max_experts_per_adapter * len(spec.moe_layer_ids)
+    return slots * spec.expert_bytes
+
+
+def _serve(planned: ElasticPlan) -> int:
+    started = time.monotonic()
+    launch = planned.launch
+    board = serve.prepare_environment(launch)
+    for name in _SET_PER_INSTANCE:
+        os.environ.pop(name, None)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    serve.say(f"1/3 loading SGLang for {launch.model_path}")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sgl_elastic import front_hooks
+    from sgl_elastic.front.sglang_wire import SglangWire
+    from sgl_esft import hook_ledger
+
+    try:
+        runtime = Runtime(
+            planned.options,
+            SglangWire(),
+            sglang_argv=planned.engine_argv,
+            first_argv=planned.first_argv,
+            first_adapters=planned.first_adapters,
+            adapter_reserve_bytes=planned.adapter_reserve_bytes,
+            environment=_environment,
+            page_bytes=planned.page_bytes,
+            backend=planned.backend,
+        )
+    except ElasticError as error:
+        return _refuse(error)
+    try:
+        front_hooks.use(runtime)
+        hook_ledger.install(front_hooks.FRONT_HOOKS)
+        register.verify()
+        server_args = serve.resolve(launch)
+        serve.say(
+            f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
+        )
+        engine = ElasticEngine(
+            runtime.directory, lambda: runtime.manager, runtime.close, serve.tokenizer_manager
+        )
+        return serve.run(launch, server_args, started, board, lambda: _ready(runtime), engine)
+    except (EsftError, ElasticError) as error:
+        return _refuse(error)
+    finally:
+        runtime.close()
+
+
+def _refuse(error: Exception) -> int:
+    print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
+    return 2
+
+
+def _environment(num_ranks: int) -> Mapping[str, str]:
+    threads = plan.platform_environment(num_ranks)
+    return {**threads, **_ENGINE_ENVIRONMENT}
+
+
+def _ready(runtime: Runtime) -> None:
+    """HTTP is up: our routes, standbys, the autoscaler."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    from sgl_elastic.coordinator.app import add_routes
+
+    if runtime.coordinator is None or runtime.manager is None:
+        raise ElasticConfigError("the elastic runtime did not start")
+    manager = http_server._global_state.tokenizer_manager
+    protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    add_routes(http_server.app, runtime.coordinator, runtime.manager.instances, protect)
+    runtime.serve(manager.update_control_communicator_fan_out, _zero_departed_ranks())
+
+
+def _zero_departed_ranks() -> Callable[[int], None]:
+    """Told how many ranks serve, it sets what /metrics says of the others' memory to 0."""
+    from sgl_esft import sglang_api
+
+    if not sglang_api.has_metrics():
+        return lambda _: None
+    gauges = metrics.MemoryMetrics()
+    return lambda num_ranks: gauges.zero_from(num_ranks, metrics.published_gauges())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

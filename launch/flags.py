@@ -1,0 +1,256 @@
+"""The launcher's own flags; everything else on the command line is SGLang's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from sgl_esft.byte_size import parse_bytes
+from sgl_esft.config import (
+    DEFAULT_HEAT_EVERY,
+    DEFAULT_MAX_OVERTAKES,
+    EXPERT_MEMORY_KINDS,
+    REROUTE_KINDS,
+)
+from sgl_esft.env import LogFormat
+from sgl_esft.errors import ConfigError
+from sgl_esft_launch import access, health
+from sgl_esft_launch.access import AccessFlags
+from sgl_esft_launch.health import HealthFlags
+
+DEFAULT_PORT = 30000
+DEFAULT_HOST = "127.0.0.1"
+
+_EPILOG = """\
+every SGLang flag works too (python -m sglang.launch_server --help), for example --tp-size,
+--ep-size, --enable-dp-attention, --max-loaded-loras. SGLang's own LoRA flags are refused: ESFT
+adapters take LoRA's seat.
+
+examples:
+  python -m sgl_esft.launch_server
+      the embedded demo: a small DeepSeek-V2 and its adapters
+  python -m sgl_esft.launch_server --model-path BASE --esft-adapters math=DIR intent=DIR
+  python -m sgl_esft.launch_server --elastic --max-devices 4 --dp-size 1
+      the demo on one device of four; POST /v1/scale changes how many
+"""
+
+
+@dataclass(frozen=True)
+class LaunchFlags:
+    """The command line, less SGLang's part. None = not given."""
+
+    model_path: str | None
+    esft_adapters: tuple[str, ...]
+    max_adapters: int | None
+    max_experts_per_adapter: int | None
+    expert_memory: str
+    expert_page_bytes: int | None
+    adapter_memory_bytes: int | None
+    adapter_host_bytes: int | None
+    reroute: str
+    max_overtakes: int | None
+    adapter_root: str | None
+    device_memory_bytes: int | None
+    device_ledger: str | None
+    weave: bool
+    host: str
+    port: int
+    tp_size: int
+    dp_size: int
+    access: AccessFlags
+    heat_every: int
+    log_format: str
+    health: HealthFlags
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; SGLang's own flags are left over by it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_esft.launch_server",
+        description="Serve one MoE base model and many ESFT adapters with SGLang.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_esft_flags(parser.add_argument_group("ESFT"))
+    access.add_flags(parser.add_argument_group("access"))
+    _add_observe_flags(parser.add_argument_group("to be seen"))
+    health.add_flags(parser.add_argument_group("health"))
+    _add_device_flags(parser.add_argument_group("the CPU reference platform"))
+    _add_shared_flags(parser.add_argument_group("SGLang flags that the launcher reads too"))
+    return parser
+
+
+def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--esft-adapters",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="NAME=DIR",
+        help="adapters to load at start; more can be loaded later over HTTP",
+    )
+    group.add_argument(
+        "--max-adapters",
+        "--max-loras-per-batch",
+        type=int,
+        metavar="N",
+        help="adapter slots on the device: so many adapters can run in one batch "
+        "(default: the number of --esft-adapters, 4 without any)",
+    )
+    group.add_argument(
+        "--max-experts-per-adapter",
+        type=int,
+        metavar="E",
+        help="slots reserved per adapter and MoE layer (default: what --esft-adapters need, "
+        "13 without any)",
+    )
+    group.add_argument(
+        "--expert-memory",
+        choices=EXPERT_MEMORY_KINDS,
+        default="virtual",
+        help="virtual (default): pages come and go with adapters; padded: every slot is memory "
+        "from the start (the paper's baseline)",
+    )
+    group.add_argument(
+        "--adapter-memory",
+        metavar="SIZE",
+        help="device memory for adapters' experts, such as 4GiB, taken at start before the KV "
+        "cache is sized (default: on a CPU as much as they want; where memory is limited what "
+        "--esft-adapters need, or all slots without any)",
+    )
+    group.add_argument(
+        "--adapter-host-memory",
+        metavar="SIZE",
+        help="host memory for loaded adapters' experts, of all ranks together, such as 16GiB "
+        "(of each replica, with --dp-size and no DP attention): the idle adapter used longest ago "
+        "leaves for a new one, and is read again when a request names it (default: no limit)",
+    )
+    group.add_argument(
+        "--expert-page-size",
+        metavar="SIZE",
+        help="page size of virtual expert memory on a CPU, 4KiB to 2MiB (default: the largest "
+        "that is not larger than an expert's smallest tensor); accelerators have their own",
+    )
+    group.add_argument(
+        "--reroute",
+        choices=REROUTE_KINDS,
+        default="fused",
+        help="fused (default): one kernel a layer; router: inside the router's top-k kernel, no "
+        "launch of its own (CUDA); unfused: a chain of torch operations (the paper's baseline)",
+    )
+    group.add_argument(
+        "--max-overtakes",
+        type=int,
+        metavar="B",
+        help="requests of adapters that run already may go ahead of waiting ones, of which each is "
+        "overtaken by at most B requests that came later (default: "
+        f"{DEFAULT_MAX_OVERTAKES}; 0: first come, first served)",
+    )
+    group.add_argument(
+        "--adapter-root",
+        metavar="DIR",
+        help="load adapters from below this folder only; relative adapter paths start there",
+    )
+    group.add_argument(
+        "--no-esft", action="store_true", help="serve the base model only, as plain SGLang does"
+    )
+
+
+def _add_observe_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--heat-every",
+        type=int,
+        metavar="N",
+        default=DEFAULT_HEAT_EVERY,
+        help="count the tokens of every expert in every Nth step, for GET /v1/heat "
+        "(default: %(default)s; 0: never)",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=get_args(LogFormat),
+        default="text",
+        help="text (default): SGLang's lines; json: a JSON object a line, and one for each request "
+        "with its id, adapters, tokens and times",
+    )
+
+
+def _add_device_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="memory of each rank's device, such as 512MiB: model, expert pages and KV cache must "
+        "fit, and SGLang sizes the KV cache by it (default: the machine's memory); with --elastic "
+        "the bytes of weights and KV on each device, on an accelerator too (default: 1GiB)",
+    )
+    group.add_argument(
+        "--device-ledger",
+        metavar="FILE",
+        help="several servers that name the same file share the devices, as processes on one GPU "
+        "do (default: each has devices of its own)",
+    )
+
+
+def _add_shared_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model-path", "--model", metavar="DIR", help="the base model (default: the demo zoo)"
+    )
+    group.add_argument(
+        "--host", default=DEFAULT_HOST, help="default: %(default)s; give keys with any other"
+    )
+    group.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s")
+    group.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    group.add_argument(
+        "--dp-size",
+        "--data-parallel-size",
+        "--dp",
+        type=int,
+        default=1,
+        help="data parallel ranks; with --elastic: at start (default: %(default)s)",
+    )
+
+
+def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
+    """The launcher's flags, and what is left for SGLang. Raises ConfigError."""
+    found, rest = build_parser().parse_known_args(argv)
+    if found.no_esft and found.esft_adapters:
+        raise ConfigError("--no-esft and --esft-adapters exclude each other")
+    found.access = access.read_flags(found)
+    found.health = health.read_flags(found)
+    fields = {name: getattr(found, name) for name in _COPIED}
+    flags = LaunchFlags(
+        esft_adapters=tuple(found.esft_adapters),
+        weave=not found.no_esft,
+        expert_page_bytes=_bytes_of("--expert-page-size", found.expert_page_size),
+        adapter_memory_bytes=_bytes_of("--adapter-memory", found.adapter_memory),
+        adapter_host_bytes=_bytes_of("--adapter-host-memory", found.adapter_host_memory),
+        device_memory_bytes=_bytes_of("--device-memory", found.device_memory),
+        **fields,
+    )
+    return flags, rest
+
+
+def _bytes_of(flag: str, text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text, flag)
+
+
+_COPIED = (
+    "model_path",
+    "max_adapters",
+    "max_experts_per_adapter",
+    "expert_memory",
+    "reroute",
+    "max_overtakes",
+    "adapter_root",
+    "device_ledger",
+    "host",
+    "port",
+    "tp_size",
+    "dp_size",
+    "access",
+    "heat_every",
+    "log_format",
+    "health",
+)

@@ -1,0 +1,132 @@
+"""Health and the end of the server: from flags to the service around SGLang's application.
+
+flags.py -> HealthFlags -> [prepare] -> board, in the environment -> [install] -> Service
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_esft import env
+from sgl_esft.errors import ConfigError
+from sgl_esft.health import ending, routes
+from sgl_esft.health.engine import Engine, PlainEngine
+from sgl_esft.health.heartbeat import MAX_RANKS, Board
+from sgl_esft.health.processes import kill_children
+from sgl_esft.health.service import Service, Times
+from sgl_esft.http import admission
+
+DEFAULT_READY_TIMEOUT_S = 2.0
+DEFAULT_DRAIN_TIMEOUT_S = 30.0
+DEFAULT_HANG_TIMEOUT_S = 60.0
+_SLEEP_S = 1.0  # of an idle rank; a shorter time would call it lost
+
+
+@dataclass(frozen=True)
+class HealthFlags:
+    """The command line's part."""
+
+    ready_timeout_s: float = DEFAULT_READY_TIMEOUT_S
+    drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S
+    hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """The flags of health and drain."""
+    group.add_argument(
+        "--ready-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_READY_TIMEOUT_S,
+        help="GET /readyz answers 503 when a rank has made no step, and given no sign of being "
+        "idle, for so long; more than a batch takes (default: %(default)g)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_DRAIN_TIMEOUT_S,
+        help="after SIGTERM, SIGINT or POST /v1/drain, requests that run may take so long; then "
+        "they end with an error (default: %(default)g)",
+    )
+    group.add_argument(
+        "--hang-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_HANG_TIMEOUT_S,
+        help="a process that gives no sign of life for so long is lost, and the server ends with "
+        "status 70; with --elastic a rank is replaced instead. More than the longest batch takes "
+        "(default: %(default)g; with --elastic 20)",
+    )
+
+
+def read_flags(found: argparse.Namespace) -> HealthFlags:
+    """Raises ConfigError."""
+    flags = HealthFlags(found.ready_timeout, found.drain_timeout, found.hang_timeout)
+    if not _SLEEP_S < flags.ready_timeout_s < math.inf:
+        raise ConfigError(
+            f"--ready-timeout {flags.ready_timeout_s:g}: must be above {_SLEEP_S:g} s, for which "
+            "an idle rank may sleep"
+        )
+    if not 0 <= flags.drain_timeout_s < math.inf:
+        raise ConfigError(f"--drain-timeout {flags.drain_timeout_s:g}: must be 0 s or more")
+    if not flags.ready_timeout_s <= flags.hang_timeout_s < math.inf:
+        raise ConfigError(
+            f"--hang-timeout {flags.hang_timeout_s:g}: must be at least --ready-timeout, "
+            f"{flags.ready_timeout_s:g} s"
+        )
+    return flags
+
+
+def prepare() -> Board:
+    """A board for this process and the children that it will start; before SGLang is imported."""
+    board = Board.create()
+    os.environ[env.HEALTH_BOARD] = str(board.path)
+    return board
+
+
+def install(
+    app: Any,
+    flags: HealthFlags,
+    board: Board,
+    manager: Callable[[], Any],
+    engine: Engine | None,
+) -> Service:
+    """The service, its routes, and its place around the application.
+
+    `manager()` is SGLang's tokenizer manager once there is one. `engine` None: SGLang's own ranks.
+    """
+
+    def stop_server() -> None:
+        _stop_server(manager(), service.life.exit_status)
+
+    times = Times(flags.ready_timeout_s, flags.drain_timeout_s, flags.hang_timeout_s)
+    service = Service(times, board, engine or _plain(board, manager), stop_server)
+    ending.use(service)
+    app.include_router(routes.router(service))
+    admission.install(app, service)
+    return service
+
+
+def _plain(board: Board, manager: Callable[[], Any]) -> PlainEngine:
+    def num_ranks() -> int:
+        from sgl_esft import sglang_api
+
+        return min(sglang_api.num_ranks(), MAX_RANKS)
+
+    return PlainEngine(board, num_ranks, manager)
+
+
+def _stop_server(manager: Any, status: int) -> None:
+    """Make SGLang's HTTP server return, or end without it."""
+    for task in manager.asyncio_tasks:  # they would be destroyed while they wait
+        task.cancel()
+    if manager._server_stop_hook is None:
+        kill_children()
+        os._exit(status)
+    manager._server_stop_hook()

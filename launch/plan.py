@@ -1,0 +1,312 @@
+"""What a launch will start, worked out and checked before anything is started.
+
+LaunchFlags -> plan_launch -> LaunchPlan (weaving, SGLang's arguments, environment)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_esft import env, platform, zoo
+from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
+from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.formats import manifest as adapter_format
+from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
+from sgl_esft.platform.device_ledger import DeviceLedger
+from sgl_esft.ports import check_port_free
+from sgl_esft_launch.access import AccessPlan, plan_access
+from sgl_esft_launch.flags import LaunchFlags
+from sgl_esft_launch.health import HealthFlags
+
+DEFAULT_MAX_ADAPTERS = 4
+DEFAULT_MAX_EXPERTS = 13  # the most any adapter of the paper's table 1 has in a layer
+
+_REFUSED_SGLANG_FLAGS = {
+    "--enable-lora": "ESFT adapters take LoRA's seat",
+    "--lora-paths": "name ESFT adapters by --esft-adapters",
+    "--lora-backend": "ESFT adapters take LoRA's seat",
+    "--enable-lora-overlap-loading": "ESFT adapters are loaded by their own manager",
+    "--enable-eplb": "the expert map is in the model's own expert ids, EPLB moves them",
+    "--ep-num-redundant-experts": "the expert map is in the model's own expert ids",
+    "--init-expert-location": "the expert map is in the model's own expert ids",
+    "--speculative-algorithm": "draft models are not woven",
+    "--enable-two-batch-overlap": "the batch's adapter tags are not split",
+    "--tokenizer-worker-num": "adapter names are resolved in one tokenizer process",
+    "--moe-a2a-backend": "weaving works with SGLang's standard dispatcher",
+}
+
+# SGLang 0.5.21's model file gathers no tokens between attention and experts.
+_NO_DP_ATTENTION = frozenset({"MixtralForCausalLM"})
+
+# Otherwise SGLang would take most of the machine's memory for the KV cache.
+_CPU_KV_TOKENS = 65536
+
+# Of a device with a byte budget: the rest is for activations, and for adapters that come later.
+# SGLang would leave some gigabytes, whatever the device has.
+_DEVICE_FRACTION = 0.9
+
+_CPU_DEFAULTS = (
+    ("--device", "cpu"),
+    ("--attention-backend", "torch_native"),
+    ("--sampling-backend", "pytorch"),
+    ("--sleep-on-idle",),
+)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A checked launch."""
+
+    model_path: str
+    adapters: Mapping[str, Path]  # name -> folder
+    config: EsftConfig | None  # None = weaving off
+    sglang_argv: tuple[str, ...]
+    environment: Mapping[str, str]  # set where the user has not
+    device_environment: Mapping[str, str]  # set whatever the user has
+    host: str
+    port: int
+    access: AccessPlan
+    health: HealthFlags
+    log_format: str = "text"  # or json
+
+
+def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
+    """Check everything that can be checked without starting. Raises ConfigError, Adapter*."""
+    _refuse(sglang_argv, flags.weave)
+    _check_sizes(flags)
+    check_port_free(flags.host, flags.port)
+    access = plan_access(flags.access, flags.host, sglang_argv, weave=flags.weave)
+    device_environment = _device_environment(flags)
+    model_path = flags.model_path or str(zoo.base_path())
+    adapters = _named_adapters(flags)
+    config = None
+    if flags.weave:
+        spec = base_spec(model_path)
+        _check_parallelism(spec, sglang_argv)
+        _check_schedule(flags, sglang_argv)
+        config = _weaving(flags, spec, adapters)
+        if "--enable-dp-attention" in sglang_argv:
+            check_resident(config, adapters)
+    return LaunchPlan(
+        model_path=model_path,
+        adapters=adapters,
+        config=config,
+        sglang_argv=(
+            *_own_argv(flags, model_path),
+            *(_weave_argv(config, adapters) if config else ()),
+            *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
+            *sglang_argv,
+        ),
+        environment=platform_environment(_num_ranks(flags, sglang_argv)),
+        device_environment=device_environment,
+        host=flags.host,
+        port=flags.port,
+        access=access,
+        log_format=flags.log_format,
+        health=flags.health,
+    )
+
+
+def uses_data_parallel(argv: Sequence[str]) -> bool:
+    """Whether a command line asks SGLang for more than one data parallel rank."""
+    return any(arg.split("=")[0] in ("--dp-size", "--data-parallel-size", "--dp") for arg in argv)
+
+
+def _refuse(sglang_argv: Sequence[str], weave: bool) -> None:
+    for arg in sglang_argv:
+        reason = _REFUSED_SGLANG_FLAGS.get(arg.split("=")[0])
+        if weave and reason is not None:
+            raise ConfigError(f"{arg.split('=')[0]} cannot be used while weaving: {reason}")
+
+
+def _check_sizes(flags: LaunchFlags) -> None:
+    for flag, size in (("--tp-size", flags.tp_size), ("--dp-size", flags.dp_size)):
+        if size < 1:
+            raise ConfigError(f"{flag} {size}: must be at least 1")
+    if not 0 < flags.port < 1 << 16:
+        raise ConfigError(f"--port {flags.port}: must be between 1 and 65535")
+
+
+def _named_adapters(flags: LaunchFlags) -> dict[str, Path]:
+    if flags.weave and flags.model_path is None and not flags.esft_adapters:
+        return dict(zoo.adapter_paths())
+    root = None if flags.adapter_root is None else Path(flags.adapter_root)
+    adapters: dict[str, Path] = {}
+    for entry in flags.esft_adapters:
+        name, separator, folder = entry.partition("=")
+        if not separator:
+            raise ConfigError(f"--esft-adapters {entry!r}: write NAME=DIR")
+        adapter_format.validate_adapter_name(name)
+        if name in adapters:
+            raise ConfigError(f"--esft-adapters names {name!r} twice")
+        adapters[name] = adapter_format.resolve_adapter_path(folder, root)
+    return adapters
+
+
+def _check_parallelism(spec: MoeSpec, sglang_argv: Sequence[str]) -> None:
+    if "--enable-dp-attention" in sglang_argv and spec.architecture in _NO_DP_ATTENTION:
+        raise UnsupportedModelError(
+            f"SGLang's {spec.architecture} has no DP attention: leave --enable-dp-attention out"
+        )
+
+
+def _check_schedule(flags: LaunchFlags, sglang_argv: Sequence[str]) -> None:
+    """--max-overtakes reorders first come, first served; by default other orders stand."""
+    if flags.max_overtakes and not _is_first_come_first_served(sglang_argv):
+        raise ConfigError(
+            f"--max-overtakes {flags.max_overtakes} reorders requests that are served first come, "
+            "first served: leave it out, or --schedule-policy and --enable-priority-scheduling"
+        )
+
+
+def _is_first_come_first_served(argv: Sequence[str]) -> bool:
+    policies = [
+        arg.partition("=")[2] or following
+        for arg, following in zip(argv, [*argv[1:], ""], strict=True)
+        if arg.split("=")[0] == "--schedule-policy"
+    ]
+    return policies[-1:] in ([], ["fcfs"]) and "--enable-priority-scheduling" not in argv
+
+
+def check_resident(config: EsftConfig, adapters: Mapping[str, Path]) -> None:
+    """Under DP attention, so also with --elastic, every loaded adapter keeps a slot."""
+    if len(adapters) > config.max_adapters:
+        raise ConfigError(
+            f"{len(adapters)} adapters under DP attention need as many slots: set "
+            f"--max-adapters {len(adapters)}, or leave some to --adapter-root"
+        )
+
+
+def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) -> EsftConfig:
+    needed = _max_experts_needed(adapters, spec) if adapters else None
+    config = EsftConfig(
+        max_adapters=_given(flags.max_adapters, len(adapters) or DEFAULT_MAX_ADAPTERS),
+        max_experts_per_adapter=_given(
+            flags.max_experts_per_adapter, needed or DEFAULT_MAX_EXPERTS
+        ),
+        expert_memory=flags.expert_memory,
+        expert_page_bytes=flags.expert_page_bytes,
+        adapter_memory_bytes=flags.adapter_memory_bytes,
+        adapter_host_bytes=flags.adapter_host_bytes,
+        reroute=flags.reroute,
+        max_overtakes=_given(flags.max_overtakes, DEFAULT_MAX_OVERTAKES),
+        heat_every=flags.heat_every,
+        adapter_root=None
+        if flags.adapter_root is None
+        else str(Path(flags.adapter_root).resolve()),
+    )
+    if needed is not None and needed > config.max_experts_per_adapter:
+        raise ConfigError(
+            f"an adapter has {needed} experts in one layer: set --max-experts-per-adapter {needed}"
+        )
+    return config
+
+
+def base_spec(model_path: str) -> MoeSpec:
+    """From the folder, or from the hub or its cache. Raises ConfigError, UnsupportedModelError."""
+    if Path(model_path).is_dir():
+        return read_moe_spec(Path(model_path))
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model_path)
+    except OSError as error:
+        raise ConfigError(f"--model-path {model_path}: {error}") from error
+    return MoeSpec.from_config(config)
+
+
+def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec) -> int:
+    manifests = [adapter_format.read_manifest(path, spec) for path in adapters.values()]
+    return max(manifest.max_experts_per_layer for manifest in manifests)
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _own_argv(flags: LaunchFlags, model_path: str) -> list[str]:
+    return [
+        *("--model-path", model_path, "--host", flags.host, "--port", str(flags.port)),
+        *("--tp-size", str(flags.tp_size), "--dp-size", str(flags.dp_size)),
+    ]
+
+
+def _weave_argv(config: EsftConfig, adapters: Mapping[str, Path]) -> list[str]:
+    """Open LoRA's seat. The rank and target module only satisfy a check of SGLang's."""
+    argv = ["--enable-lora", "--max-lora-rank", "1", "--lora-target-modules", "gate_proj"]
+    argv += ["--max-loras-per-batch", str(config.max_adapters)]
+    if adapters:
+        argv += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
+    return argv
+
+
+def _device_environment(flags: LaunchFlags) -> dict[str, str]:
+    """A device's byte budget, by flags or by the environment. Raises ConfigError."""
+    num_bytes = flags.device_memory_bytes or env.device_memory()
+    ledger = env.device_ledger()
+    if flags.device_ledger is not None:
+        ledger = Path(flags.device_ledger).absolute()
+    if num_bytes is None:
+        if ledger is not None:
+            raise ConfigError(f"--device-ledger {ledger}: give the devices' --device-memory too")
+        return {}
+    if not platform.is_active():
+        raise ConfigError("--device-memory is for the CPU platform; an accelerator has its own")
+    if ledger is None:
+        return {env.DEVICE_MEMORY: f"{num_bytes}B"}
+    DeviceLedger(ledger).check(num_bytes)
+    return {env.DEVICE_MEMORY: f"{num_bytes}B", env.DEVICE_LEDGER: str(ledger)}
+
+
+def _platform_argv(sglang_argv: Sequence[str], model_path: Path, *, has_budget: bool) -> list[str]:
+    """Defaults of the CPU platform, where the user has not chosen."""
+    if not platform.is_active():
+        return []
+    defaults: list[tuple[str, ...]] = [*_CPU_DEFAULTS]
+    if has_budget:
+        defaults.append(("--mem-fraction-static", str(_DEVICE_FRACTION)))
+    else:
+        defaults.append(("--max-total-tokens", str(_CPU_KV_TOKENS)))
+    if _is_float32(model_path):
+        # SGLang would cast it to float16, which a CPU computes slowly and less exactly.
+        defaults.append(("--dtype", "float32"))
+    given = {arg.split("=")[0] for arg in sglang_argv}
+    return [part for flag, *value in defaults if flag not in given for part in (flag, *value)]
+
+
+def _is_float32(model_path: Path) -> bool:
+    try:
+        return read_moe_spec(model_path).dtype == "float32"
+    except UnsupportedModelError:  # not a model of ours, or not a local folder
+        return False
+
+
+def _num_ranks(flags: LaunchFlags, sglang_argv: Sequence[str]) -> int:
+    """DP attention divides the ranks of --tp-size; without it each DP rank has so many."""
+    is_shared = "--enable-dp-attention" in sglang_argv
+    return flags.tp_size * (1 if is_shared else flags.dp_size)
+
+
+def platform_environment(num_ranks: int) -> dict[str, str]:
+    """Threads and cores for each rank; no compiling, which costs more than it gives here.
+
+    OpenMP's threads spin while they wait for each other, so one thread too many
+    slows everything down by factors. One core is left to the HTTP, tokenizer and
+    detokenizer processes.
+    """
+    if not platform.is_active():
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    threads = max(1, (len(cores) - 1) // num_ranks)
+    groups = [
+        [cores[(r * threads + t) % len(cores)] for t in range(threads)] for r in range(num_ranks)
+    ]
+    return {
+        "SGLANG_PLATFORM": platform.PLATFORM_NAME,
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, g)) for g in groups),
+    }

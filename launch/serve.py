@@ -1,0 +1,196 @@
+"""Start SGLang's server as planned, with the adapter routes in front of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sgl_esft import env, platform, zoo
+from sgl_esft.access.bodies import ModelBounds
+from sgl_esft.dashboard import pages
+from sgl_esft.errors import EsftError
+from sgl_esft.health import ending
+from sgl_esft.health.engine import Engine
+from sgl_esft.health.heartbeat import Board
+from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
+from sgl_esft.plugin import register
+from sgl_esft_launch import access, adapters, health, observe, resolved
+from sgl_esft_launch.plan import LaunchPlan
+
+
+def serve(launch: LaunchPlan) -> int:
+    """Serve until stopped. Returns the exit status."""
+    started = time.monotonic()
+    board = prepare_environment(launch)
+    say(f"1/3 loading SGLang for {launch.model_path}")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    try:
+        register.verify()
+        server_args = resolve(launch)
+        say(f"2/3 starting the engine{_described(launch)}")
+        return run(launch, server_args, started, board)
+    except EsftError as error:
+        print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def resolve(launch: LaunchPlan) -> object:
+    """SGLang's arguments, resolved by SGLang and checked. Raises ConfigError."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = prepare_server_args([*access.argv_of(launch.access), *launch.sglang_argv])
+    server_args.resolve_once()
+    needed = resolved.SERVER + access.needed(launch.host)
+    if launch.config is not None:
+        needed += resolved.WEAVING
+        if launch.config.expert_memory == "virtual":
+            needed += resolved.VIRTUAL
+    if platform.is_active():
+        needed += resolved.CPU
+    view = resolving_view(server_args)
+    resolved.check_resolved(view, needed)
+    access.check_keys(view, launch.access)
+    return server_args
+
+
+def run(
+    launch: LaunchPlan,
+    server_args: object,
+    started: float,
+    board: Board,
+    when_ready: Callable[[], None] = lambda: None,
+    engine: Engine | None = None,
+) -> int:
+    """SGLang's HTTP server with our routes, until it is stopped. Returns the exit status.
+
+    `when_ready` is called as soon as requests can be served. `engine` None: SGLang's own ranks.
+    Raises UndeclaredRouteError.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    from sgl_esft.health.heartbeat import run_beating_detokenizer
+
+    seat: adapters.Seat | None = None
+    if launch.config is not None:
+        seat = adapters.install(http_server.app, launch, launch.config, tokenizer_manager)
+        refused = ROUTES_OVER_ALL_SLOTS if launch.config.expert_memory == "virtual" else frozenset()
+        http_server.app.add_middleware(
+            AdapterMiddleware,
+            known_names=seat.known_names,
+            ensure=seat.ensure,
+            refused_routes=refused,
+        )
+        http_server.app.add_api_route(
+            "/v1/memory",
+            _memory,
+            methods=["GET"],
+            summary="Expert memory of every device: reserved, mapped, shared; who has which slots",
+        )
+
+        observe.add_routes(http_server.app)
+
+    pages.add_routes(http_server.app)
+    service = health.install(http_server.app, launch.health, board, tokenizer_manager, engine)
+    names = seat.known_names if seat else _no_adapters
+    access.install(http_server.app, launch.access, _bounds, names)
+
+    observe.install(
+        http_server.app,
+        launch.log_format,
+        weave=launch.config is not None,
+        is_ready=lambda: service.readiness().is_ready,
+    )
+
+    def ready() -> None:
+        if launch.access.inner_key is not None:
+            launch.access.inner_key.close()
+        if seat is not None:
+            seat.watch()
+        when_ready()
+        service.started()
+        _announce(launch, time.monotonic() - started)
+
+    ending.hear_ends()
+    try:
+        http_server.launch_server(
+            server_args,
+            run_detokenizer_process_func=run_beating_detokenizer,
+            launch_callback=ready,
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return service.life.exit_status
+
+
+async def _memory() -> dict[str, object]:
+    """The memory report; `sgl-esft memory` shows it as a table or a picture."""
+    from sgl_esft.plugin import memory_hooks
+
+    return (await memory_hooks.fetch_report(tokenizer_manager())).to_json()
+
+
+def tokenizer_manager() -> Any:
+    """SGLang's, once the engine has started."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server._global_state.tokenizer_manager
+
+
+def _bounds() -> ModelBounds:
+    model = tokenizer_manager().model_config
+    return ModelBounds(vocab_size=model.vocab_size, context_length=model.context_len)
+
+
+def _no_adapters() -> KnownNames:
+    """What requests may name while weaving is off."""
+    manager = tokenizer_manager()
+    return KnownNames(frozenset(), frozenset({manager.served_model_name, manager.model_path}))
+
+
+def prepare_environment(launch: LaunchPlan) -> Board:
+    """What SGLang and its children read from the environment. Returns the board that is in it."""
+    for name, value in launch.environment.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(launch.device_environment)
+    access.forget(launch.access)
+    os.environ[env.LOG_FORMAT] = launch.log_format
+    if launch.config is not None:
+        launch.config.export()
+    return health.prepare()
+
+
+def _described(launch: LaunchPlan) -> str:
+    if launch.config is None:
+        return ", weaving off"
+    names = ", ".join(launch.adapters) or "none yet"
+    return (
+        f", {launch.config.max_adapters} adapter slots of "
+        f"{launch.config.max_experts_per_adapter} experts a layer; adapters: {names}"
+    )
+
+
+def _announce(launch: LaunchPlan, seconds: float) -> None:
+    url = f"http://{launch.host}:{launch.port}"
+    say(f"3/3 ready after {seconds:.0f} s at {url}; try:")
+    body: dict[str, object] = {"text": "Hello", "sampling_params": {"max_new_tokens": 16}}
+    if launch.model_path == str(zoo.base_path()):
+        body = {"text": "coffee -> ", "sampling_params": {"temperature": 0, "stop": "\n"}}
+    if launch.adapters:
+        body["adapter"] = next(iter(launch.adapters))
+    headers = "-H 'Content-Type: application/json'"
+    if launch.access.policy.keys:
+        headers += ' -H "Authorization: Bearer $KEY"'
+    print(f"  curl {url}/generate {headers} -d '{json.dumps(body)}'", flush=True)
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(f"[sgl-esft] {line}", flush=True)

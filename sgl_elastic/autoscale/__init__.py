@@ -1,0 +1,1 @@
+"""When to scale: service levels, the policy, and the loop that asks it."""

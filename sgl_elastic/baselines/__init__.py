@@ -1,0 +1,1 @@
+"""The paper's other ways to scale, over the same verbs."""

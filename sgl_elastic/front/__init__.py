@@ -1,0 +1,1 @@
+"""Where requests meet instances: routing, SGLang's messages, readiness."""

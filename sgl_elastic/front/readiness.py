@@ -1,0 +1,103 @@
+"""The elastic runtime as sgl_esft's health service sees it.
+
+    ranks --beat--> DIRECTORY/INSTANCE.beats --> [ElasticEngine] --> GET /readyz
+    coordinator, instance table ------------------'
+
+A lost rank is the guard's (recovery.py): the server goes on, and is not ready until a replacement
+serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_esft.health.engine import children_of, leave_children_to_us
+from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.health.readiness import Loop
+
+
+class Instances(Protocol):
+    """What is asked of the instance table."""
+
+    def instances(self) -> Sequence[Instance]:
+        """All of them, the serving one first."""
+
+    def is_lost(self) -> bool:
+        """Whether the instance that serves is gone."""
+
+
+class ElasticEngine:
+    """The ranks of whichever instance serves. `instances()` is None before the engine starts."""
+
+    replaces_ranks = True
+
+    def __init__(
+        self,
+        directory: Path,
+        instances: Callable[[], Instances | None],
+        close: Callable[[], None],
+        manager: Callable[[], Any],
+    ) -> None:
+        self._directory = directory
+        self._instances = instances
+        self._close = close
+        self._manager = manager
+        self._boards: dict[str, Board] = {}
+
+    def ranks(self) -> Sequence[Loop]:
+        """Of all instances that serve, which is one but for replicas; of the first while none does.
+
+        While requests are handed over the old instance has stopped, for much less than a rank may
+        be silent.
+        """
+        table = self._instances()
+        known = table.instances() if table is not None else ()
+        serving = [each for each in known if each.state is InstanceState.ACTIVE] or known[:1]
+        self._forget_others({each.instance_id for each in known})
+        return [
+            self._loop(each.instance_id, rank) for each in serving for rank in range(each.num_ranks)
+        ]
+
+    def trouble(self) -> str | None:
+        table = self._instances()
+        if table is None or not table.instances():
+            return "no instance serves"
+        if table.is_lost():
+            return "the instance that served is lost; a replacement is on its way"
+        return None
+
+    def begin(self) -> None:
+        leave_children_to_us(self._manager())
+
+    def children(self) -> Sequence[tuple[str, int]]:
+        return children_of(self._manager())
+
+    async def end(self) -> None:
+        """Instances, memory workers, the guard that would replace them."""
+        await asyncio.to_thread(self._close)
+
+    def _loop(self, instance: str, rank: int) -> Loop:
+        board = self._board(instance)
+        return Loop(
+            f"rank {rank} of instance {instance}",
+            board.read(rank_slot(rank)) if board is not None else None,
+        )
+
+    def _board(self, instance: str) -> Board | None:
+        path = board_path(self._directory, instance)
+        if instance not in self._boards and path.exists():
+            self._boards[instance] = Board.open(path)
+        return self._boards.get(instance)
+
+    def _forget_others(self, known: set[str]) -> None:
+        for name in self._boards.keys() - known:
+            self._boards.pop(name).close()
+
+
+def board_path(directory: Path, instance: str) -> Path:
+    """Where the ranks of an instance beat."""
+    return directory / f"{instance}.beats"

@@ -1,0 +1,128 @@
+"""Hooks in the process that serves HTTP: requests go through the switchboard.
+
+SGLang's launch --> [launch_instances] --> runtime (launch.py)
+TokenizerManager --> [dispatch] --> switchboard <-- [note_outputs] <-- detokenizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_esft.hook_ledger import Hook, HookKind
+
+if TYPE_CHECKING:
+    from sgl_elastic.runtime import Runtime
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
+_runtime: Runtime | None = None
+
+
+def use(runtime: Runtime) -> None:
+    """The runtime of this process, before the hooks are installed."""
+    global _runtime
+    _runtime = runtime
+
+
+def _required() -> Runtime:
+    if _runtime is None:
+        raise RuntimeError("the elastic hooks run without a runtime")
+    return _runtime
+
+
+def launch_instances(
+    engine_class: type,
+    server_args: Any,
+    port_args: Any,
+    run_scheduler_process_func: Callable[..., None],
+    *,
+    placement_group: Any = None,
+) -> tuple[Any, list[Any]]:
+    """In place of SGLang's own schedulers: the first elastic instance."""
+    from sglang.srt.entrypoints.engine import SchedulerInitResult
+
+    infos: list[dict[str, Any]] = []
+
+    def wait_for_ready() -> None:
+        infos.append(_required().start(port_args))
+
+    return SchedulerInitResult(scheduler_infos=infos, wait_for_ready=wait_for_ready), []
+
+
+def dispatch(manager: Any, obj: Any) -> None:
+    """What is meant for the scheduler goes to the instance that serves."""
+    _required().switchboard.dispatch(obj)
+
+
+async def dispatch_async(manager: Any, obj: Any) -> None:
+    """As `dispatch`."""
+    _required().switchboard.dispatch(obj)
+
+
+async def note_outputs(
+    original: Callable[..., Awaitable[None]], manager: Any, recv_obj: Any
+) -> None:
+    """The switchboard learns what has come back, then SGLang hands it to the client."""
+    tokens = getattr(recv_obj, "completion_tokens", None) or [0] * len(recv_obj.rids)
+    output_ids = getattr(recv_obj, "output_ids", None) or ()
+    board = _required().switchboard
+    board.on_output(recv_obj.rids, recv_obj.finished_reasons, tokens, output_ids)
+    await original(manager, recv_obj)
+
+
+def note_who_asks(result: None, communicator: Any, *arguments: Any, **named: Any) -> None:
+    """So that what is asked during a switch waits for the answers of the ranks that get it."""
+    from sgl_elastic.front import sglang_wire
+
+    sglang_wire.note_who_asks(result, communicator, *arguments, **named)
+
+
+FRONT_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        kind=HookKind.REPLACE,
+        function=launch_instances,
+        parameters=(
+            "server_args",
+            "port_args",
+            "run_scheduler_process_func",
+            "placement_group",
+        ),
+        why="ranks belong to instances that come and go while the HTTP server stays",
+        remove_when="SGLang lets a plugin supply the engine class",
+    ),
+    Hook(
+        target=f"{_MANAGER}._dispatch_to_scheduler",
+        kind=HookKind.REPLACE,
+        function=dispatch,
+        parameters=("self", "obj"),
+        why="which instance gets a request is decided for each request",
+        remove_when="SGLang lets a plugin supply the way to the scheduler",
+    ),
+    Hook(
+        target=f"{_MANAGER}._async_dispatch_to_scheduler",
+        kind=HookKind.REPLACE,
+        function=dispatch_async,
+        parameters=("self", "obj"),
+        why="as above, where SGLang sends from a coroutine",
+        remove_when="SGLang lets a plugin supply the way to the scheduler",
+    ),
+    Hook(
+        target=f"{_MANAGER}._handle_batch_output",
+        kind=HookKind.AROUND,
+        function=note_outputs,
+        parameters=("self", "recv_obj"),
+        why="a request that is handed over goes on only after its last tokens have come by",
+        remove_when="SGLang tells a plugin of outputs",
+    ),
+    Hook(
+        target="sglang.srt.managers.communicator.FanOutCommunicator.__init__",
+        kind=HookKind.AFTER,
+        function=note_who_asks,
+        parameters=("self", "send", "fan_out", "mode"),
+        why="a control message that is held during a switch is answered by another number of "
+        "ranks than when it was asked: too few for ever, or one too many for the next question",
+        remove_when="SGLang's communicator counts the answers of those it was sent to",
+    ),
+)

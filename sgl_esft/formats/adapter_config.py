@@ -1,0 +1,133 @@
+"""expert_cfg.json: which experts an ESFT adapter replaces.
+
+    adapter folder -> [adapter_config] -> adapter_format
+
+The file is the one that ESFT's own training writes:
+``{"experts": {"1": [3, 17]}, "shared_experts": false, "non_expert_modules": false}``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from sgl_esft.errors import AdapterFormatError, AdapterMismatchError, UnsupportedAdapterError
+from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.formats.strict_json import read_object
+
+EXPERT_CONFIG_NAME: Final = "expert_cfg.json"
+
+# Decimal, no sign, no leading zero: one layer has one spelling, so no layer can come twice.
+_LAYER_KEY = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+
+_FLAG_REASONS: Final[Mapping[str, str]] = {
+    "shared_experts": (
+        "it tunes the shared experts, which run for every token whatever the router says. "
+        "Train with shared_experts false, or serve the tuned checkpoint as a model of its own"
+    ),
+    "non_expert_modules": (
+        "it tunes attention, router or embeddings, the trunk that all adapters share. "
+        "Train with non_expert_modules false, or serve the tuned checkpoint as a model of its own"
+    ),
+}
+
+
+def read_expert_config(path: Path) -> dict[int, tuple[int, ...]]:
+    """Read an expert_cfg.json: layer id -> ascending expert ids, layers without experts left out.
+
+    Raises AdapterFormatError for a missing, malformed or empty file and UnsupportedAdapterError
+    for an adapter that tunes more than routed experts. Ids are not compared with a model here.
+    """
+    config = read_object(path, AdapterFormatError)
+    for flag in _FLAG_REASONS:
+        _refuse_flag(flag, config.get(flag, False))
+    layers = config.get("experts")
+    if not isinstance(layers, dict):
+        raise AdapterFormatError(
+            f'{EXPERT_CONFIG_NAME} has no "experts" object, but {_shown(layers)}. '
+            'Write {"experts": {"<layer>": [<expert>, ...]}}.'
+        )
+    listed = {_layer_id(key): _expert_ids(key, ids) for key, ids in layers.items()}
+    experts = {layer: ids for layer, ids in sorted(listed.items()) if ids}
+    if not experts:
+        raise AdapterFormatError(f"{EXPERT_CONFIG_NAME} lists no expert: the adapter is empty.")
+    return experts
+
+
+def check_ids(experts: Mapping[int, tuple[int, ...]], spec: MoeSpec) -> None:
+    """Raise AdapterMismatchError unless every listed expert exists in the base model."""
+    moe_layers = set(spec.moe_layer_ids)
+    for layer, ids in experts.items():
+        if layer >= spec.num_layers:
+            raise AdapterMismatchError(
+                f"{EXPERT_CONFIG_NAME} lists layer {layer}, but the base model has layers 0 to "
+                f"{spec.num_layers - 1}. Was the adapter made for another model?"
+            )
+        if layer not in moe_layers:
+            raise AdapterMismatchError(
+                f"{EXPERT_CONFIG_NAME} lists layer {layer}, which is dense in the base model "
+                "(it has no routed experts). Was the adapter made for another model?"
+            )
+        if ids[-1] >= spec.num_experts:
+            raise AdapterMismatchError(
+                f"{EXPERT_CONFIG_NAME} lists expert {ids[-1]} in layer {layer}, but the base model "
+                f"has experts 0 to {spec.num_experts - 1}. Was the adapter made for another model?"
+            )
+
+
+def write_expert_config(path: Path, experts: Mapping[int, tuple[int, ...]]) -> None:
+    """Write the file that `read_expert_config` reads, one layer a line."""
+    lines = (f'    "{layer}": {json.dumps(list(ids))}' for layer, ids in sorted(experts.items()))
+    body = ",\n".join(lines)
+    path.write_text(
+        f'{{\n  "experts": {{\n{body}\n  }},\n'
+        '  "shared_experts": false,\n  "non_expert_modules": false\n}\n'
+    )
+
+
+def _refuse_flag(flag: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise AdapterFormatError(
+            f"{EXPERT_CONFIG_NAME} has {flag} = {_shown(value)}, not true or false."
+        )
+    if value:
+        raise UnsupportedAdapterError(f"the adapter has {flag} = true: {_FLAG_REASONS[flag]}.")
+
+
+def _layer_id(key: str) -> int:
+    if not _LAYER_KEY.fullmatch(key):
+        raise AdapterFormatError(
+            f"{EXPERT_CONFIG_NAME} has the layer {_shown(key)}: "
+            'layers are decimal strings such as "12".'
+        )
+    return int(key)
+
+
+def _expert_ids(layer: str, ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, list):
+        raise AdapterFormatError(
+            f"{EXPERT_CONFIG_NAME} gives layer {layer} {_shown(ids)}, not a list of expert ids."
+        )
+    for expert in ids:
+        # bool is a subclass of int, so `true` would pass isinstance as expert 1.
+        if type(expert) is not int or expert < 0:
+            raise AdapterFormatError(
+                f"{EXPERT_CONFIG_NAME} lists {_shown(expert)} in layer {layer}: "
+                "expert ids are integers from 0."
+            )
+    unique = sorted(set(ids))
+    if len(unique) != len(ids):
+        twice = next(expert for expert in unique if ids.count(expert) > 1)
+        raise AdapterFormatError(
+            f"{EXPERT_CONFIG_NAME} lists expert {twice} twice in layer {layer}."
+        )
+    return tuple(unique)
+
+
+def _shown(value: object) -> str:
+    """The value seen, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

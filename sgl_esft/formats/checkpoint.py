@@ -1,0 +1,179 @@
+"""A base checkpoint on disk as byte ranges, for tools that copy tensors without loading them.
+
+    checkpoint folder -> [Checkpoint] -> merge, extract -> [new_folder] -> folder, all or nothing
+
+No tensor is ever made: weights stay files, and what is in memory at once is one chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.formats.model_spec import PROJS, MoeSpec, Proj, read_moe_spec
+from sgl_esft.formats.safetensors_header import SAFETENSORS_CODES, TensorInfo, read_header
+from sgl_esft.formats.strict_json import read_object
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+_CHUNK_BYTES: Final = 8 << 20
+_HEADER_ALIGNMENT: Final = 8
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """One tensor's bytes in one file."""
+
+    file: Path
+    info: TensorInfo
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes in order, a few megabytes at a time; OSError if the file ends early."""
+        left = self.info.num_bytes
+        with self.file.open("rb") as stream:
+            stream.seek(self.info.start)
+            while left:
+                chunk = stream.read(min(left, _CHUNK_BYTES))
+                if not chunk:
+                    raise OSError(f"{self.file.name} became shorter while it was read.")
+                left -= len(chunk)
+                yield chunk
+
+    def same_as(self, other: TensorBytes) -> bool:
+        """Equal in dtype, shape and every bit; stops at the first chunk that differs."""
+        mine, theirs = self.info, other.info
+        if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            return False
+        return all(a == b for a, b in zip(self.chunks(), other.chunks(), strict=True))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An unquantised safetensors checkpoint of a supported architecture."""
+
+    path: Path
+    spec: MoeSpec
+    shards: tuple[Path, ...]
+    tensors: Mapping[str, TensorBytes]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read config.json, the shard index if there is one, and every shard's header.
+
+    Every routed expert that config.json promises is there afterwards, in its shape and dtype.
+    Raises UnsupportedModelError, also for missing and damaged files.
+    """
+    spec = read_moe_spec(path)
+    shards = _shards(path)
+    tensors: dict[str, TensorBytes] = {}
+    for shard in shards:
+        for name, info in read_header(shard, UnsupportedModelError).tensors.items():
+            if name in tensors:
+                raise UnsupportedModelError(
+                    f"{path} holds tensor {name} in {tensors[name].file.name} and {shard.name}."
+                )
+            tensors[name] = TensorBytes(shard, info)
+    _check_routed_experts(path, spec, tensors)
+    return Checkpoint(path, spec, shards, tensors)
+
+
+def expert_tensor_names(
+    spec: MoeSpec, experts: Mapping[int, Collection[int]]
+) -> Iterator[tuple[str, Proj]]:
+    """The checkpoint's names of these experts' tensors, in the order of a file to write."""
+    for layer, ids in experts.items():
+        for expert in ids:
+            for proj in PROJS:
+                yield spec.expert_tensor_name(layer, expert, proj), proj
+
+
+def all_experts(spec: MoeSpec) -> dict[int, Collection[int]]:
+    """Every routed expert of the model: MoE layer id -> expert ids."""
+    return dict.fromkeys(spec.moe_layer_ids, range(spec.num_experts))
+
+
+def _check_routed_experts(path: Path, spec: MoeSpec, tensors: Mapping[str, TensorBytes]) -> None:
+    for name, proj in expert_tensor_names(spec, all_experts(spec)):
+        if name not in tensors:
+            raise UnsupportedModelError(f"{path} has no tensor {name}.")
+        info = tensors[name].info
+        wanted = (spec.dtype, spec.expert_tensor_shape(proj))
+        if (info.dtype, info.shape) != wanted:
+            raise UnsupportedModelError(
+                f"{path} has tensor {name} as {info.dtype} {list(info.shape)}, but its config.json "
+                f"says {wanted[0]} {list(wanted[1])}."
+            )
+
+
+def _shards(path: Path) -> tuple[Path, ...]:
+    """The files of the index; without one, every safetensors file."""
+    index = path / INDEX_NAME
+    if not index.exists():
+        shards = tuple(sorted(path.glob("*.safetensors")))
+        if not shards:
+            raise UnsupportedModelError(f"{path} holds no *.safetensors: convert the checkpoint.")
+        return shards
+    weight_map = read_object(index, UnsupportedModelError).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    # A name with a folder in it could make merge write outside its output.
+    if not names or not all(isinstance(n, str) and n == Path(n).name for n in names):
+        raise UnsupportedModelError(f"{index} has no weight_map of plain file names.")
+    return tuple(path / name for name in sorted(names))
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, TensorBytes]]) -> None:
+    """Write one safetensors file with these tensors in this order, copied chunk by chunk."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, source in tensors:
+        end = position + source.info.num_bytes
+        entries[name] = {
+            "dtype": SAFETENSORS_CODES[source.info.dtype],
+            "shape": list(source.info.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _HEADER_ALIGNMENT)
+    with path.open("xb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        for _, source in tensors:
+            copy_to(source, stream)
+
+
+def copy_to(source: TensorBytes, stream: BinaryIO) -> None:
+    """Write the tensor's bytes at the stream's position."""
+    for chunk in source.chunks():
+        stream.write(chunk)
+
+
+@contextmanager
+def new_folder(out_dir: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `out_dir` when the block ends, and vanishes if it fails.
+
+    `out_dir` must be missing or empty (ConfigError); its parents are made.
+    """
+    out_dir = out_dir.absolute()
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise ConfigError(f"{out_dir} exists and is not an empty folder: name another --out.")
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = out_dir.parent / f".{out_dir.name}.partial"
+    try:
+        partial.mkdir()
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{partial} exists: another run is writing {out_dir}, or one was killed. "
+            "If none is running, remove it."
+        ) from error
+    try:
+        yield partial
+        partial.replace(out_dir)
+    finally:
+        # Nothing is left to remove after the rename.
+        shutil.rmtree(partial, ignore_errors=True)

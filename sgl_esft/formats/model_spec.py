@@ -1,0 +1,218 @@
+"""What the base checkpoint's config.json says about its routed experts.
+
+    config.json -> [MoeSpec] -> adapter_format (does this adapter fit?)
+                             -> merge, extract (which tensors are routed experts?)
+                             -> expert tensor (how many, how large?)
+
+Pure: reads one JSON file, imports neither torch nor transformers nor SGLang. The rules are those
+of SGLang 0.5.21's model files, not those of transformers, where the two differ: SGLang builds
+every layer of a Qwen MoE as an MoE layer whatever `decoder_sparse_step` and `mlp_only_layers`
+say, so a config that asks for a dense layer would be served with untouched random experts. Such
+a config is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.formats.strict_json import read_object
+
+Proj = Literal["gate", "up", "down"]
+PROJS: Final[tuple[Proj, ...]] = get_args(Proj)
+
+DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class _TensorNames:
+    """How one family of checkpoints names a routed expert's three tensors."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_MLP_NAMES = _TensorNames("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_NAMES = _TensorNames("block_sparse_moe", "w1", "w3", "w2")
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Shape of a base model's routed experts, as its checkpoint stores them.
+
+    `num_layers` counts all decoder layers; `moe_layer_ids` (ascending) are those with routed
+    experts, each with `num_experts` of them. `dtype` is the checkpoint's own ("float32",
+    "bfloat16" or "float16"), which a server may still cast when it loads.
+    """
+
+    architecture: str
+    num_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    hidden_size: int
+    expert_intermediate_size: int
+    dtype: str
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> MoeSpec:
+        """Read a parsed config.json. Raises UnsupportedModelError, naming what is supported."""
+        architecture = _architecture(config)
+        _refuse_quantization(config)
+        family = _FAMILIES[architecture]
+        num_layers = _positive_int(config, "num_hidden_layers")
+        return cls(
+            architecture=architecture,
+            num_layers=num_layers,
+            moe_layer_ids=family.moe_layer_ids(config, num_layers),
+            num_experts=_positive_int(config, *family.num_experts_keys),
+            hidden_size=_positive_int(config, "hidden_size"),
+            expert_intermediate_size=_positive_int(config, family.intermediate_size_key),
+            dtype=_dtype(config),
+        )
+
+    def expert_tensor_name(self, layer_id: int, expert_id: int, proj: Proj) -> str:
+        """Checkpoint name, e.g. ``model.layers.1.mlp.experts.0.gate_proj.weight``.
+
+        Ids are not range-checked: validation asks for names of ids it has already checked.
+        """
+        names = _FAMILIES[self.architecture].names
+        leaf: str = getattr(names, proj)
+        return f"model.layers.{layer_id}.{names.block}.experts.{expert_id}.{leaf}.weight"
+
+    def expert_tensor_shape(self, proj: Proj) -> tuple[int, int]:
+        """``(I, H)`` for gate and up, ``(H, I)`` for down: [out, in], whole, not TP-sliced."""
+        if proj == "down":
+            return (self.hidden_size, self.expert_intermediate_size)
+        return (self.expert_intermediate_size, self.hidden_size)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one routed expert (gate, up and down) in the checkpoint's dtype."""
+        elements = len(PROJS) * self.hidden_size * self.expert_intermediate_size
+        return elements * DTYPE_BYTES[self.dtype]
+
+
+def read_moe_spec(model_dir: Path) -> MoeSpec:
+    """Read ``model_dir/config.json``. Raises UnsupportedModelError, also for an unreadable one."""
+    if not (model_dir / "config.json").exists():
+        raise UnsupportedModelError(
+            f"{model_dir} holds no config.json. Name the folder of a Hugging Face checkpoint."
+        )
+    if (model_dir / "hf_quant_config.json").exists():
+        raise UnsupportedModelError(
+            f"{model_dir} holds hf_quant_config.json: it is quantised (modelopt). "
+            "Only unquantised float32, bfloat16 and float16 checkpoints are supported."
+        )
+    return MoeSpec.from_config(read_object(model_dir / "config.json", UnsupportedModelError))
+
+
+def _architecture(config: Mapping[str, object]) -> str:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in _FAMILIES:
+        raise UnsupportedModelError(
+            f"architecture {name!r} cannot be woven. Supported: {', '.join(SUPPORTED)}."
+        )
+    return name
+
+
+def _refuse_quantization(config: Mapping[str, object]) -> None:
+    for key in _QUANTIZATION_KEYS:
+        quantization = config.get(key)
+        if quantization is None:
+            continue
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UnsupportedModelError(
+            f"config.json has {key} (quant_method {method!r}). "
+            "Only unquantised float32, bfloat16 and float16 checkpoints are supported."
+        )
+
+
+def _dtype(config: Mapping[str, object]) -> str:
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(dtype, str):
+        dtype = dtype.removeprefix("torch.")
+        if dtype in DTYPE_BYTES:
+            return dtype
+    raise UnsupportedModelError(
+        f"config.json has dtype {dtype!r}. "
+        f"Set `dtype` to the checkpoint's own, one of {', '.join(DTYPE_BYTES)}."
+    )
+
+
+def _positive_int(config: Mapping[str, object], *keys: str) -> int:
+    """The first of `keys` that is there; several keys are names of one thing."""
+    return _int_at_least(config, 1, *keys)
+
+
+def _int_at_least(config: Mapping[str, object], minimum: int, *keys: str) -> int:
+    key = next((key for key in keys if config.get(key) is not None), keys[0])
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise UnsupportedModelError(
+            f"config.json has {key} = {value!r}, not an integer of at least {minimum}."
+        )
+    return value
+
+
+def _deepseek_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
+    first = _int_at_least(config, 0, "first_k_dense_replace")
+    # Absent from configs that transformers wrote; it has no such setting and means 1.
+    step = _positive_int({"moe_layer_freq": 1, **config}, "moe_layer_freq")
+    layers = tuple(layer for layer in range(first, num_layers) if layer % step == 0)
+    if not layers:
+        raise UnsupportedModelError(
+            f"config.json leaves no MoE layer: num_hidden_layers {num_layers}, "
+            f"first_k_dense_replace {first}, moe_layer_freq {step}."
+        )
+    return layers
+
+
+def _qwen_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
+    step = _positive_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+    dense = config.get("mlp_only_layers") or []
+    if step != 1 or dense:
+        raise UnsupportedModelError(
+            f"config.json makes some layers dense (decoder_sparse_step {step}, mlp_only_layers "
+            f"{dense}), but SGLang gives every layer of this architecture routed experts. "
+            "Only decoder_sparse_step 1 with empty mlp_only_layers is supported."
+        )
+    return tuple(range(num_layers))
+
+
+def _all_layers(_config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
+    return tuple(range(num_layers))
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Where one architecture's config.json keeps what `MoeSpec` needs."""
+
+    names: _TensorNames
+    num_experts_keys: tuple[str, ...]
+    intermediate_size_key: str
+    moe_layer_ids: Callable[[Mapping[str, object], int], tuple[int, ...]]
+
+
+_DEEPSEEK = _Family(_MLP_NAMES, ("n_routed_experts",), "moe_intermediate_size", _deepseek_layers)
+# transformers 5 saves a Qwen3-MoE's `num_experts` as `num_local_experts`.
+_QWEN = _Family(
+    _MLP_NAMES, ("num_experts", "num_local_experts"), "moe_intermediate_size", _qwen_layers
+)
+_MIXTRAL = _Family(_MIXTRAL_NAMES, ("num_local_experts",), "intermediate_size", _all_layers)
+
+_FAMILIES: Final[Mapping[str, _Family]] = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Qwen3MoeForCausalLM": _QWEN,
+    "Qwen2MoeForCausalLM": _QWEN,
+    "MixtralForCausalLM": _MIXTRAL,
+}
+SUPPORTED: Final[tuple[str, ...]] = tuple(_FAMILIES)

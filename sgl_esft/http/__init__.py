@@ -1,0 +1,1 @@
+"""What stands before a route: bodies, names, limits in time, answers to what is refused."""

@@ -1,0 +1,241 @@
+"""Which adapter an HTTP request means, settled before SGLang sees the request.
+
+    client -> [AdapterMiddleware: adapter / lora_path / model -> one adapter or 404] -> SGLang
+                                  not loaded, but on disk -> library.ensure
+
+SGLang knows `lora_path` and `model="base:adapter"`, ignores fields and model
+names it does not know, and would then answer with the base model. Here
+`"adapter"` means the same as `lora_path`, `model="adapter"` works as the names
+in /v1/models suggest, and what names nobody is a 404.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_esft.errors import (
+    AdapterNameError,
+    ConfigError,
+    EsftError,
+    UnknownAdapterError,
+)
+from sgl_esft.http.answers import App, Message, Receive, Scope, Send, send_error
+from sgl_esft.http.classes import routed_path
+
+Body = dict[str, Any]
+# Returns once a request may use all these adapters. Raises EsftError.
+Ensure = Callable[[Collection[str]], Awaitable[None]]
+
+# Routes on which SGLang 0.5.21 reads `lora_path`.
+ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/invocations"})
+# Where prompts are, and what a list's first item is when the list is one prompt: a token id.
+_PROMPT_FIELDS: Mapping[str, type] = {"text": int, "input_ids": int, "prompt": int}
+# Routes of SGLang 0.5.21 that read whole weights, so also slots that have no memory.
+ROUTES_OVER_ALL_SLOTS = frozenset({"/weights_checker", "/send_weights_to_remote_instance"})
+_MAX_LISTED = 20
+# Names of the base model that clients send when they do not care.
+BASE_ALIASES = frozenset({"", "default", "base"})
+
+
+@dataclass(frozen=True)
+class KnownNames:
+    """Names a request may use at this moment."""
+
+    adapters: Collection[str]  # loaded, or loaded when a request asks for them
+    base_models: frozenset[str]  # the served model's names, besides BASE_ALIASES
+
+    def is_base(self, model: str) -> bool:
+        return model in self.base_models or model in BASE_ALIASES
+
+    def check_adapter(self, name: object) -> str | None:
+        """The adapter's name; None for the base. Raises AdapterNameError, UnknownAdapterError."""
+        if name is None:
+            return None
+        if not isinstance(name, str):
+            raise AdapterNameError(f"an adapter is named by a string, not by {_shown(name)}")
+        if name not in self.adapters:
+            raise UnknownAdapterError(
+                f"adapter {_shown(name)} is not known; known: {self._listed()}"
+            )
+        return name
+
+    def adapter_of_model(self, model: str) -> str | None:
+        """What `model` asks for: an adapter's name, or None for the base."""
+        if model in self.adapters:
+            return model
+        if self.is_base(model):
+            return None
+        _, colon, adapter = model.partition(":")
+        if not colon:
+            raise UnknownAdapterError(
+                f"model {_shown(model)} is neither the base model nor an adapter; adapters: "
+                f"{self._listed()}"
+            )
+        return self.check_adapter(adapter.strip() or None)
+
+    def _listed(self) -> str:
+        names = sorted(self.adapters)
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        return (", ".join(names[:_MAX_LISTED]) or "none") + more
+
+
+def resolve_body(path: str, body: Body, names: KnownNames) -> Body | None:
+    """The body SGLang should see, None for the one it was given.
+
+    Raises AdapterNameError, UnknownAdapterError, or ConfigError for fields that
+    contradict each other and for a route that cannot use an adapter.
+    """
+    fields = ("adapter", "lora_path") if path in ADAPTER_ROUTES else ("adapter",)
+    for field in fields:
+        _check_batch(body.get(field), body)
+    asked = [adapter for adapter in _asked_for(body, fields, names) if adapter is not None]
+    if not asked:
+        return None
+    if path not in ADAPTER_ROUTES:
+        raise ConfigError(
+            f"{path} cannot use an adapter; these routes can: {', '.join(sorted(ADAPTER_ROUTES))}"
+        )
+    if any(adapter != asked[0] for adapter in asked):
+        raise ConfigError(f"the request names different adapters: {_shown(asked)}")
+    if body.get("lora_path") == asked[0] and "adapter" not in body:
+        return None
+    return {**{k: v for k, v in body.items() if k != "adapter"}, "lora_path": asked[0]}
+
+
+def adapters_of(path: str, resolved: Body) -> frozenset[str]:
+    """The adapters that a resolved body asks for."""
+    asked = resolved.get("lora_path") if path in ADAPTER_ROUTES else None
+    names = asked if isinstance(asked, list) else [asked]
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def _asked_for(body: Mapping[str, Any], fields: tuple[str, ...], names: KnownNames) -> list[Any]:
+    """Each field's adapter: a name, a batch's list of names, or None for the base."""
+    asked = [_checked(body.get(field), names) for field in fields]
+    model = body.get("model")
+    if isinstance(model, str):
+        asked.append(names.adapter_of_model(model))
+    return asked
+
+
+def _checked(value: object, names: KnownNames) -> Any:
+    if not isinstance(value, list):
+        return names.check_adapter(value)
+    checked = [names.check_adapter(name) for name in value]
+    return checked if any(name is not None for name in checked) else None
+
+
+def _check_batch(adapter: object, body: Mapping[str, Any]) -> None:
+    """A list of adapters needs a list of prompts of its length. Raises ConfigError.
+
+    SGLang takes a list with a single prompt, and its scheduler fails on it.
+    """
+    num_prompts = _num_prompts(body)
+    if isinstance(adapter, list) and (len(adapter) != num_prompts or num_prompts == 0):
+        raise ConfigError(
+            f"the request has {len(adapter)} adapters for {num_prompts or 'a single'} prompt(s): "
+            "name one for each, or one for all, as a string"
+        )
+
+
+def _num_prompts(body: Mapping[str, Any]) -> int:
+    """Prompts of a batched request; 0 for a single prompt, which is not in a list."""
+    for field, single in _PROMPT_FIELDS.items():
+        prompts = body.get(field)
+        if isinstance(prompts, list) and prompts and not isinstance(prompts[0], single):
+            return len(prompts)
+    return 0
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:120]
+
+
+async def _nothing_to_load(names: Collection[str]) -> None:
+    """Where all that is known is loaded."""
+
+
+class AdapterMiddleware:
+    """ASGI middleware: `resolve_body` for every JSON body that is posted or put.
+
+    Then `ensure`, for the adapters that it asks for. `refused_routes` are answered with an error,
+    whatever the method.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        known_names: Callable[[], KnownNames],
+        refused_routes: Collection[str] = (),
+        ensure: Ensure = _nothing_to_load,
+    ) -> None:
+        self.app = app
+        self._known_names = known_names
+        self._ensure = ensure
+        self._refused_routes = refused_routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = routed_path(scope) if scope["type"] == "http" else ""
+        if path in self._refused_routes:
+            await send_error(send, _refusal(path))
+            return
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+            await self.app(scope, receive, send)
+            return
+        raw = await _read(receive)
+        try:
+            body = _parse_object(raw)
+            changed = body and resolve_body(path, body, self._known_names())
+            await self._ensure(adapters_of(path, changed or body or {}))
+        except EsftError as error:
+            await send_error(send, error)
+            return
+        if changed:
+            raw = json.dumps(changed).encode()
+            scope = _with_length(scope, len(raw))
+        await self.app(scope, _replay(raw, receive), send)
+
+
+def _refusal(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path} reads every expert slot, also those without memory: start the server with "
+        "--expert-memory padded"
+    )
+
+
+async def _read(receive: Receive) -> bytes:
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(chunks)
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _parse_object(raw: bytes) -> Body | None:
+    """The JSON object, None for anything else, which is SGLang's to refuse."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _replay(raw: bytes, receive: Receive) -> Receive:
+    """Give the body once; afterwards what really arrives, which is the client's leaving."""
+    pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed
+
+
+def _with_length(scope: Scope, length: int) -> Scope:
+    headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}

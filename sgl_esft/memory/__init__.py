@@ -1,0 +1,1 @@
+"""Who has how much memory, and what will be needed."""

@@ -1,0 +1,198 @@
+"""Weaving, put together: from a loaded SGLang model to its ESFT manager.
+
+model runner -> woven layers -> adapter plane -> manager, rerouters
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_esft import sglang_api
+from sgl_esft.config import EsftConfig
+from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.formats.manifest import read_manifest
+from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.lifecycle.command_desk import RankGroup
+from sgl_esft.memory.metrics import MemoryMetrics
+from sgl_esft.memory.usage import measure_device
+from sgl_esft.observe.tier_metrics import DeviceTierMetrics
+from sgl_esft.platform import device_memory
+from sgl_esft.plugin import heat_hooks
+from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
+from sgl_esft.plugin.register import verify
+from sgl_esft.weave import expert_tensor, page_source
+from sgl_esft.weave.adapter_pages import bound_pages
+from sgl_esft.weave.batch_tags import PADDING, BatchTags
+from sgl_esft.weave.heat import HeatSampler
+from sgl_esft.weave.moe_layer import WovenLayer
+from sgl_esft.weave.plane import AdapterPlane
+from sgl_esft.weave.reroute import Rerouter, load_reroute
+from sgl_esft.weave.router import FusedRouter, load_router
+from sgl_esft.weave.shared_layer import SharedLayer
+from sgl_esft.weave.slot_layout import SlotLayout
+from sgl_esft_kernels import RouterFunction
+
+logger = logging.getLogger(__name__)
+
+_INITIAL_TAG_TOKENS = 8192  # the tag buffer grows when a batch is larger
+
+
+def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
+    """Bind the loaded model's MoE layers, load the initial adapters, start rerouting.
+
+    Raises HookError or an Adapter* error: the server must not start then.
+    """
+    verify()
+    spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
+    layers = bind_layers(runner.model, spec)
+    gather = _gather_tags() if sglang_api.is_dp_attention() else None
+    tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
+    device = sglang_api.runner_device(runner)
+    max_pages = _adapter_pages(layers, spec, config, device)
+    source = page_source.current()
+    is_resident = gather is not None or source is not None
+    plane = AdapterPlane(layers, spec, config, is_resident=is_resident, max_pages=max_pages)
+    publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
+    manager = EsftManager(
+        plane,
+        tags,
+        sglang_api.make_lora_result,
+        gather,
+        publish,
+        num_dp_ranks=sglang_api.num_dp_ranks(),
+        group=RankGroup(sglang_api.tp_rank(), sglang_api.gather_bytes),
+        heat=heat_hooks.sampler_of(plane, config, device),
+    )
+    if source is None:
+        manager.load_initial(sglang_api.initial_adapters())
+    else:
+        source.woven(manager)
+    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat)
+    logger.info("weaving: %d MoE layers, %s", len(layers), config)
+    return manager
+
+
+def _adapter_pages(
+    layers: dict[int, WovenLayer], spec: MoeSpec, config: EsftConfig, device: torch.device
+) -> int | None:
+    """The rank's bound on adapters' pages; makes them, where they are not made as needed."""
+    initial = (read_manifest(Path(ref.lora_path), spec) for ref in sglang_api.initial_adapters())
+    has_limit = device.type != "cpu" or device_memory.budget_bytes() is not None
+    arena = expert_tensor.arena_of(device)
+    return bound_pages(arena, layers, config, initial, has_limit=has_limit)
+
+
+def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) -> Callable[[], None]:
+    rank = sglang_api.tp_rank()
+    memory, tier = MemoryMetrics(), DeviceTierMetrics(rank)
+    num_measured = -1
+
+    def publish() -> None:
+        nonlocal num_measured
+        tier.set(plane.uses)
+        if num_measured != plane.num_changes:  # measuring goes through all layers
+            memory.set(measure_device(plane, config.expert_memory, rank, device, None))
+            num_measured = plane.num_changes
+
+    return publish
+
+
+def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
+    """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
+    kind = WovenLayer if page_source.current() is None else SharedLayer
+    bound = [kind.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
+    layers = {layer.layer_id: layer for layer in bound}
+    if tuple(sorted(layers)) != spec.moe_layer_ids or len(bound) != len(layers):
+        raise UnsupportedModelError(
+            f"{spec.architecture}: config.json has MoE layers {spec.moe_layer_ids}, "
+            f"the loaded model has {sorted(layer.layer_id for layer in bound)}"
+        )
+    for layer in bound:
+        _check_width(layer, spec)
+    return layers
+
+
+def _check_width(layer: WovenLayer, spec: MoeSpec) -> None:
+    """On a CPU, SGLang rounds an expert's width up; an adapter has no rows for the rest."""
+    width = layer.shard.intermediate.stop
+    if width > spec.expert_intermediate_size:
+        raise UnsupportedModelError(
+            f"layer {layer.layer_id}: SGLang made experts {spec.expert_intermediate_size} wide "
+            f"at least {width} wide: only widths that it does not pad can be woven here"
+        )
+
+
+def _layout_of(fused_moe: Any) -> SlotLayout:
+    layout = getattr(fused_moe, "esft_layout", None)
+    if layout is None:
+        raise UnsupportedModelError(
+            f"MoE layer {fused_moe.layer_id} uses {type(fused_moe.quant_method).__name__}: "
+            "only unquantised experts can be woven"
+        )
+    return layout  # type: ignore[no-any-return]
+
+
+def attach_rerouting(
+    model: torch.nn.Module,
+    layers: dict[int, WovenLayer],
+    tags: BatchTags,
+    kind: str,
+    heat: HeatSampler | None = None,
+) -> None:
+    """From now on these layers reroute, as `--reroute kind` says.
+
+    Raises UnsupportedModelError for a foreign dispatcher or a router that cannot be fused,
+    UnsupportedDeviceError when the device has no such kernel.
+    """
+    device = next(iter(layers.values())).w13.device
+    for module in sglang_api.fused_moe_modules(model):
+        sglang_api.check_dispatcher(module.dispatcher)
+        # The expert map's rows contain this rank's part of SGLang's own mapping.
+        module.dispatcher.skip_local_expert_mapping = True
+    if kind == "router":
+        _attach_routers(model, layers, tags, load_router(device))
+        return
+    reroute = load_reroute(kind, device)
+    for module in sglang_api.fused_moe_modules(model):
+        layer = layers[module.layer_id]
+        counted = None if heat is None else heat.layer(module.layer_id)
+        module.dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, reroute, counted)
+
+
+def _attach_routers(
+    model: torch.nn.Module, layers: dict[int, WovenLayer], tags: BatchTags, route: RouterFunction
+) -> None:
+    if sglang_api.records_experts():
+        raise UnsupportedModelError(
+            "--reroute router knows no expert ids to record, only slots: use --reroute fused"
+        )
+    fused = set()
+    for topk_config, module in sglang_api.routers(model):
+        layer = layers[module.layer_id]
+        topk_config.esft_router = FusedRouter(topk_config, layer.expert_map, tags, route)
+        fused.add(module.layer_id)
+    if fused != set(layers):
+        raise UnsupportedModelError(
+            f"layers {sorted(set(layers) - fused)} have a router of their own: use --reroute fused"
+        )
+
+
+def _gather_tags() -> GatherTags:
+    """Gather the ranks' tags by the very function that gathers their hidden states."""
+
+    def gather(local: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        num_local, num_global = sglang_api.dp_buffer_lengths()
+        # Zero is what the gather fills gaps with, so a tag travels as its distance from PADDING.
+        shifted = torch.zeros((num_local, 1), dtype=torch.float32)
+        shifted[: local.shape[0], 0] = local.to(torch.float32) - PADDING
+        shifted = shifted.to(forward_batch.input_ids.device)
+        gathered = shifted.new_zeros((num_global, 1))
+        sglang_api.dp_gather(gathered, shifted, forward_batch)
+        return (gathered[:, 0] + PADDING).to(torch.int32)
+
+    return gather

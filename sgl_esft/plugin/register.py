@@ -1,0 +1,75 @@
+"""SGLang's door `sglang.srt.plugins`: `register` runs in every SGLang process.
+
+    register() -> which hooks apply here -> hook_ledger.install -> verified, or the process ends
+
+SGLang catches every `Exception` a plugin raises, logs it and serves on. Serving
+on would mean answering adapter requests with the base model, so a failure here
+ends the process with `SystemExit`, which that handler does not catch; SGLang
+takes the whole server down when one of its processes dies.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sgl_esft import hook_ledger, platform
+from sgl_esft.errors import HookError
+from sgl_esft.hook_ledger import Hook
+
+logger = logging.getLogger(__name__)
+
+_installed: tuple[Hook, ...] | None = None
+
+
+def register() -> None:
+    """Install this process's hooks. Raises SystemExit when one cannot be put in place."""
+    try:
+        install()
+    except Exception as error:  # an unknown SGLang may fail in any way, an ImportError above all
+        reason = f"sgl_esft refuses to serve: {type(error).__name__}: {error}"
+        logger.critical(reason)
+        raise SystemExit(reason) from error
+
+
+def install() -> None:
+    """As `register`, but raises HookError or ConfigError."""
+    global _installed
+    if _installed is None:
+        hook_table = select_hooks()
+        hook_ledger.check_version(hook_table, _sglang_version())
+        hook_ledger.install(hook_table)
+        _installed = hook_table
+
+
+def select_hooks() -> tuple[Hook, ...]:
+    """The ledger's entries that apply to this process."""
+    from sgl_esft import env
+    from sgl_esft.config import current_config
+    from sgl_esft.plugin import hook_table
+
+    selected: tuple[Hook, ...] = hook_table.JSON_LOG_HOOKS if env.log_format() == "json" else ()
+    if platform.is_active():
+        selected += hook_table.CPU_HOOKS
+    if env.health_board() is not None:
+        selected += hook_table.LAUNCHER_HOOKS
+    config = current_config()
+    if config is not None:
+        selected += hook_table.WEAVE_HOOKS + hook_table.OBSERVE_HOOKS
+        selected += hook_table.ROUTER_HOOKS if config.reroute == "router" else ()
+    return selected
+
+
+def verify() -> None:
+    """The hooks were installed and are still in place. Raises HookError otherwise."""
+    if _installed is None:
+        raise HookError(
+            "SGLang did not load the plugin 'sgl_esft': is it left out of SGLANG_PLUGINS, "
+            "or is the package not installed (pip install -e .)?"
+        )
+    hook_ledger.verify(_installed)
+
+
+def _sglang_version() -> str:
+    import sglang
+
+    return str(sglang.__version__)

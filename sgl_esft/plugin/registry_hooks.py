@@ -1,0 +1,97 @@
+"""Hook functions around SGLang's adapter registry, in the process that serves HTTP.
+
+POST /load_lora_adapter, /unload_lora_adapter -> [load, unload] -> lifecycle/sglang_engine.py
+a request's adapters -> [resolve]: loaded if need be, by whoever loads for requests, and held
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+from sgl_esft import sglang_api
+from sgl_esft.errors import EmptyPromptError, EsftError, UnknownAdapterError
+from sgl_esft.lifecycle.engine import nobody_looks
+from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
+from sgl_esft.lifecycle.sglang_engine import engine_of
+
+_MAX_RESOLVES = 8
+
+
+async def load(manager: Any, obj: Any, request: Any = None) -> Any:
+    """In place of SGLang's own load; its answer."""
+    try:
+        await engine_of(manager).load(
+            obj.lora_name,
+            Path(obj.lora_path),
+            pinned=bool(obj.pinned),
+            on_progress=nobody_looks,
+        )
+    except EsftError as error:
+        return _failed(manager, error)
+    return sglang_api.make_lora_result(True, "", _folders(manager))
+
+
+async def unload(manager: Any, obj: Any, request: Any = None) -> Any:
+    """In place of SGLang's own unload: an adapter unloaded on purpose is unknown afterwards."""
+    try:
+        await engine_of(manager).unload(obj.lora_name)
+    except EsftError as error:
+        return _failed(manager, error)
+    return sglang_api.make_lora_result(True, "", _folders(manager))
+
+
+async def refuse_tensors(manager: Any, obj: Any, request: Any = None) -> Any:
+    """ESFT adapters are folders; tensors in a request would be unpickled by every rank."""
+    return sglang_api.make_lora_result(
+        False,
+        "UnsupportedAdapterError: load an ESFT adapter from a folder, by /load_lora_adapter",
+        _folders(manager),
+    )
+
+
+async def resolve(manager: Any, obj: Any) -> None:
+    """In place of SGLang's: a request's adapters are loaded if need be, and held.
+
+    If one leaves between, once more. Raises AdapterGoneError, AdapterRefusedError.
+    """
+    names = [obj.lora_path] if isinstance(obj.lora_path, str) else obj.lora_path
+    wanted = {name for name in names if name is not None}
+    for is_last in [False] * (_MAX_RESOLVES - 1) + [True]:
+        try:
+            await engine_of(manager).bring(wanted)
+            obj.lora_id = await manager.lora_registry.acquire(obj.lora_path)
+            break
+        except AdapterGoneError:
+            if is_last:
+                raise
+        except UnknownAdapterError:  # whose text may name other adapters
+            asked = ", ".join(sorted(wanted))
+            raise AdapterGoneError(f"UnknownAdapterError: not loaded any more: {asked}") from None
+        except EsftError as error:
+            raise AdapterRefusedError(error) from error
+    # Requests of a batch that SGLang has taken apart already.
+    for place, single in obj.__dict__.get("_sub_obj_cache", {}).items():
+        single.lora_id = obj.lora_id[place] if isinstance(obj.lora_id, list) else obj.lora_id
+
+
+def _failed(manager: Any, error: EsftError) -> Any:
+    message = f"{type(error).__name__}: {error}"
+    return sglang_api.make_lora_result(False, message, _folders(manager))
+
+
+def _folders(manager: Any) -> dict[str, str]:
+    loaded = manager.lora_registry.get_all_adapters()
+    return {name: ref.lora_path for name, ref in loaded.items()}
+
+
+# Hook functions on the way of a request's tokens from HTTP to the scheduler.
+#
+# tokens of a prompt -> [refuse_empty] -> SGLang's own checks -> scheduler
+
+
+def refuse_empty(manager: object, obj: object, input_ids: Sized | None) -> None:
+    """Before SGLang's checks. Raises EmptyPromptError, which SGLang answers as a ValueError."""
+    if input_ids is not None and len(input_ids) == 0:
+        raise EmptyPromptError("the prompt has no tokens: send at least one")

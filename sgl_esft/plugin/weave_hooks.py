@@ -1,0 +1,110 @@
+"""Hook functions of weaving; hooks.py says where each one goes and why.
+
+create_weights (longer) ... init_lora_manager (bind) ... each forward: dispatch (reroute)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_esft import sglang_api
+from sgl_esft.config import required_config
+from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.formats.manifest import content_digest
+from sgl_esft.lifecycle.content import remember_digest
+from sgl_esft.platform import device_memory
+from sgl_esft.plugin import build
+from sgl_esft.weave import expert_tensor, moe_layer
+
+
+def create_weights_with_adapter_slots(
+    original: Callable[..., None],
+    method: Any,
+    layer: torch.nn.Module,
+    num_experts: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Create the layer's expert weights with the adapters' slots behind the base's.
+
+    The layout and the memory behind the slots go with the layer, for `weave.bind_layers`.
+    """
+    config = required_config()
+    layout = moe_layer.plan_layout(
+        layer, num_experts, config.max_adapters, config.max_experts_per_adapter
+    )
+    layer.esft_layout = layout  # type: ignore[assignment]
+    create = functools.partial(original, method, layer, layout.num_slots, *args, **kwargs)
+    memory = expert_tensor.create_experts(
+        layer, layout, config, create, device_memory.available_bytes()
+    )
+    layer.esft_memory = memory  # type: ignore[assignment]
+
+
+def install_esft_manager(runner: Any) -> None:
+    """Put the ESFT manager where SGLang would put its LoRA manager."""
+    runner.lora_manager = build.build_manager(runner, required_config())
+
+
+def reroute_before_dispatch(
+    original: Callable[..., Any], dispatcher: Any, hidden_states: torch.Tensor, topk_output: Any
+) -> Any:
+    """Turn the router's expert ids into this rank's slots, then dispatch as SGLang does."""
+    rerouter = getattr(dispatcher, "esft_rerouter", None)
+    if rerouter is not None:
+        # Packed ids would stay the base's beside the rerouted ones.
+        if not hasattr(topk_output, "topk_ids") or hasattr(topk_output, "packed_topk_ids"):
+            raise UnsupportedModelError(
+                f"top-k output {type(topk_output).__name__} cannot be rerouted: "
+                "choose a --moe-runner-backend with plain top-k ids, such as triton"
+            )
+        topk_output = topk_output._replace(topk_ids=rerouter(topk_output.topk_ids))
+    return original(dispatcher, hidden_states, topk_output)
+
+
+def route_to_slots(
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_config: Any,
+    layer_id: int | None = None,
+    num_token_non_padded: torch.Tensor | None = None,
+    expert_location_dispatch_info: Any = None,
+    dynamic_expert_bias: torch.Tensor | None = None,
+) -> Any:
+    """Where the router reroutes, top-k ids are this rank's slots already."""
+    router = getattr(topk_config, "esft_router", None)
+    if router is None:
+        return original(
+            hidden_states,
+            router_logits,
+            topk_config,
+            layer_id=layer_id,
+            num_token_non_padded=num_token_non_padded,
+            expert_location_dispatch_info=expert_location_dispatch_info,
+            dynamic_expert_bias=dynamic_expert_bias,
+        )
+    if expert_location_dispatch_info is not None or dynamic_expert_bias is not None:
+        raise UnsupportedModelError(
+            "--reroute router has neither moved experts nor a bias for each token: "
+            "use --reroute fused"
+        )
+    weights, slot_ids = router(router_logits, num_token_non_padded)
+    return sglang_api.make_topk_output(weights, slot_ids, router_logits)
+
+
+def adapter_id_with_content(
+    original: Callable[[str, str], str], lora_name: str, lora_path: str
+) -> str:
+    """The id of an adapter named at launch, from its name, folder and content.
+
+    The prefix cache is keyed by this id, and may outlive the server.
+    """
+    digest = content_digest(Path(lora_path))
+    remember_digest(lora_path, digest)
+    return original(lora_name, f"{lora_path}\0{digest}")

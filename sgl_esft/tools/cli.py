@@ -1,0 +1,223 @@
+"""`sgl-esft`: tools for ESFT adapters, and for the memory that serving them takes.
+
+    command line -> [main] -> one function of adapter_report, merge, extract, select or a *_cli
+
+Needs neither SGLang nor a GPU. A subcommand is one function that adds its parser and one that
+runs it; `_COMMANDS` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sgl_esft import __version__
+from sgl_esft.errors import ConfigError, EsftError
+from sgl_esft.formats.adapter_config import write_expert_config
+from sgl_esft.tools import adapters_cli, memory_cli
+from sgl_esft.tools.adapter_report import inspect_adapter
+from sgl_esft.tools.extract import extract_adapter
+from sgl_esft.tools.merge import merge_adapter
+from sgl_esft.tools.select import SCORE_KINDS, read_scores, select_experts
+
+EXIT_OK: Final = 0
+EXIT_SYSTEM: Final = 1
+EXIT_USER: Final = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: `configure` adds its arguments, `run` does it and returns the exit code."""
+
+    name: str
+    summary: str
+    description: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Returns 0, 2 for an error of the caller, 1 for one of the system."""
+    arguments = build_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except EsftError as error:
+        return _fail(str(error), EXIT_USER)
+    except OSError as error:
+        return _fail(str(error), EXIT_SYSTEM)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; also what the documentation's command list is checked against."""
+    parser = argparse.ArgumentParser(
+        prog="sgl-esft",
+        description="Tools for ESFT adapters, which replace whole routed experts of an MoE model.",
+        epilog="`sgl-esft COMMAND --help` explains one command.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        sub = commands.add_parser(
+            command.name, help=command.summary, description=command.description
+        )
+        command.configure(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"sgl-esft: error: {message}", file=sys.stderr)
+    return code
+
+
+def _configure_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", metavar="DIR", help="adapter folder")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="checkpoint it must fit")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _run_inspect(arguments: argparse.Namespace) -> int:
+    report = inspect_adapter(arguments.adapter, arguments.base)
+    if arguments.json:
+        print(json.dumps(report.as_json()))
+    else:
+        print("\n".join(report.as_table()))
+    return EXIT_OK
+
+
+def _configure_merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base checkpoint")
+    parser.add_argument("--adapter", type=Path, required=True, metavar="DIR", help="adapter folder")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder to make (missing or empty)"
+    )
+
+
+def _run_merge(arguments: argparse.Namespace) -> int:
+    merge_adapter(arguments.base, arguments.adapter, arguments.out)
+    print(f"wrote the merged checkpoint to {arguments.out}")
+    return EXIT_OK
+
+
+def _configure_extract(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base checkpoint")
+    parser.add_argument(
+        "--tuned", type=Path, required=True, metavar="DIR", help="the checkpoint after fine-tuning"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder to make (missing or empty)"
+    )
+    parser.add_argument(
+        "--layers", type=_layer_list, metavar="1,2,...", help="compare only these layers' experts"
+    )
+
+
+def _run_extract(arguments: argparse.Namespace) -> int:
+    manifest = extract_adapter(
+        arguments.base, arguments.tuned, arguments.out, layers=arguments.layers
+    )
+    print(
+        f"wrote {manifest.num_experts} experts of {len(manifest.experts)} layers "
+        f"({manifest.num_bytes / 1e6:,.1f} MB) to {arguments.out}"
+    )
+    return EXIT_OK
+
+
+def _layer_list(text: str) -> list[int]:
+    try:
+        return [int(layer) for layer in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2,3") from error
+
+
+def _configure_select(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scores", type=Path, required=True, metavar="FILE", help="JSON of expert scores"
+    )
+    parser.add_argument(
+        "--kind", choices=SCORE_KINDS, required=True, help="token selection ratio or gate score"
+    )
+    parser.add_argument(
+        "--threshold", type=float, required=True, metavar="P", help="e.g. 0.2 token, 0.1 gate"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="expert_cfg.json to make"
+    )
+
+
+def _run_select(arguments: argparse.Namespace) -> int:
+    scores = read_scores(arguments.scores, arguments.kind)
+    experts = select_experts(scores, arguments.threshold)
+    if arguments.out.exists():
+        raise ConfigError(f"{arguments.out} exists: name another --out, or remove it.")
+    write_expert_config(arguments.out, experts)
+    count = sum(map(len, experts.values()))
+    print(f"chose {count} experts of {len(experts)} layers, wrote {arguments.out}")
+    return EXIT_OK
+
+
+_COMMANDS: Final = (
+    Command(
+        "inspect",
+        "show what an adapter replaces",
+        "Validate an adapter and show its experts, size and sparsity. With --base it must fit "
+        "that model exactly; without, it is only checked against itself.",
+        _configure_inspect,
+        _run_inspect,
+    ),
+    Command(
+        "merge",
+        "write a base checkpoint with an adapter's experts in it",
+        "Write the merged Hugging Face checkpoint, shard by shard, all or nothing.",
+        _configure_merge,
+        _run_merge,
+    ),
+    Command(
+        "extract",
+        "make an adapter from a fine-tuned checkpoint",
+        "Write the experts that differ between two checkpoints as an adapter. Refuses if "
+        "anything but routed experts differs.",
+        _configure_extract,
+        _run_extract,
+    ),
+    Command(
+        "select",
+        "choose the experts to tune from their scores",
+        "Take experts in falling score until their sum reaches the threshold, and write "
+        "expert_cfg.json.",
+        _configure_select,
+        _run_select,
+    ),
+    Command(
+        "memory",
+        "show the experts' memory of a running server",
+        "Ask a server for its memory report: pages, slots and fragmentation of every device.",
+        memory_cli.configure_memory,
+        memory_cli.run_memory,
+    ),
+    Command(
+        "adapters",
+        "list, load, replace, pin and unload the adapters of a running server",
+        "Show a server's adapters, or change one and wait until that is done. A star marks an "
+        "adapter whose folder has changed since it was loaded: replace takes it in.",
+        adapters_cli.configure,
+        adapters_cli.run,
+    ),
+    Command(
+        "plan",
+        "compute how many adapters fit, and the KV cache they leave",
+        "Lay a base model and adapters out in memory, without weights or an accelerator: merged, "
+        "padded and virtual. Sizes are numbers with a unit: 64GB is 10^9, 64GiB 2^30 bytes each.",
+        memory_cli.configure_plan,
+        memory_cli.run_plan,
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

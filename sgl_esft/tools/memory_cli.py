@@ -1,0 +1,147 @@
+"""The two subcommands about memory: `sgl-esft memory` of a running server, `sgl-esft plan` before.
+
+cli.py -> [run_memory] -> memory_client, memory_text, memory_svg
+       -> [run_plan]   -> model_sizes, adapter_shapes, memory_plan
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from sgl_esft.byte_size import parse_bytes
+from sgl_esft.errors import ConfigError
+from sgl_esft.formats.adapter_shapes import AdapterShape, profile_shapes, read_adapter_shape
+from sgl_esft.memory.model_sizes import ModelSizes, read_model_sizes
+from sgl_esft.tools import server_client
+from sgl_esft.tools.memory_svg import report_svg
+from sgl_esft.tools.memory_text import report_lines
+from sgl_esft.tools.server_client import fetch_report
+
+if TYPE_CHECKING:  # run_plan imports it: only planning needs the extension module
+    from sgl_esft.memory.plan import MemoryPlan
+
+_EXIT_OK: Final = 0
+_TIMEOUT_S: Final = 10.0
+
+
+def configure_memory(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `sgl-esft memory`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it into this file")
+    server_client.add_flags(parser, _TIMEOUT_S)
+
+
+def run_memory(arguments: argparse.Namespace) -> int:
+    """Fetch, draw, print."""
+    report = fetch_report(server_client.read_flags(arguments))
+    if arguments.svg:
+        arguments.svg.write_text(report_svg(report), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(report.to_json()))
+    else:
+        print("\n".join(report_lines(report)))
+    return _EXIT_OK
+
+
+def configure_plan(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `sgl-esft plan`."""
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        required=True,
+        metavar="DIR|FILE",
+        help="base checkpoint, or its config.json alone",
+    )
+    adapters = parser.add_mutually_exclusive_group(required=True)
+    adapters.add_argument(
+        "--adapters",
+        type=Path,
+        nargs="+",
+        metavar="DIR|FILE",
+        help="adapter folders, or expert_cfg.json files alone",
+    )
+    adapters.add_argument(
+        "--profile",
+        metavar="table1[:NAME,...]",
+        help="adapters with as many experts as those of the ExpertWeave paper's table 1",
+    )
+    parser.add_argument(
+        "--device-memory", required=True, metavar="SIZE", help="of one accelerator, e.g. 64GiB"
+    )
+    parser.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.9,
+        metavar="F",
+        help="for weights and KV cache; default: %(default)s",
+    )
+    parser.add_argument(
+        "--reserve", metavar="SIZE", help="taken off that for each engine; default: nothing"
+    )
+    parser.add_argument("--page-size", default="2MiB", metavar="SIZE", help="default: %(default)s")
+    parser.add_argument("--kv-dtype", metavar="DTYPE", help="default: the checkpoint's")
+    parser.add_argument(
+        "--max-experts-per-adapter",
+        type=int,
+        metavar="E",
+        help="slots of an adapter; default: what the adapters need",
+    )
+    parser.add_argument(
+        "--counts",
+        default="1,2,3,10,20",
+        metavar="N,...",
+        help="numbers of adapters; default: %(default)s",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Read, lay out, print."""
+    sizes = read_model_sizes(arguments.model_config)
+    plan = _plan(arguments, sizes, _shapes(arguments, sizes))
+    if arguments.json:
+        print(json.dumps(plan.as_json()))
+    else:
+        print("\n".join(plan.as_table()))
+    return _EXIT_OK
+
+
+def _shapes(arguments: argparse.Namespace, sizes: ModelSizes) -> list[AdapterShape]:
+    if arguments.profile is not None:
+        return profile_shapes(arguments.profile, sizes.spec)
+    return [read_adapter_shape(path, sizes.spec) for path in arguments.adapters]
+
+
+def _plan(
+    arguments: argparse.Namespace, sizes: ModelSizes, shapes: list[AdapterShape]
+) -> MemoryPlan:
+    try:
+        from sgl_esft.memory.plan import Device, plan_memory
+    except ImportError as error:
+        raise ConfigError(
+            f"planning needs the extension module of csrc/ ({error}): run `make setup`."
+        ) from error
+    device = Device(
+        memory_bytes=parse_bytes(arguments.device_memory, "--device-memory"),
+        memory_fraction=arguments.memory_fraction,
+        reserve_bytes=parse_bytes(arguments.reserve, "--reserve") if arguments.reserve else 0,
+        page_bytes=parse_bytes(arguments.page_size, "--page-size"),
+    )
+    return plan_memory(
+        sizes,
+        shapes,
+        device,
+        _counts(arguments.counts),
+        kv_bytes_per_token=sizes.kv_bytes_per_token(arguments.kv_dtype),
+        max_experts=arguments.max_experts_per_adapter,
+    )
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(count) for count in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--counts is {text!r}, not a list such as 1,2,3.") from error

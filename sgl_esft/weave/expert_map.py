@@ -1,0 +1,86 @@
+"""The ESFT expert map: for each MoE layer, adapter slot and expert id, the slot to use.
+
+    adapters.py --write/clear--> [expert_map] --rows--> reroute.py
+
+The paper's Pi (ExpertWeave section 4.1), with one more row that is the base's.
+This module is the only writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sgl_esft.errors import InvariantError
+from sgl_esft.weave.slot_layout import SlotLayout
+
+
+class ExpertMap:
+    """One MoE layer's map on one rank.
+
+    table: [N + 1, M] int32 on the device, M the model's expert ids (fused shared
+    experts included); row a is adapter slot a's, row N the base's. A value is a
+    slot of this rank's expert tensor, or -1 for an expert of another rank.
+    The tensor is updated in place and never replaced, so captured graphs see updates.
+    """
+
+    def __init__(
+        self, base_row: torch.Tensor, layout: SlotLayout, device: torch.device | str
+    ) -> None:
+        """base_row: [M] int32, this rank's slot of each expert id or -1; adapters start as base."""
+        self.layout = layout
+        self.table = base_row.to(device).repeat(layout.num_adapters + 1, 1)
+
+    @property
+    def base_row(self) -> torch.Tensor:
+        """[M] int32 view: what SGLang itself would use."""
+        return self.table[-1]
+
+    def write(self, adapter_slot: int, expert_to_slot: Mapping[int, int]) -> None:
+        """Make adapter_slot the base, except for the given expert ids. Weights must be there first.
+
+        Raises InvariantError for an adapter slot that is not there and for a slot outside the
+        adapter's own range, before any change.
+        """
+        own = self.layout.adapter_range(adapter_slot)
+        strays = {e: s for e, s in expert_to_slot.items() if s not in own}
+        if strays:
+            raise InvariantError(f"slots {strays} are not in {own} of adapter slot {adapter_slot}")
+        row = self.base_row.clone()
+        if expert_to_slot:
+            row[list(expert_to_slot)] = torch.tensor(
+                list(expert_to_slot.values()), dtype=torch.int32, device=row.device
+            )
+        self.table[adapter_slot].copy_(row)
+
+    def clear(self, adapter_slot: int) -> None:
+        """Make adapter_slot the base again. Call before its weights go."""
+        self.layout.adapter_range(adapter_slot)  # a row index alone would also take the base's, -1
+        self.table[adapter_slot].copy_(self.base_row)
+
+    def rebase(self, base_row: torch.Tensor) -> None:
+        """Other base experts are here: [M] int32. Every adapter becomes the base again."""
+        self.table.copy_(base_row.to(self.table.device).expand_as(self.table))
+
+    def check_integrity(self, mapped_slots: set[int]) -> None:
+        """Raises InvariantError when a value is neither -1 nor one of `mapped_slots`."""
+        strays = set(self.table.unique().tolist()) - mapped_slots - {-1}
+        if strays:
+            raise InvariantError(f"the expert map names unmapped slots {sorted(strays)}")
+
+
+def base_row(
+    *, num_experts: int, num_routed_global: int, num_routed_local: int, ep_rank: int
+) -> torch.Tensor:
+    """[num_experts] int32: SGLang's own slot of each expert id on this rank, -1 if elsewhere.
+
+    Routed experts are dealt to ranks in runs; fused shared experts, whose ids
+    follow the routed ones, are on every rank, after its routed experts.
+    """
+    row = torch.full((num_experts,), -1, dtype=torch.int32)
+    first = ep_rank * num_routed_local
+    row[first : first + num_routed_local] = torch.arange(num_routed_local, dtype=torch.int32)
+    num_shared = num_experts - num_routed_global
+    row[num_routed_global:] = torch.arange(num_shared, dtype=torch.int32) + num_routed_local
+    return row

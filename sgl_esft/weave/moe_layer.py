@@ -1,0 +1,197 @@
+"""One woven MoE layer on one rank: its weights, its slots, its part of the expert map.
+
+    SGLang's FusedMoE --bind--> [WovenLayer] <--place/displace-- adapters.py
+                                     |
+                                  reroute.py (reads expert_map)
+
+SGLang keeps owning the parameters; they are only longer than it knows, by the
+slots of the adapters. Which of them have memory is expert_memory.py's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from sgl_esft.errors import InvariantError, UnsupportedModelError
+from sgl_esft.weave import expert_tensor
+from sgl_esft.weave.expert_map import ExpertMap, base_row
+from sgl_esft.weave.expert_memory import SlotMemory
+from sgl_esft.weave.slot_layout import SlotLayout
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """What one rank holds of a layer's experts."""
+
+    expert_ids: Collection[int]  # routed experts of this rank, by the model's own ids
+    intermediate: range  # rows of an expert's width I of this rank (tensor parallelism)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert's tensors, cut to a rank's shard, on the host.
+
+    w13: [2 * I_local, H], gate rows then up rows; w2: [H, I_local]; in the checkpoint's dtype.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+
+@dataclass
+class WovenLayer:
+    """A FusedMoE layer made longer by adapter slots."""
+
+    layer_id: int
+    shard: ExpertShard
+    layout: SlotLayout
+    w13: torch.Tensor  # [num_slots, 2 * I_local, H], device; SGLang's parameter
+    w2: torch.Tensor  # [num_slots, H, I_local], device; SGLang's parameter
+    expert_map: ExpertMap
+    memory: SlotMemory
+    adapter_runs: dict[int, range] = field(default_factory=dict)  # adapter slot -> mapped slots
+
+    @classmethod
+    def bind(cls, fused_moe: torch.nn.Module, layout: SlotLayout) -> Self:
+        """Take over a FusedMoE whose parameters were created with `layout`.
+
+        Raises UnsupportedModelError when SGLang has replaced them since.
+        """
+        w13, w2 = fused_moe.w13_weight, fused_moe.w2_weight
+        assert isinstance(w13, torch.Tensor)
+        assert isinstance(w2, torch.Tensor)
+        if w13.shape[0] != layout.num_slots or w2.shape[0] != layout.num_slots:
+            raise InvariantError(
+                f"layer {fused_moe.layer_id}: {w13.shape[0]} slots, planned {layout.num_slots}"
+            )
+        memory = fused_moe.esft_memory
+        expert_tensor.check_still_there(fused_moe, memory)  # type: ignore[arg-type]
+        shard = _shard_of(fused_moe)
+        row = base_row(
+            num_experts=_int(fused_moe.num_experts),
+            num_routed_global=_int(fused_moe.num_global_routed_experts),
+            num_routed_local=len(shard.expert_ids),
+            ep_rank=_int(fused_moe.moe_ep_rank),
+        )
+        return cls(
+            layer_id=_int(fused_moe.layer_id),
+            shard=shard,
+            layout=layout,
+            w13=w13.data,
+            w2=w2.data,
+            expert_map=ExpertMap(row, layout, w13.device),
+            memory=memory,  # type: ignore[arg-type]
+        )
+
+    @property
+    def mapped_slots(self) -> set[int]:
+        """Slots that may be read."""
+        return self.memory.mapped_slots()
+
+    @property
+    def base_slots(self) -> Collection[int]:
+        """Slots of the base's experts that are here."""
+        return range(self.layout.num_base)
+
+    @property
+    def slots_by_adapter(self) -> Mapping[int, Collection[int]]:
+        """Adapter slot -> slots of its experts that are here."""
+        return self.adapter_runs
+
+    @property
+    def readable_shard(self) -> ExpertShard:
+        """What is worth reading of an adapter: the experts that are here now."""
+        return self.shard
+
+    def place(
+        self,
+        adapter_slot: int,
+        experts: Mapping[int, ExpertWeights],
+        adapter_expert_ids: Sequence[int] = (),
+    ) -> None:
+        """Map slots, copy the adapter's experts in, then publish them in the expert map.
+
+        `experts` holds this rank's experts of the layer, by expert id; it may be empty.
+        `adapter_expert_ids` are those of all ranks, ascending.
+        Raises OutOfExpertMemoryError; whatever it raises, nothing is changed.
+        """
+        region = self.layout.adapter_range(adapter_slot)
+        if len(experts) > len(region):
+            raise InvariantError(f"{len(experts)} experts for {len(region)} slots")
+        run = self.memory.choose(region, len(experts))
+        expert_to_slot = dict(zip(sorted(experts), run, strict=True))
+        self.memory.map(run)
+        try:
+            for expert_id, slot in expert_to_slot.items():
+                self.w13[slot].copy_(experts[expert_id].w13)
+                self.w2[slot].copy_(experts[expert_id].w2)
+        except BaseException:
+            self.memory.unmap(run)
+            raise
+        self.adapter_runs[adapter_slot] = run
+        self.expert_map.write(adapter_slot, expert_to_slot)
+
+    def displace(self, adapter_slot: int) -> None:
+        """The reverse of `place`: the map first, then the slots' memory."""
+        self.expert_map.clear(adapter_slot)
+        run = self.adapter_runs.pop(adapter_slot, None)
+        if run:
+            wait_for_readers(self.w13.device)
+            self.memory.unmap(run)
+
+    def num_bytes_of(self, adapter_slot: int) -> int:
+        """Bytes of the experts in an adapter slot, on this rank."""
+        return len(self.adapter_runs.get(adapter_slot, ())) * self._bytes_per_slot
+
+    @property
+    def _bytes_per_slot(self) -> int:
+        return self.w13[0].nbytes + self.w2[0].nbytes
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError when the map names an unmapped slot or the memory's books lie."""
+        self.memory.check_integrity()
+        self.expert_map.check_integrity(self.memory.mapped_slots())
+
+
+def wait_for_readers(device: torch.device) -> None:
+    """Call before memory goes: it must outlive the kernels that were started on it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def plan_layout(
+    fused_moe: torch.nn.Module, num_base: int, num_adapters: int, max_experts_per_adapter: int
+) -> SlotLayout:
+    """The slots of a FusedMoE that is just creating `num_base` experts' weights."""
+    num_routed = num_base - _int(fused_moe.num_fused_shared_experts)
+    return SlotLayout.plan(
+        num_base=num_base,
+        num_routed=num_routed,
+        num_adapters=num_adapters,
+        max_experts_per_adapter=max_experts_per_adapter,
+    )
+
+
+def _shard_of(fused_moe: torch.nn.Module) -> ExpertShard:
+    num_local = _int(fused_moe.num_local_experts) - _int(fused_moe.num_fused_shared_experts)
+    first_expert = _int(fused_moe.moe_ep_rank) * num_local
+    width = _int(fused_moe.intermediate_size_per_partition)
+    first_row = _int(fused_moe.moe_tp_rank) * width
+    return ExpertShard(
+        expert_ids=range(first_expert, first_expert + num_local),
+        intermediate=range(first_row, first_row + width),
+    )
+
+
+def _int(value: object) -> int:
+    if not isinstance(value, int):
+        raise UnsupportedModelError(f"FusedMoE describes itself by {value!r}, not a number")
+    return value

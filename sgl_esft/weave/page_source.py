@@ -1,0 +1,44 @@
+"""Who gives expert memory: this process's own arena, or somebody outside it (sgl_elastic).
+
+    sgl_elastic.engine --install--> [page_source] <--current-- expert_tensor.py, weave.py
+
+A page source outlives its engines and may put memory behind other experts while the engine
+lives, so its layers are SharedLayers: every expert has a slot for good, and which of them are
+here changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from sgl_esft.weave.expert_memory import SlotMemory
+from sgl_esft.weave.slot_layout import SlotLayout
+
+
+class PageSource(Protocol):
+    """What stands behind the slots of all MoE layers of this process."""
+
+    def create_experts(
+        self, layer: torch.nn.Module, layout: SlotLayout, create: Callable[[], None]
+    ) -> SlotMemory:
+        """As `expert_tensor.create_experts`, with memory that belongs to the source."""
+
+    def woven(self, manager: Any) -> None:
+        """Weaving is done: the EsftManager of this rank, to be told what moves."""
+
+
+_source: PageSource | None = None
+
+
+def install(source: PageSource) -> None:
+    """From now on this process's experts live in the source's memory."""
+    global _source
+    _source = source
+
+
+def current() -> PageSource | None:
+    """The source; None where experts live in this process's own arena."""
+    return _source

@@ -1,0 +1,102 @@
+"""docs/access.md says what the code says: flags, keys file, classes, bounds, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sgl_esft import errors
+from sgl_esft.access import bodies, keys, patterns, sampling
+from sgl_esft.http.classes import TABLE, RouteClass
+from sgl_esft_launch import access, flags
+
+TEXT = (Path(__file__).parents[3] / "docs" / "access.md").read_text()
+
+
+def section(title: str) -> str:
+    return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def first_cells(title: str) -> list[str]:
+    rows = [line for line in section(title).splitlines() if line.startswith("| ")]
+    return [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]]
+
+
+def test_flags_are_those_of_the_parser() -> None:
+    documented = [cell.strip("`").split()[0] for cell in first_cells("Flags")]
+    group = next(g for g in flags.build_parser()._action_groups if g.title == "access")
+    assert sorted(documented) == sorted(a.option_strings[0] for a in group._group_actions)
+
+
+def test_defaults() -> None:
+    parsed = flags.parse([])[0].access
+    for text in (
+        f"| {access.DEFAULT_BODY_TIMEOUT_S:g} |",
+        f"| {access.DEFAULT_REQUEST_TIMEOUT_S:g} |",
+        f"| {parsed.max_body_bytes >> 20}MiB |",
+    ):
+        assert text in section("Flags")
+
+
+def test_the_keys_file_of_the_page_can_be_read(tmp_path: Path) -> None:
+    document = re.findall(r"```json\n(.*?)```", section("The keys file"), re.DOTALL)[0]
+    path = tmp_path / "keys.json"
+    path.write_text(document)
+    path.chmod(0o600)
+    names = [entry.caller.name for entry in keys.read_keys_file(path)]
+    assert names == [each["name"] for each in json.loads(document)["keys"]]
+    listed = set(re.findall(r"`([a-z0-9_]+)`", " ".join(first_cells("The keys file"))))
+    assert listed == keys._FIELDS
+
+
+@pytest.mark.parametrize("route_class", RouteClass)
+def test_routes_are_named_under_their_class(route_class: RouteClass) -> None:
+    row = next(
+        line
+        for line in section("Classes of routes").splitlines()
+        if line.startswith(f"| {route_class.value} |")
+    )
+    named = set(re.findall(r"`(/[a-z0-9_./-]*)`", row))
+    assert named
+    assert {TABLE[path].route_class for path in named} == {route_class}
+
+
+def test_bounds() -> None:
+    text = section("Bodies")
+    for part in (
+        f"at most {bodies.MAX_DEPTH} levels",
+        f"at most {bodies.MAX_HEADERS}, and {bodies.MAX_HEADER_BYTES >> 10} KiB",
+        f"{bodies._RANGES['n'][0]} to {bodies._RANGES['n'][1]}; prompts {bodies.MAX_PROMPTS}",
+        f"times `n` {bodies.MAX_SEQUENCES}",
+        f"{sampling.MAX_LOGIT_BIASES} biases",
+        f"0 to {bodies._RANGES['top_logprobs'][1]}",
+        f"| {bodies.MAX_STOPS}, of {bodies._TEXT_LENGTHS['stop']} and "
+        f"{bodies._TEXT_LENGTHS['stop_regex']} characters",
+        f"{patterns.MAX_WAYS} ways to match, of {patterns.MAX_MATCH_LENGTH} characters",
+        f"{bodies._TEXT_LENGTHS['regex']}, {bodies._TEXT_LENGTHS['ebnf'] >> 10} Ki and "
+        f"{bodies._TEXT_LENGTHS['json_schema'] >> 10} Ki characters",
+    ):
+        assert part in text, part
+    known = {*bodies._RANGES, *sampling.FIELDS, *bodies._TEXT_LENGTHS, *bodies._INTERNAL}
+    known |= {*bodies._NESTED, *bodies._GRAMMAR_OBJECTS, "session_params"}
+    known |= {
+        *bodies._MEDIA,
+        *bodies._MEDIA_PARTS,
+        "logit_bias",
+        bodies._LOGIT_PROCESSOR,
+        sampling.FIELD,
+    }
+    named = set(re.findall(r"`([a-z_]+)`", " ".join(first_cells("Bodies"))))
+    assert named - known == set()
+
+
+def test_errors_are_all_there_with_their_status() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", section("Errors"), re.MULTILINE)
+    for status, name in rows:
+        assert getattr(errors, name).http_status == int(status)
+    of_access = {each.__name__ for each in errors.AccessError.__subclasses__()}
+    others = {"EmptyPromptError", "KeyLimitError", "RequestTimeoutError", "InternalError"}
+    assert {name for _, name in rows} == of_access | others

@@ -1,0 +1,198 @@
+"""The load of the served figures: shares, traces, figures, and a client that notices failures."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bench.common import load
+from bench.common.load import Arrival, LoadError, LoadFigures, Seat, Workload
+
+NAMES = [f"a{i:02}" for i in range(20)]
+MANY = Workload(num_requests=4000)
+
+
+def figures(scale: float) -> LoadFigures:
+    return LoadFigures(*(scale * i for i in range(1, 8)))
+
+
+@pytest.mark.parametrize(
+    ("num_adapters", "alpha", "hot"),
+    [(2, 1.0, 0.5), (2, 0.32, 0.801), (2, 0.2, 0.871), (2, 0.1, 0.933), (20, 0.1, 0.741)],
+)
+def test_shares_are_those_of_the_power_law(num_adapters: int, alpha: float, hot: float) -> None:
+    shares = load.power_law_shares(num_adapters, alpha)
+    assert sum(shares) == pytest.approx(1)
+    assert shares[0] == pytest.approx(hot, abs=5e-4)
+    assert list(shares) == sorted(shares, reverse=True) or alpha == 1.0
+
+
+def test_alpha_1_is_uniform() -> None:
+    assert load.power_law_shares(20, 1.0) == pytest.approx([0.05] * 20)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, 1.5, float("nan")])
+def test_an_alpha_that_is_no_shape_is_refused(alpha: float) -> None:
+    with pytest.raises(LoadError, match="give a shape above 0"):
+        load.power_law_shares(2, alpha)
+
+
+def test_a_trace_has_the_shares_and_the_rate_it_was_asked_for() -> None:
+    trace = load.make_trace(MANY, 5.0, NAMES, 0.3, seed=1)
+    counts = Counter(arrival.adapter for arrival in trace)
+    found = [counts[name] / len(trace) for name in NAMES]
+    assert found == pytest.approx(load.power_law_shares(20, 0.3), abs=0.02)
+    gaps = [later.time_seconds - sooner.time_seconds for sooner, later in pairwise(trace)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 5.0, rel=0.05)
+    # Of a Poisson process: the gaps' standard deviation is their mean.
+    assert (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)
+
+
+def test_each_adapters_own_arrivals_are_a_poisson_process_too() -> None:
+    trace = load.make_trace(MANY, 5.0, NAMES[:2], 0.32, seed=2)
+    cold = [arrival.time_seconds for arrival in trace if arrival.adapter == NAMES[1]]
+    gaps = [later - sooner for sooner, later in pairwise(cold)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / (5.0 * load.power_law_shares(2, 0.32)[1]), rel=0.1)
+    assert (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.15)
+
+
+def test_only_the_adapters_depend_on_alpha_and_their_number() -> None:
+    uniform = load.make_trace(Workload(), 2.0, NAMES, 1.0, seed=3)
+    skewed = load.make_trace(Workload(), 2.0, NAMES[:5], 0.1, seed=3)
+    assert uniform != skewed
+    assert load.all_to_base(uniform) == load.all_to_base(skewed)
+    assert all(arrival.adapter is None for arrival in load.all_to_base(uniform))
+    assert uniform == load.make_trace(Workload(), 2.0, NAMES, 1.0, seed=3)
+    assert uniform != load.make_trace(Workload(), 2.0, NAMES, 1.0, seed=4)
+
+
+def test_times_are_in_proportion_to_the_rate_and_can_all_be_0() -> None:
+    slow = load.make_trace(Workload(), 1.0, NAMES, 1.0, seed=5)
+    fast = load.make_trace(Workload(), 4.0, NAMES, 1.0, seed=5)
+    assert [a.time_seconds for a in slow] == pytest.approx([4 * a.time_seconds for a in fast])
+    assert {a.time_seconds for a in load.at_once(fast)} == {0.0}
+
+
+def test_lengths_are_around_their_means() -> None:
+    trace = load.make_trace(Workload(4000, 32, 24), 1.0, NAMES, 1.0, seed=6)
+    lengths = [len(arrival.prompt) for arrival in trace]
+    assert (min(lengths), max(lengths)) == (16, 48)
+    assert sum(arrival.num_output_tokens for arrival in trace) / 4000 == pytest.approx(24, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "expected"),
+    [
+        ([], 0.0),
+        ([(1.0, 1.0)], 0.0),  # one token: nothing is decoded
+        ([(0.0, 2.0)], 1.0),
+        ([(0.0, 2.0), (2.0, 3.0)], 1.0),
+        ([(0.0, 2.0)] * 3, 3.0),
+        # Half of the first one's tokens, and all of the other's, are of steps of two.
+        ([(0.0, 2.0), (1.0, 2.0)], (1 * 1 + 2 * 2) / 3),
+    ],
+)
+def test_decode_batch_is_what_the_average_token_had(
+    decodes: list[tuple[float, float]], expected: float
+) -> None:
+    assert load.decode_batch(decodes) == pytest.approx(expected)
+
+
+def test_runs_take_turns_and_are_compared_within_their_round() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def run(name: str, seed: int) -> LoadFigures:
+        asked.append((name, seed))
+        return figures({"base": 1.0, "woven": 2.0}[name] * (1 + seed))
+
+    taken = load.take_turns(
+        {"base": lambda seed: run("base", seed), "woven": lambda seed: run("woven", seed)}, 3
+    )
+    assert asked == [
+        *(("base", 0), ("woven", 0)),
+        *(("woven", 1), ("base", 1)),
+        *(("base", 2), ("woven", 2)),
+    ]
+    ratios = load.ratio_spreads(taken["woven"], taken["base"])
+    assert set(ratios) == set(load.METRICS)
+    assert ratios["tpot"] == dict.fromkeys(("min", "q1", "median", "q3", "max"), 2.0)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server of SGLang's stream format: `x` at each token asked for, or what goes wrong."""
+
+    bodies: list[dict[str, object]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        if body["lora_path"] == "missing":
+            self.send_error(404, "not loaded")
+            return
+        tokens = 1 if body["lora_path"] == "short" else body["sampling_params"]["max_new_tokens"]
+        self.send_response(200)
+        self.end_headers()
+        for i in range(1, tokens + 1):
+            line = {"text": "x" * i, "meta_info": {"completion_tokens": i}}
+            self.wfile.write(b"data: " + json.dumps(line).encode() + b"\n\n")
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Answers.bodies = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    from sgl_esft.zoo import tokenizer
+
+    tokenizer.save(folder)
+    return folder
+
+
+def test_sglangs_client_sends_each_request_to_its_seat(url: str, tmp_path: Path) -> None:
+    trace = (Arrival(0.0, "a", "abc", 3), Arrival(0.05, None, "de", 2))
+    seats = {"a": Seat(url, "adapter"), None: Seat(url)}
+    found = load.play(trace, seats, tokenizer_folder(tmp_path))
+    assert [(b["text"], b["lora_path"]) for b in Answers.bodies] == [
+        ("abc", "adapter"),
+        ("de", None),
+    ]
+    assert [b["sampling_params"]["max_new_tokens"] for b in Answers.bodies] == [3, 2]
+    assert found.decode_throughput / found.prefill_throughput == pytest.approx(1)  # 5 tokens each
+    assert 0 < found.ttft <= found.ttft_p99
+    assert 0 < found.tpot <= found.tpot_p99
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"), [("missing", "for missing failed: not loaded"), ("short", "got 1 tokens")]
+)
+def test_a_bad_answer_is_an_error_and_not_a_figure(
+    url: str, tmp_path: Path, adapter: str, said: str
+) -> None:
+    trace = (Arrival(0.0, adapter, "abc", 3),)
+    with pytest.raises(LoadError, match=said):
+        load.play(trace, {adapter: Seat(url, adapter)}, tokenizer_folder(tmp_path))
+
+
+def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    seats = {None: Seat("http://127.0.0.1:9")}
+    with pytest.raises(LoadError, match="for the base failed"):
+        load.play((Arrival(0.0, None, "abc", 3),), seats, tokenizer_folder(tmp_path))

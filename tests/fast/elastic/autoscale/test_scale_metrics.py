@@ -1,0 +1,99 @@
+"""The coordinator's metrics over whole scales."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from sgl_elastic.autoscale.metrics import ScaleMetrics, when_ended
+from sgl_elastic.types import Plan, ScaleRequest
+from tests.fast.elastic.scale_fakes import (
+    NEW,
+    OLD,
+    PLAN,
+    World,
+    always,
+    make_coordinator,
+    never,
+    once,
+)
+
+UP = ScaleRequest(dp_size=3)
+
+
+class Watched:
+    """A coordinator with metrics in a registry of its own."""
+
+    def __init__(self, *plans: Plan) -> None:
+        self.world = World()
+        self.registry = CollectorRegistry()
+        self.metrics = ScaleMetrics(self.registry)
+        following = iter(plans)
+        self.coordinator = make_coordinator(self.world, lambda request, old: next(following))
+        self.coordinator.listen(self.metrics.observe)
+
+    def scale(self) -> None:
+        self.coordinator.wait(self.coordinator.submit(UP).operation_id, 10.0)
+        assert self.coordinator._idle.wait(10.0)  # then the next one may be asked for
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"sgl_elastic:{name}", labels)
+
+
+def test_a_scale_up() -> None:
+    watched = Watched(PLAN)
+    watched.metrics.set_placement(OLD)
+    assert watched.value("devices") == 2
+    watched.scale()
+    assert watched.value("scale_operations_total", outcome="succeeded") == 1
+    assert watched.value("scale_step_seconds_count", kind="copy_trunk") == 1
+    assert watched.value("scale_step_seconds_count", kind="grow_kv") == 2
+    assert watched.value("scale_phase_seconds_count", phase="switch") == 1
+    assert watched.value("scale_gap_seconds_count") == 1
+    assert watched.value("devices") == 3
+    assert watched.value("device_experts", device="2") == 2
+    assert watched.value("device_kv_tokens", device="2") == 120
+
+
+def test_devices_that_left_show_nothing() -> None:
+    watched = Watched()
+    watched.metrics.set_placement(NEW)
+    watched.metrics.set_placement(OLD)
+    assert watched.value("devices") == 2
+    assert watched.value("device_experts", device="2") == 0
+    assert watched.value("device_kv_tokens", device="2") == 0
+
+
+def test_a_roll_back() -> None:
+    watched = Watched(PLAN)
+    watched.world.fault = once(4)
+    watched.scale()
+    assert watched.value("scale_operations_total", outcome="rolled_back") == 1
+    assert watched.value("scale_step_seconds_count", kind="copy_trunk") is None
+    assert watched.value("devices") == 2
+
+
+def test_steps_of_a_degraded_operation_count_once() -> None:
+    watched = Watched(PLAN, Plan(NEW, NEW, (), (), {}, {}))
+    watched.world.fault = always("retire")
+    watched.scale()
+    watched.world.fault = never
+    watched.scale()
+    assert watched.value("scale_operations_total", outcome="degraded") == 1
+    assert watched.value("scale_operations_total", outcome="succeeded") == 2
+    assert watched.value("scale_step_seconds_count", kind="copy_trunk") == 1
+
+
+def test_each_end_tells_how_many_ranks_serve() -> None:
+    watched = Watched(PLAN, PLAN)
+    told: list[int] = []
+    watched.coordinator.listen(when_ended(told.append))
+    watched.world.fault = once(4)
+    watched.scale()
+    watched.scale()
+    assert told == [2, 3]
+
+
+def test_held_requests() -> None:
+    watched = Watched()
+    watched.metrics.observe_held(0.25)
+    assert watched.value("held_request_seconds_sum") == 0.25

@@ -1,0 +1,483 @@
+"""The coordinator: every call fails once, at every position, and the right topology serves."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sgl_elastic.coordinator.coordinator import Coordinator
+from sgl_elastic.coordinator.operations import Journal, Operation, StepState
+from sgl_elastic.coordinator.planning import Planner
+from sgl_elastic.errors import (
+    BadScaleError,
+    BusyError,
+    ClosingError,
+    DoesNotFitError,
+    EngineFailedError,
+    KeyReusedError,
+    StepFailedError,
+)
+from sgl_elastic.instance.state import InstanceState
+from sgl_elastic.plan.planner import is_empty, placement_at_switch
+from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, StepKind
+from tests.fast.elastic.scale_fakes import (
+    AFTER,
+    BEFORE,
+    NEW,
+    OLD,
+    PLAN,
+    Call,
+    Ticks,
+    World,
+    always,
+    make_coordinator,
+    never,
+    once,
+)
+
+WAIT_S = 10.0
+UP = ScaleRequest(dp_size=3)
+AT_SWITCH = replace(NEW, kv_tokens=(80, 100, 120))
+
+
+def scaled(world: World, request: ScaleRequest = UP) -> Operation:
+    """The finished operation of one request."""
+    coordinator = make_coordinator(world)
+    return finished(coordinator, coordinator.submit(request))
+
+
+def finished(coordinator: Coordinator, operation: Operation) -> Operation:
+    ended = coordinator.wait(operation.operation_id, WAIT_S)
+    assert ended.finished
+    return ended
+
+
+def recorded(request: ScaleRequest = UP) -> list[Call]:
+    """All calls of a scale in which nothing fails."""
+    world = World()
+    assert scaled(world, request).state is OperationState.SUCCEEDED
+    return world.calls
+
+
+SUCCESS = recorded()
+FIRST = next(n for n, call in enumerate(SUCCESS) if call[0] == "execute")
+COMMIT = next(n for n, call in enumerate(SUCCESS) if call[0] == "activate")
+
+
+def inverse(call: Call) -> Call | None:
+    """The call that takes this one back."""
+    match call:
+        case ("execute", step):
+            return ("undo", step)
+        case ("resize_kv", device_id, _):
+            return ("resize_kv", device_id, OLD.kv_tokens_of(device_id))
+        case ("prepare", _):
+            return ("cancel", "i1")
+        case ("hold",):
+            return ("release",)
+        case ("freeze", instance):
+            return ("resume", instance)
+    return None
+
+
+def undone(calls: list[Call]) -> list[Call]:
+    """The inverses of these calls, in exactly the reverse order."""
+    return [back for call in reversed(calls) if (back := inverse(call)) is not None]
+
+
+def test_a_scale_calls_in_the_order_of_its_phases() -> None:
+    names = [call[0] for call in SUCCESS]
+    assert names[:FIRST] == ["serving", "serving"]
+    memory = ["resize_kv" if s.kind is StepKind.SHRINK_KV else "execute" for s in BEFORE]
+    switch = ["prepare", "hold", "freeze", "activate", "switch", "release", "retire"]
+    assert names[FIRST:] == [*memory, *switch, "execute", "resize_kv", "resize_kv"]
+
+
+def test_a_scale_ends_with_the_new_topology() -> None:
+    world = World()
+    operation = scaled(world)
+    assert world.active() == ["i1"]
+    assert world.state_of("i0") is InstanceState.PARKED
+    assert world.kv == {0: 150, 1: 150, 2: 120}
+    assert not world.is_held
+    assert [phase.name for phase in operation.phases] == [
+        "plan", "memory", "prepare", "switch", "retire", "after",
+    ]  # fmt: skip
+    assert all(phase.seconds > 0 for phase in operation.phases)
+    assert [step.state for step in operation.steps] == [StepState.DONE] * len(BEFORE + AFTER)
+    assert all(step.seconds > 0 for step in operation.steps)
+    assert operation.switched
+    assert operation.gap_s > 0
+    assert operation.error is None
+    assert 1000 < operation.created_s < operation.finished_s
+
+
+def test_the_new_instance_starts_with_the_kv_there_is() -> None:
+    assert ("prepare", AT_SWITCH) in SUCCESS
+    assert ("switch", "i1", AT_SWITCH) in SUCCESS
+    assert placement_at_switch(PLAN) == AT_SWITCH
+
+
+@pytest.mark.parametrize("position", range(FIRST, COMMIT + 1))
+def test_a_failure_before_the_switch_is_undone_in_reverse(position: int) -> None:
+    world = World()
+    before = world.model()
+    world.fault = once(position)
+    operation = scaled(world)
+    assert operation.state is OperationState.ROLLED_BACK
+    assert operation.error is not None
+    assert operation.error.type == "StepFailedError"
+    assert operation.error.message == f"{SUCCESS[position][0]} failed"
+    assert operation.undo_errors == ()
+    assert not operation.switched
+    assert world.calls[: position + 1] == SUCCESS[: position + 1]
+    may_be_half_done = SUCCESS[position][0] in ("execute", "resize_kv")
+    expected = undone(SUCCESS[FIRST : position + may_be_half_done])
+    if SUCCESS[position] == ("hold",):  # a hold that failed may have held
+        expected.append(("release",))
+    assert world.calls[position + 1 :] == expected
+    assert world.model() == before
+    assert not any(step.state is StepState.DONE for step in operation.steps)
+    failed = [step for step in operation.steps if step.state is StepState.FAILED]
+    assert len(failed) == may_be_half_done, "what failed is still what failed"
+
+
+@pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
+def test_a_failure_after_the_switch_is_tried_again(position: int) -> None:
+    whole = World()
+    scaled(whole)
+    world = World(fault=once(position))
+    operation = scaled(world)
+    assert operation.state is OperationState.SUCCEEDED
+    assert world.model() == whole.model()
+    assert world.named("undo", "cancel", "resume") == []
+    assert world.calls == [*SUCCESS[: position + 1], *SUCCESS[position:]]
+
+
+@pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
+def test_what_fails_for_good_after_the_switch_is_left_and_never_rolled_back(position: int) -> None:
+    name = SUCCESS[position][0]
+    world = World(fault=always(name, first=position))
+    operation = scaled(world)
+    assert operation.state is OperationState.DEGRADED
+    assert operation.switched
+    assert world.active() == ["i1"]
+    assert world.named("undo", "cancel", "resume") == []
+    assert world.is_held == (name == "release")
+    attempts = [call for call in world.calls[COMMIT:] if call == SUCCESS[position]]
+    assert len(attempts) == (6 if name == "release" else 3)
+
+
+@pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
+def test_the_next_scale_first_finishes_what_a_degraded_one_left(position: int) -> None:
+    whole = World()
+    scaled(whole)
+    world = World(fault=always(SUCCESS[position][0], first=position))
+    same = Plan(NEW, NEW, (), (), {}, {})
+    plans = iter([PLAN, same])
+    coordinator = make_coordinator(world, lambda request, old: next(plans))
+    degraded = finished(coordinator, coordinator.submit(UP))
+    assert degraded.state is OperationState.DEGRADED
+    world.fault = never
+    again = finished(coordinator, coordinator.submit(UP))
+    assert again.state is OperationState.SUCCEEDED
+    healed = coordinator.journal.get(degraded.operation_id)
+    assert healed.state is OperationState.SUCCEEDED
+    assert healed.error is None
+    assert world.model() == whole.model()
+
+
+def test_nothing_new_begins_while_an_old_remainder_fails() -> None:
+    world = World(fault=always("retire"))
+    coordinator = make_coordinator(world)
+    finished(coordinator, coordinator.submit(UP))
+    count = len(world.calls)
+    second = finished(coordinator, coordinator.submit(ScaleRequest(dp_size=2)))
+    assert second.state is OperationState.ROLLED_BACK
+    assert world.calls[count:] == [("serving",), *[("retire", "i0")] * 3]
+
+
+def test_an_undo_that_fails_once_is_tried_again() -> None:
+    world = World()
+    before = world.model()
+    world.fault = lambda at, name: (
+        StepFailedError(name) if name == "activate" or at == COMMIT + 2 else None
+    )
+    operation = scaled(world)
+    assert operation.state is OperationState.ROLLED_BACK
+    assert operation.undo_errors == ()
+    assert world.model() == before
+
+
+@pytest.mark.parametrize("name", ["undo", "cancel", "resume", "release", "resize_kv"])
+def test_an_undo_that_fails_for_good_is_noted_and_the_others_still_run(name: str) -> None:
+    world = World()
+    failing = always(name, first=COMMIT)
+    world.fault = lambda at, n: StepFailedError(n) if at == COMMIT else failing(at, n)
+    operation = scaled(world)
+    assert operation.state is OperationState.ROLLED_BACK
+    assert operation.error is not None
+    assert operation.error.message == "activate"
+    assert {each.message for each in operation.undo_errors} == {f"{name} failed"}
+    expected = undone(SUCCESS[FIRST:COMMIT])
+    assert list(dict.fromkeys(c for c in world.calls[COMMIT + 1 :] if c in expected)) == expected
+
+
+def test_pauses_between_attempts_grow() -> None:
+    ticks = Ticks()
+    coordinator = make_coordinator(World(fault=always("retire")), ticks=ticks)
+    finished(coordinator, coordinator.submit(UP))
+    assert ticks.slept == [0.5, 1.0]
+
+
+def test_a_defect_is_rolled_back_too_and_frees_the_coordinator() -> None:
+    world = World()
+    before = world.model()
+    world.fault = lambda at, name: KeyError("defect") if name == "freeze" else None
+    coordinator = make_coordinator(world)
+    operation = finished(coordinator, coordinator.submit(UP))
+    assert operation.state is OperationState.ROLLED_BACK
+    assert operation.error is not None
+    assert operation.error.type == "KeyError"
+    assert world.model() == before
+    world.fault = never
+    assert finished(coordinator, coordinator.submit(UP)).state is OperationState.SUCCEEDED
+
+
+def test_a_defect_after_the_switch_leaves_the_rest_for_later() -> None:
+    world = World(fault=lambda at, name: KeyError("x") if name == "retire" else None)
+    coordinator = make_coordinator(world)
+    assert finished(coordinator, coordinator.submit(UP)).state is OperationState.DEGRADED
+    assert not world.is_held
+    world.fault = never
+    finished(coordinator, coordinator.submit(UP))
+    assert world.state_of("i0") is InstanceState.PARKED
+
+
+def test_drain_waits_with_requests_held() -> None:
+    calls = recorded(replace(UP, drain=True))
+    names = [call[0] for call in calls]
+    assert names[names.index("hold") : names.index("activate")] == ["hold", "drain", "freeze"]
+    assert ("drain", "i0", 7.0) in calls
+
+
+def test_a_drain_that_takes_too_long_hands_over() -> None:
+    world = World(fault=lambda at, n: EngineFailedError("time-out") if n == "drain" else None)
+    operation = scaled(world, replace(UP, drain=True))
+    assert operation.state is OperationState.SUCCEEDED
+    assert "drain" in [phase.name for phase in operation.phases]
+    assert world.active() == ["i1"]
+
+
+def test_an_empty_plan_succeeds_without_a_call() -> None:
+    world = World()
+    same = Plan(OLD, OLD, (), (), {}, {})
+    assert is_empty(same)
+    assert not is_empty(PLAN)
+    coordinator = make_coordinator(world, lambda request, old: same)
+    operation = finished(coordinator, coordinator.submit(ScaleRequest(dp_size=2)))
+    assert operation.state is OperationState.SUCCEEDED
+    assert world.calls == [("serving",), ("serving",)]
+
+
+def test_a_dry_run_changes_nothing() -> None:
+    world = World()
+    coordinator = make_coordinator(world)
+    operation = coordinator.submit(replace(UP, dry_run=True, key="k"))
+    assert operation.plan == {"copied_bytes": 14}
+    assert operation.operation_id == ""
+    assert coordinator.journal.last(10) == ()
+    assert world.calls == [("serving",), ("serving",)]
+
+
+@pytest.mark.parametrize("error", [BadScaleError("no"), DoesNotFitError("no")])
+def test_a_request_that_cannot_be_planned_changes_nothing(error: Exception) -> None:
+    def refuse(request: ScaleRequest, old: Placement) -> Plan:
+        raise error
+
+    world = World()
+    coordinator = make_coordinator(world, refuse)
+    with pytest.raises(type(error)):
+        coordinator.submit(UP)
+    assert coordinator.journal.last(10) == ()
+    assert coordinator.running() is None
+    assert world.calls == [("serving",), ("serving",)]
+
+
+def test_a_plan_knows_the_adapters_that_are_there() -> None:
+    """Whatever the ranks have said of them is heard before, and nothing changes until the end."""
+    world = World()
+    world.has_changed_adapters = True
+
+    def plan(request: ScaleRequest, old: Placement) -> Plan:
+        assert world.are_adapters_settled is not request.dry_run
+        heard = ("hear_out",) in world.calls
+        assert heard is not request.dry_run
+        return PLAN
+
+    coordinator = make_coordinator(world, plan)
+    coordinator.submit(replace(UP, dry_run=True))
+    finished(coordinator, coordinator.submit(UP))
+
+
+def test_adapters_go_on_when_no_scale_begins() -> None:
+    def refuse(request: ScaleRequest, old: Placement) -> Plan:
+        raise DoesNotFitError("no")
+
+    world = World()
+    with pytest.raises(DoesNotFitError):
+        make_coordinator(world, refuse).submit(UP)
+    assert not world.are_adapters_settled
+
+
+class Paused:
+    """A coordinator whose scale waits in `prepare` until told to go on."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.world.gate = self._gate
+        self.coordinator = make_coordinator(self.world)
+
+    def _gate(self, name: str) -> None:
+        if name == "prepare":
+            self.reached.set()
+            assert self.go_on.wait(WAIT_S)
+
+
+def test_one_scale_at_a_time() -> None:
+    paused = Paused()
+    first = paused.coordinator.submit(UP)
+    assert paused.reached.wait(WAIT_S)
+    running = paused.coordinator.running()
+    assert running is not None
+    assert running.phase == "prepare"
+    with pytest.raises(BusyError, match="op1"):
+        paused.coordinator.submit(ScaleRequest(dp_size=4))
+    with pytest.raises(BusyError):
+        paused.coordinator.submit(replace(UP, dry_run=True))
+    paused.go_on.set()
+    assert finished(paused.coordinator, first).state is OperationState.SUCCEEDED
+    assert paused.coordinator.running() is None
+    paused.coordinator.submit(UP)
+
+
+def test_close_waits_for_the_scale_that_runs_and_lets_no_other_begin() -> None:
+    paused = Paused()
+    first = paused.coordinator.submit(replace(UP, key="k"))
+    assert paused.reached.wait(WAIT_S)
+    assert not paused.coordinator.close(0.01)
+    for request in (UP, replace(UP, dry_run=True)):
+        with pytest.raises(ClosingError, match="the server ends"):
+            paused.coordinator.submit(request)
+    paused.go_on.set()
+    assert paused.coordinator.close(WAIT_S)
+    ended = paused.coordinator.submit(replace(UP, key="k"))  # a key that came before: what became
+    assert (ended.operation_id, ended.state) == (first.operation_id, OperationState.SUCCEEDED)
+    assert paused.coordinator.recover() is None
+    with pytest.raises(ClosingError):
+        paused.coordinator.submit(UP)
+    assert paused.coordinator.close(0.0)
+
+
+def test_close_waits_for_a_recovery() -> None:
+    paused = Paused()
+    recovery = threading.Thread(target=paused.coordinator.recover)
+    recovery.start()
+    assert paused.reached.wait(WAIT_S)
+    assert not paused.coordinator.close(0.01)
+    paused.go_on.set()
+    assert paused.coordinator.close(WAIT_S)
+    recovery.join(WAIT_S)
+
+
+def test_one_of_many_submitters_wins() -> None:
+    paused = Paused()
+    outcomes: list[str] = []
+
+    def submit(number: int) -> None:
+        try:
+            outcomes.append(paused.coordinator.submit(replace(UP, key=f"k{number}")).operation_id)
+        except BusyError:
+            outcomes.append("busy")
+
+    threads = [threading.Thread(target=submit, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    paused.go_on.set()
+    assert sorted(outcomes) == ["busy"] * 7 + ["op1"]
+
+
+def test_a_key_gives_its_operation_again() -> None:
+    paused = Paused()
+    keyed = replace(UP, key="k")
+    first = paused.coordinator.submit(keyed)
+    assert paused.coordinator.submit(keyed).operation_id == first.operation_id
+    with pytest.raises(KeyReusedError, match="op1"):
+        paused.coordinator.submit(replace(keyed, dp_size=4))
+    paused.go_on.set()
+    ended = finished(paused.coordinator, first)
+    assert paused.coordinator.submit(keyed) == ended
+    assert len(paused.coordinator.journal.last(10)) == 1
+
+
+def test_listeners_see_every_phase_and_the_placement() -> None:
+    world = World()
+    coordinator = make_coordinator(world)
+    seen: list[tuple[str, bool, int]] = []
+    coordinator.listen(
+        lambda op, placement: seen.append((op.phase, op.finished, placement.dp_size))
+    )
+    finished(coordinator, coordinator.submit(UP))
+    assert coordinator.close(WAIT_S)
+    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == [
+        "memory", "prepare", "switch", "retire", "after",
+    ]  # fmt: skip
+    assert seen[0] == ("memory", False, 2)
+    assert seen[-1] == ("after", True, 3)
+    assert coordinator.serving == ("i1", NEW)
+
+
+def test_nothing_is_synced_to_disk_while_requests_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    journal = Journal(tmp_path / "journal")
+    monkeypatch.setattr("os.fsync", lambda descriptor: world.calls.append(("fsync",)))
+    coordinator = make_coordinator(world, journal=journal)
+    finished(coordinator, coordinator.submit(UP))
+    names = [call[0] for call in world.calls]
+    assert "fsync" not in names[names.index("hold") : names.index("release")]
+    assert names.count("fsync") == 7  # submitted, five phases, finished
+
+
+def test_a_restarted_coordinator_closes_what_was_cut_off(tmp_path: Path) -> None:
+    cut_off = Operation("op1", UP, OperationState.RUNNING).with_phase("prepare")
+    Journal(tmp_path / "journal").record(cut_off)
+    coordinator = make_coordinator(World(), journal=Journal(tmp_path / "journal"))
+    assert coordinator.running() is None
+    closed = coordinator.journal.get("op1")
+    assert closed.state is OperationState.ROLLED_BACK
+    assert closed.error is not None
+    assert "prepare" in closed.error.message
+
+
+def test_the_real_planner_up_and_down() -> None:
+    one = Placement(device_ids=(0,), homes=(0,) * 6, kv_tokens=(300,))
+    world = World(one)
+    planner = Planner(world, max_devices=4, kv_limit=2000, min_kv_tokens=16)
+    coordinator = make_coordinator(world, planner.make_plan)
+    for size in (2, 3, 2, 1, 1):
+        request = ScaleRequest(dp_size=size)
+        assert planner.describe(planner.make_plan(request, coordinator.serving[1]))["new"]
+        operation = finished(coordinator, coordinator.submit(request))
+        assert operation.state is OperationState.SUCCEEDED
+        assert coordinator.serving[1].device_ids == tuple(range(size))
+        assert world.table == coordinator.serving
+    with pytest.raises(BadScaleError):
+        coordinator.submit(ScaleRequest(dp_size=5))

@@ -1,0 +1,151 @@
+"""The switchboard when the instance that serves is gone: nothing is lost, nothing is sent twice."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+
+import pytest
+
+from sgl_elastic.errors import EngineFailedError, PlanError
+from sgl_elastic.front import router as module
+from sgl_elastic.instance.handover import HandedOver
+from sgl_elastic.types import Placement
+from tests.fast.elastic.front.test_router import ONE, THREE, TWO, Bench, Control, Request
+
+SAME = HandedOver({}, {0: 0, 1: 1})
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(module, "_QUIET_S", 0.01)
+    return Bench()
+
+
+def output(bench: Bench, rid: str, *new_ids: int, so_far: int, is_finished: bool = False) -> None:
+    reason = "stop" if is_finished else None
+    bench.board.on_output([rid], [reason], [so_far], [array("q", new_ids)])
+
+
+def states(bench: Bench) -> dict[str, tuple[int, list[int]]]:
+    found = {}
+    for rank, state in bench.board.states():
+        ids = array("q")
+        ids.frombytes(state.output_ids)
+        assert state.num_sent == len(ids)
+        assert (state.fields, state.lists) == ({}, {})
+        found[state.rid] = (rank, list(ids))
+    return found
+
+
+def test_states_are_the_tokens_that_came_by(bench: Bench) -> None:
+    bench.dispatch("a", "b", "c", "done")
+    output(bench, "a", 7, so_far=1)
+    output(bench, "a", 8, 9, so_far=3)
+    output(bench, "b", 5, so_far=1)
+    output(bench, "done", 4, so_far=1, is_finished=True)
+    output(bench, "nobody's", 4, so_far=1)
+    assert states(bench) == {"a": (0, [7, 8, 9]), "b": (1, [5])}, "c has no token yet"
+
+
+def test_states_wait_for_the_last_outputs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_QUIET_S", 0.2)
+    bench.dispatch("a")
+    timer = threading.Timer(0.05, output, (bench, "a", 7), {"so_far": 1})
+    timer.start()
+    assert states(bench) == {"a": (0, [7])}
+    timer.join()
+
+
+def test_requests_wait_until_a_replacement_serves(bench: Bench) -> None:
+    bench.dispatch("a", "b")
+    bench.board.lose("i1")
+    bench.dispatch("c")
+    bench.board.dispatch(Control("abort a"))
+    bench.board.release()  # as at the end of a scale that was rolled back
+    assert bench.sent_to("i1") == ["a@0", "b@1"]
+    bench.handed = SAME
+    bench.board.switch("i2", TWO)
+    bench.board.release()
+    assert bench.sent_to("i2") == ["a@0", "b@1", "c@0", "abort a"]
+    bench.dispatch("d")
+    assert bench.sent_to("i2")[-1] == "d@1"
+
+
+def test_an_instance_that_does_not_serve_may_be_lost(bench: Bench) -> None:
+    bench.board.lose("i2")
+    bench.dispatch("a")
+    assert bench.sent_to("i1") == ["a@0"]
+
+
+def test_what_cannot_be_sent_waits_too(bench: Bench) -> None:
+    """An instance that has just died, before anybody has noticed."""
+
+    def fail(message: object) -> None:
+        raise EngineFailedError("nobody takes requests there")
+
+    bench.wire.on_send = fail
+    bench.dispatch("a", "b")
+    bench.board.dispatch(Control("flush"))
+    bench.wire.on_send = lambda message: None
+    assert bench.board.num_running() == 1, "b has not been routed"
+    bench.handed = SAME
+    bench.board.switch("i2", TWO)
+    bench.board.release()
+    assert bench.sent_to("i2") == ["a@0", "b@1", "flush"]
+
+
+def test_a_replacement_that_dies_at_once_holds_requests_again(bench: Bench) -> None:
+    bench.dispatch("a", "b")
+    bench.board.lose("i1")
+    bench.handed = SAME
+
+    def fail(message: object) -> None:
+        raise EngineFailedError("nobody takes requests there")
+
+    bench.wire.on_send = fail
+    bench.board.switch("i2", TWO)
+    bench.board.release()
+    bench.wire.on_send = lambda message: None
+    bench.board.connect("i3", "i3.in")
+    bench.board.switch("i3", TWO)
+    bench.board.release()
+    assert bench.sent_to("i3") == ["a@0", "b@1"]
+
+
+def test_requests_of_ranks_that_nobody_names_are_spread(bench: Bench) -> None:
+    """The new instance died between activation and switch: its ranks are not the board's."""
+    bench.dispatch("a", "b")
+    bench.board.lose("i1")
+    bench.handed = HandedOver({}, {0: 0})
+    bench.board.switch("i2", ONE)
+    assert bench.sent_to("i2") == ["a@0", "b@0"]
+
+
+def test_a_later_scale_is_strict_again(bench: Bench) -> None:
+    bench.dispatch("a")
+    bench.board.lose("i1")
+    bench.handed = SAME
+    bench.board.switch("i2", TWO)
+    bench.board.release()
+    bench.board.connect("i3", "i3.in")
+    bench.handed = HandedOver({}, {1: 0})
+    bench.board.hold()
+    with pytest.raises(PlanError):
+        bench.board.switch("i3", THREE)
+
+
+def test_a_warm_up_ends_with_its_instance(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WARM_UP_POLL_S", 0.01)
+    threading.Timer(0.05, bench.board.disconnect, ("i2",)).start()
+    with pytest.raises(EngineFailedError, match="i2 ended while it warmed up"):
+        bench.board.warm_up("i2", 1, timeout_s=20)
+
+
+def test_the_board_starts_with_a_placement_of_any_size() -> None:
+    bench = Bench(Placement((4,), (4, 4), (10,)))
+    bench.board.dispatch(Request("a"))
+    bench.board.lose("i1")
+    bench.handed = HandedOver({}, {0: 0})
+    bench.board.switch("i2", Placement((4,), (4, 4), (10,)))
+    assert bench.sent_to("i2") == ["a@0"]

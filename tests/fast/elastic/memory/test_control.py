@@ -1,0 +1,267 @@
+"""The control plane: steps and their undo, adapters, budgets, workers that die."""
+
+import os
+import signal
+import stat
+import time
+from dataclasses import replace
+
+import pytest
+
+from sgl_elastic.errors import ElasticConfigError, MemoryWorkerError, PeerCopyError
+from sgl_elastic.memory.control import Hmm
+from sgl_elastic.types import Placement, Step, StepKind
+from tests.fast.elastic.memory_workers import (
+    ADAPTERS,
+    PAGE,
+    SHAPE,
+    digests,
+    expected_digests,
+    fill,
+    hmm_of,
+)
+
+W13, W2 = "experts.0.w13", "experts.0.w2"
+ADD, REMOVE = StepKind.ADD_DEVICE, StepKind.REMOVE_DEVICE
+OLD = Placement((0,), (0,) * 8, (40,))
+SCALE_UP = (
+    Step(ADD, 1),
+    Step(StepKind.MAP_TRUNK, 1),
+    Step(StepKind.MAP_EXPERTS, 1, expert_ids=(4, 5, 6, 7)),
+    Step(StepKind.MAP_KV, 1, num_tokens=60),
+    Step(StepKind.COPY_TRUNK, 1, source_id=0),
+    Step(StepKind.COPY_EXPERTS, 1, source_id=0, expert_ids=(4, 5, 6, 7)),
+)
+
+
+@pytest.fixture
+def hmm(tmp_path):
+    """Device 0 serves OLD with both adapters; its content is valid."""
+    with hmm_of(tmp_path, add=False) as found:
+        found.set_adapters(ADAPTERS)
+        found.map_placement(OLD)
+        fill(found, 0, content(range(8)))
+        yield found
+
+
+def content(experts, trunk=True):
+    """Slots with the experts, adapters' too, as ADAPTERS says, spelled out by hand."""
+    woven = {0: {1: 8, 4: 9, 6: 10}, 1: {5: 8, 0: 11, 1: 12, 7: 13}}
+    slots = {"trunk": [(0, 1)]} if trunk else {}
+    for layer in (0, 1):
+        runs = [(e, 1) for e in experts]
+        runs += [(slot, 1) for e, slot in woven[layer].items() if e in experts]
+        slots |= {f"experts.{layer}.w13": runs, f"experts.{layer}.w2": runs}
+    return slots
+
+
+def in_use(hmm):
+    """What undo must restore; pages that were made stay, free."""
+    return {
+        device_id: (usage.used_pages, usage.pages, usage.mapped_slots, usage.loaded_slots)
+        for device_id, usage in hmm.usage().items()
+    }
+
+
+def test_the_first_placement_maps_what_it_names(hmm):
+    usage = hmm.usage()[0]
+    assert usage.mapped_slots == {"trunk": 1, "expert": 2 * (8 + 3) + 2 * (8 + 4), "kv": 2 * 41}
+    assert usage.used_pages == sum(usage.pages.values())
+    assert usage.loaded_slots["kv"] == 0
+    assert hmm.device_ids() == (0,)
+
+
+def test_a_scale_up_copies_trunk_experts_and_adapters(hmm):
+    for step in SCALE_UP:
+        hmm.execute(step)
+    wanted = content((4, 5, 6, 7))
+    assert digests(hmm, 1, wanted) == expected_digests(wanted)
+    usage = hmm.usage()[1]
+    assert usage.loaded_slots == {"trunk": 1, "expert": 2 * (4 + 2) + 2 * (4 + 2), "kv": 0}
+    assert usage.mapped_slots["kv"] == 2 * 61
+
+
+def test_steps_are_idempotent(hmm):
+    for step in SCALE_UP:
+        hmm.execute(step)
+    before = in_use(hmm)
+    for step in SCALE_UP:
+        hmm.execute(step)
+    assert in_use(hmm) == before
+
+
+@pytest.mark.parametrize("num_steps", range(len(SCALE_UP) + 1))
+def test_undo_of_the_steps_done_restores_usage_exactly(hmm, num_steps):
+    before = in_use(hmm)
+    for step in SCALE_UP[:num_steps]:
+        hmm.execute(step)
+        hmm.execute(step)  # a retry must not make undo forget what the first try did
+    for step in reversed(SCALE_UP):  # those that were not executed are harmless
+        hmm.undo(step)
+    assert in_use(hmm) == before
+    assert hmm.device_ids() == (0,)
+    assert not hmm.socket_path(1).exists()
+
+
+def test_undo_leaves_what_was_there_before_the_step(hmm):
+    hmm.execute(Step(ADD, 1))
+    hmm.client(1).map_slots({W13: [(4, 1)]})
+    before = in_use(hmm)
+    step = SCALE_UP[2]
+    hmm.execute(step)
+    hmm.undo(step)
+    assert in_use(hmm) == before
+    hmm.undo(step)
+    hmm.undo(Step(ADD, 0))  # device 0 was there before the commit
+    assert in_use(hmm) == before
+
+
+def test_an_undone_copy_is_no_longer_valid(hmm):
+    for step in SCALE_UP:
+        hmm.execute(step)
+    hmm.undo(SCALE_UP[5])
+    assert hmm.usage()[1].loaded_slots == {"trunk": 1, "expert": 0, "kv": 0}
+
+
+def test_what_is_committed_stays(hmm):
+    for step in SCALE_UP:
+        hmm.execute(step)
+    hmm.commit()
+    before = in_use(hmm)
+    for step in reversed(SCALE_UP):
+        hmm.undo(step)
+    assert in_use(hmm) == before
+
+
+def test_experts_leave_with_their_adapters_and_come_back(hmm):
+    unmap = Step(StepKind.UNMAP_EXPERTS, 0, expert_ids=(4, 5, 6, 7))
+    for step in (*SCALE_UP, unmap, unmap):
+        hmm.execute(step)
+    usage = hmm.usage()[0]
+    assert usage.mapped_slots["expert"] == 2 * (4 + 1) + 2 * (4 + 2)
+    staying = content((0, 1, 2, 3))
+    assert digests(hmm, 0, staying) == expected_digests(staying)
+    with pytest.raises(MemoryWorkerError, match="cannot be undone"):
+        hmm.undo(unmap)
+    for step in (
+        Step(StepKind.MAP_EXPERTS, 0, expert_ids=(4, 5, 6, 7)),
+        Step(StepKind.COPY_EXPERTS, 0, source_id=1, expert_ids=(4, 5, 6, 7)),
+        Step(REMOVE, 1),
+        Step(REMOVE, 1),
+    ):
+        hmm.execute(step)
+    everything = content(range(8))
+    assert digests(hmm, 0, everything) == expected_digests(everything)
+    assert hmm.device_ids() == (0,)
+
+
+def test_a_step_beyond_the_budget_changes_nothing(tmp_path):
+    with hmm_of(tmp_path, num_devices=1, budget_bytes=30 * PAGE) as hmm:
+        hmm.execute(Step(StepKind.MAP_EXPERTS, 0, expert_ids=(0, 1)))
+        before = in_use(hmm)
+        with pytest.raises(MemoryWorkerError, match="has no memory"):
+            hmm.execute(Step(StepKind.MAP_EXPERTS, 0, expert_ids=tuple(range(8))))
+        assert in_use(hmm) == before
+
+
+def test_a_copy_whose_source_lacks_content_fails_and_changes_nothing(hmm):
+    for step in SCALE_UP[:4]:
+        hmm.execute(step)
+    hmm.client(0).mark_loaded({W13: [(5, 1)]}, is_loaded=False)
+    with pytest.raises(PeerCopyError, match="no valid content"):
+        hmm.execute(SCALE_UP[5])
+    assert W13 not in hmm.client(1).copy_from(hmm.socket_path(0), {W2: [(4, 4)]})
+    assert digests(hmm, 0, {W2: [(4, 4)]}) == digests(hmm, 1, {W2: [(4, 4)]})
+
+
+def test_engines_steps_are_refused(hmm):
+    for kind in (StepKind.SHRINK_KV, StepKind.GROW_KV):
+        with pytest.raises(MemoryWorkerError, match="a step of the engine"):
+            hmm.execute(Step(kind, 0, num_tokens=3))
+
+
+def test_every_other_kind_of_step_is_known(hmm):
+    ours = set(StepKind) - {StepKind.SHRINK_KV, StepKind.GROW_KV}
+    assert set(hmm._actions) == ours
+
+
+def test_budgets_are_known_before_a_device_is_added(hmm):
+    assert hmm.budget_pages(1) == 100
+    assert hmm.client(0).info.budget_pages == 100
+    for call in (hmm.budget_pages, hmm.add_device):
+        with pytest.raises(MemoryWorkerError, match="no memory budget"):
+            call(7)
+    with pytest.raises(MemoryWorkerError, match="add the device"):
+        hmm.client(1)
+
+
+def test_a_worker_that_dies_is_seen_named_and_can_be_replaced(hmm):
+    for step in SCALE_UP:
+        hmm.execute(step)
+    pid = hmm.client(1).info.pid
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while not hmm.dead_workers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert hmm.dead_workers() == (1,)
+    with pytest.raises(MemoryWorkerError, match="device 1 ended with -9"):
+        hmm.execute(SCALE_UP[2])
+    assert list(hmm.usage()) == [0]
+    for step in reversed(SCALE_UP):
+        hmm.undo(step)
+    assert hmm.dead_workers() == ()
+    hmm.execute(SCALE_UP[0])
+    assert hmm.client(1).info.pid != pid
+    assert hmm.usage()[1].used_pages == 0
+
+
+def test_a_copy_from_a_dead_worker_fails_in_time(hmm):
+    for step in SCALE_UP[:4]:
+        hmm.execute(step)
+    os.kill(hmm.client(0).info.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises((MemoryWorkerError, PeerCopyError)):
+        hmm.execute(SCALE_UP[4])
+    assert time.monotonic() - start < 5
+
+
+def test_a_worker_that_does_not_start_is_named(tmp_path):
+    with (
+        hmm_of(tmp_path, add=False, backend="acl", start_timeout_s=20.0) as hmm,
+        pytest.raises(MemoryWorkerError, match="ended with 1"),
+    ):
+        hmm.add_device(0)
+    assert not hmm.socket_path(0).exists()
+
+
+def test_sockets_are_private_and_nothing_runs_after_close(tmp_path):
+    with hmm_of(tmp_path, num_devices=1) as hmm:
+        path = hmm.socket_path(0)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        process = hmm._workers[0].process
+    assert process.poll() == 0
+    assert not path.exists()
+    hmm.close()
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path):
+    (tmp_path / "sockets").mkdir(mode=0o755)
+    with pytest.raises(ElasticConfigError, match="mode 0755"), hmm_of(tmp_path):
+        pass
+
+
+def test_the_shape_is_the_same_for_all_devices_and_for_ever(tmp_path):
+    with hmm_of(tmp_path, num_devices=1) as hmm:
+        hmm.define(SHAPE)
+        with pytest.raises(MemoryWorkerError, match="another memory shape"):
+            hmm.define(replace(SHAPE, max_adapters=9))
+        with pytest.raises(MemoryWorkerError, match="start them with the same"):
+            hmm.define(replace(SHAPE, page_bytes=2 * PAGE))
+        assert hmm.shape() is SHAPE
+
+
+def test_the_shape_must_be_known_before_steps(tmp_path):
+    hmm = Hmm(tmp_path / "s", {0: PAGE}, page_bytes=PAGE)
+    with pytest.raises(MemoryWorkerError, match="define it first"):
+        hmm.execute(SCALE_UP[1])

@@ -1,0 +1,360 @@
+"""Real workers: copies between them, clients that misbehave or die, and their own end."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import sgl_vmm
+
+from sgl_elastic import wire
+from sgl_elastic.errors import MemoryWorkerError, PeerCopyError, WireError
+from sgl_elastic.memory import messages
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.messages import Asked
+from tests.fast.elastic.memory_workers import (
+    PAGE,
+    comes_to,
+    count_fds,
+    digests,
+    expected_digests,
+    fill,
+    hmm_of,
+    settle,
+    shape_of_one_region,
+)
+from tests.support.processes import stop_process
+
+W13, W2 = "experts.0.w13", "experts.0.w2"
+KV = ("kv.0", "kv.1")
+ASK_8 = messages.AskPages({W13: ((0, 8),)})
+
+
+@pytest.fixture
+def hmm(tmp_path):
+    with hmm_of(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def one(tmp_path):
+    with hmm_of(tmp_path, num_devices=1) as found:
+        yield found
+
+
+def worker_fds(hmm, device_id=0):
+    return count_fds(hmm.client(device_id).info.pid)
+
+
+def test_a_worker_says_who_it_is(one):
+    info = one.client(0).hello()
+    assert (info.device_id, info.backend, info.page_bytes, info.budget_pages) == (
+        0,
+        "host",
+        PAGE,
+        100,
+    )
+    assert info.pid != os.getpid()
+
+
+def test_slots_are_copied_between_workers_and_neighbours_stay(hmm):
+    slots = {W13: [(0, 6)], W2: [(0, 6)], "trunk": [(0, 1)]}
+    for device_id in (0, 1):
+        hmm.client(device_id).map_slots(slots)
+        fill(hmm, device_id, slots, seed=device_id)
+    wanted = {W13: [(1, 1), (4, 1)], W2: [(2, 2)], "trunk": [(0, 1)]}
+    client = hmm.client(1)
+    client.mark_loaded(wanted, is_loaded=False)
+    copied = client.copy_from(hmm.socket_path(0), wanted, verify=True)
+    assert copied == {name: tuple(runs) for name, runs in wanted.items()}
+    expected = {**expected_digests(slots, seed=1), **expected_digests(wanted, seed=0)}
+    assert digests(hmm, 1, slots) == expected
+    assert digests(hmm, 0, slots) == expected_digests(slots, seed=0)
+    assert client.copy_from(hmm.socket_path(0), wanted) == {}  # loaded: nothing left to copy
+
+
+def test_crosswise_copies_do_not_wait_for_each_other(hmm):
+    halves = [{W13: [(0, 4)], W2: [(0, 4)]}, {W13: [(4, 4)], W2: [(4, 4)]}]
+    for device_id in (0, 1):
+        hmm.client(device_id).map_slots({W13: [(0, 8)], W2: [(0, 8)]})
+        fill(hmm, device_id, halves[device_id])
+    threads = [
+        threading.Thread(
+            target=hmm.client(to).copy_from, args=(hmm.socket_path(1 - to), halves[1 - to])
+        )
+        for to in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    everything = {W13: [(0, 8)], W2: [(0, 8)]}
+    assert digests(hmm, 0, everything) == digests(hmm, 1, everything)
+    assert digests(hmm, 0, everything) == expected_digests(everything)
+
+
+def test_copies_leave_no_descriptors_and_no_pages(hmm):
+    slots = {W13: [(0, 8)]}
+    for device_id in (0, 1):
+        hmm.client(device_id).map_slots(slots)
+    fill(hmm, 0, slots)
+    hmm.client(1).copy_from(hmm.socket_path(0), slots)
+    before = settle(lambda: [worker_fds(hmm, d) for d in (0, 1)])
+    usage = hmm.usage()
+    for _ in range(5):
+        hmm.client(1).mark_loaded(slots, is_loaded=False)
+        hmm.client(1).copy_from(hmm.socket_path(0), slots)
+    assert comes_to(lambda: [worker_fds(hmm, d) for d in (0, 1)], before) == before
+    assert hmm.usage() == usage
+
+
+def test_content_that_is_missing_at_the_source_is_not_copied(hmm):
+    for device_id in (0, 1):
+        hmm.client(device_id).map_slots({W13: [(0, 2)]})
+    before = hmm.usage()
+    with pytest.raises(PeerCopyError, match="no valid content"):
+        hmm.client(1).copy_from(hmm.socket_path(0), {W13: [(0, 2)]})
+    with pytest.raises(MemoryWorkerError, match="map them first"):
+        hmm.client(1).copy_from(hmm.socket_path(0), {W13: [(3, 1)]})
+    assert hmm.usage() == before
+
+
+def test_a_source_that_is_gone_is_a_peer_copy_error(hmm):
+    hmm.client(1).map_slots({W13: [(0, 1)]})
+    hmm.remove_device(0)
+    with pytest.raises(PeerCopyError, match="nobody answers"):
+        hmm.client(1).copy_from(hmm.socket_path(0), {W13: [(0, 1)]})
+    assert hmm.usage()[1].loaded_slots["expert"] == 0
+
+
+def test_all_pages_of_a_worker_travel_as_one_descriptor_and_only_once(one):
+    client = one.client(0)
+    client.map_slots({W13: [(0, 8)]})
+    channel = raw_channel(one)
+    channel.send(Asked("test", 1, ASK_8))
+    answered, fds = channel.receive()
+    pages = answered.reply
+    assert (len(fds), len(pages.exports), pages.is_last) == (1, 12, True)
+    fds.close()
+    channel.send(Asked("test", 2, ASK_8))
+    answered, fds = channel.receive()
+    pages = answered.reply
+    assert (len(fds), len(pages.exports)) == (0, 0)
+    assert [len(run.page_ids) for run in pages.runs] == [12]
+    channel.close()
+
+
+def test_many_pages_come_in_several_messages(tmp_path):
+    backend = sgl_vmm.open_backend("host", page_bytes=PAGE, capacity_bytes=PAGE)
+    num_pages = wire.MAX_FDS * 2 + 20
+    with hmm_of(tmp_path, 1, budget_bytes=num_pages * PAGE, add=False) as hmm:
+        hmm.define(large := shape_of_one_region(num_pages))
+        hmm.add_device(0)
+        client = hmm.client(0)
+        client.map_slots({"trunk": [(0, 1)]})
+        [(first, handles)] = client.import_pages(backend, {"trunk": [(0, 1)]})["trunk"]
+        assert (first, len(handles)) == (0, num_pages)
+        assert len({handle.value for handle in handles}) == num_pages
+        assert hmm.shape() is large
+        client.forget_pages()
+
+
+def raw_channel(hmm, timeout_s=5.0):
+    return wire.Channel(
+        wire.connect(hmm.socket_path(0), MemoryWorkerError, timeout_s),
+        messages.REPLIES,
+        peer="the worker",
+        failure=MemoryWorkerError,
+        timeout_s=timeout_s,
+    )
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"SGLE",
+        b"\x00" * 100,
+        b"SGLE\x01\x00\x00\x00\x01\x00\x00\x00\xc1",
+    ],
+)
+def test_garbage_ends_that_connection_alone(one, garbage):
+    client = one.client(0)
+    with wire.connect(one.socket_path(0), MemoryWorkerError, 5.0) as sock:
+        sock.sendall(garbage)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    assert client.hello().device_id == 0
+
+
+def test_fields_out_of_range_end_that_connection_alone(one):
+    for slots in ({W13: ((-1, 1),)}, {W13: ((0, 0),)}):
+        channel = raw_channel(one)
+        channel.send(Asked("test", 1, messages.MapSlots(slots)))
+        with pytest.raises(MemoryWorkerError):
+            channel.receive()
+    assert one.usage()[0].used_pages == 0
+
+
+DYING_CLIENT = """
+import os, signal, sys
+from pathlib import Path
+from sgl_elastic import wire
+from sgl_elastic.errors import MemoryWorkerError
+from sgl_elastic.memory import messages
+import msgspec
+sock = wire.connect(Path(sys.argv[1]), MemoryWorkerError, 5.0)
+request = messages.MapSlots({"experts.0.w13": ((0, 4),)})
+payload = msgspec.msgpack.encode(messages.Asked("test", 1, request))
+message = wire._HEADER.pack(b"SGLE", 1, 0, len(payload)) + payload
+sock.sendall(message[: int(sys.argv[2])])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("num_bytes", [5, 30])
+def test_a_client_killed_in_the_middle_of_a_message_changes_nothing(one, num_bytes):
+    fds = settle(lambda: worker_fds(one))
+    command = [sys.executable, "-c", DYING_CLIENT, str(one.socket_path(0)), str(num_bytes)]
+    assert subprocess.run(command, check=False, timeout=20).returncode == -signal.SIGKILL
+    assert one.usage()[0].used_pages == 0
+    assert comes_to(lambda: worker_fds(one), fds) == fds
+
+
+def test_clients_that_vanish_while_pages_are_sent_leave_nothing_behind(one):
+    one.client(0).map_slots({W13: [(0, 8)]})
+    fds = settle(lambda: worker_fds(one))
+    for _ in range(10):
+        channel = raw_channel(one)
+        channel.send(Asked("test", 1, ASK_8))
+        channel.close()
+    assert comes_to(lambda: worker_fds(one), fds) == fds
+    assert one.client(0).hello().device_id == 0
+
+
+def test_a_dead_worker_is_a_named_error_in_time(one):
+    client = one.client(0)
+    os.kill(client.info.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(MemoryWorkerError):
+        client.map_slots({W13: [(0, 1)]})
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_worker_that_hangs_is_a_named_error_in_time(tmp_path):
+    with hmm_of(tmp_path, num_devices=1, timeout_s=1.0) as hmm:
+        client = hmm.client(0)
+        stop_process(client.info.pid)
+        with pytest.raises(MemoryWorkerError, match=r"longer than 1 s"):
+            client.usage()
+        os.kill(client.info.pid, signal.SIGCONT)
+        assert client.usage().used_pages == 0  # by a new connection to the same process
+
+
+def test_a_worker_that_was_started_again_is_refused(one):
+    with DeviceClient(one.socket_path(0), 5.0) as client:
+        one.remove_device(0)
+        one.add_device(0)
+        with contextlib.suppress(MemoryWorkerError):
+            client.usage()  # finds the old connection broken; the next call makes a new one
+        with pytest.raises(MemoryWorkerError, match="its memory is lost"):
+            client.usage()
+
+
+def test_sigint_is_ignored_and_sigterm_ends_it(one):
+    pid = one.client(0).info.pid
+    process = one._workers[0].process
+    os.kill(pid, signal.SIGINT)
+    assert one.client(0).hello().pid == pid
+    os.kill(pid, signal.SIGTERM)
+    assert process.wait(5) == 0
+    assert not one.socket_path(0).exists()
+
+
+def test_stop_ends_it(one):
+    process = one._workers[0].process
+    one.client(0).stop()
+    assert process.wait(5) == 0
+
+
+PARENT = """
+import subprocess, sys, os, time
+child = subprocess.Popen([sys.executable, "-m", "sgl_elastic.memory.worker",
+    "--socket", sys.argv[1], "--device-id", "0", "--page-bytes", "4096", "--budget-bytes", "40960",
+    "--die-with-parent", str(os.getpid())])
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+sys.stdout.write(str(child.pid))
+"""
+
+
+def test_a_worker_dies_with_its_parent(tmp_path):
+    path = tmp_path / "sockets" / "w.sock"
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, str(path)], capture_output=True, timeout=20, check=True
+    )
+    deadline = time.monotonic() + 5
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not path.exists()
+    assert done.stdout
+
+
+def test_a_worker_whose_parent_is_another_does_not_start(tmp_path):
+    command = [sys.executable, "-m", "sgl_elastic.memory.worker", "--device-id", "0"]
+    command += ["--socket", str(tmp_path / "s" / "w.sock"), "--budget-bytes", "4096"]
+    done = subprocess.run(
+        [*command, "--die-with-parent", "1"], capture_output=True, timeout=20, check=False
+    )
+    assert done.returncode == 1
+    assert b"the parent is process" in done.stderr
+
+
+def test_a_worker_that_cannot_listen_says_why(tmp_path):
+    (tmp_path / "s").mkdir(mode=0o755)
+    command = [sys.executable, "-m", "sgl_elastic.memory.worker", "--device-id", "4"]
+    command += ["--socket", str(tmp_path / "s" / "w.sock"), "--budget-bytes", "4194304"]
+    done = subprocess.run(command, capture_output=True, timeout=20, check=False)
+    assert done.returncode == 1
+    assert b"memory worker 4" in done.stderr
+    assert b"chmod 700" in done.stderr
+
+
+def test_an_answer_of_another_kind_is_a_wire_error(tmp_path):
+    tmp_path.chmod(0o700)
+    path = tmp_path / "w.sock"
+    with wire.listen(path) as server:
+        thread = threading.Thread(target=answer_nonsense, args=(server,))
+        thread.start()
+        with pytest.raises(WireError, match="answered Digest, not Hello"):
+            DeviceClient(path, 5.0)
+        thread.join()
+
+
+def answer_nonsense(server):
+    sock, _ = server.accept()
+    channel = wire.Channel(
+        sock, messages.REQUESTS, peer="client", failure=MemoryWorkerError, timeout_s=5.0
+    )
+    asked, _ = channel.receive()
+    channel.send(messages.Answered(asked.number, messages.Digest("0")))
+    channel.close()
+
+
+def test_no_engine_is_imported():
+    code = (
+        "import sys, sgl_elastic.memory.worker, sgl_elastic.memory.control, "
+        "sgl_elastic.memory.mapping\n"
+        "sys.exit(str({m.partition('.')[0] for m in sys.modules} & "
+        "{'torch', 'sglang', 'sgl_esft', 'numpy'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=20, check=False
+    )
+    assert done.stderr.strip() == b"set()"

@@ -1,0 +1,358 @@
+"""Tunnels between two folders that stand for two nodes: real sockets, real memory workers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from sgl_elastic import wire
+from sgl_elastic.errors import (
+    ElasticConfigError,
+    MemoryWorkerError,
+    NodeLostError,
+    PeerCopyError,
+    WireError,
+)
+from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.control import Hmm
+from sgl_elastic.memory.kv_rows import copy_rows
+from sgl_elastic.nodes import tunnel
+from sgl_elastic.nodes.tunnel import Tunnels
+from tests.fast.elastic.memory_workers import (
+    PAGE,
+    all_slots,
+    attached,
+    comes_to,
+    count_fds,
+    digests,
+    expected_digests,
+    fill,
+    hmm_of,
+    settle,
+    shape_of_one_region,
+)
+from tests.support.processes import stop_process
+
+W13, W2 = "experts.0.w13", "experts.0.w2"
+SLOTS = {"trunk": [(0, 1)], W13: [(0, 2), (5, 3)], W2: [(7, 1), (1, 2)]}
+SECRET = "s" * 32
+
+
+@contextmanager
+def tunnels(secret: str = SECRET) -> Iterator[Tunnels]:
+    with closing(Tunnels(secret, "127.0.0.1")) as found:
+        yield found
+
+
+class Pair:
+    """Node 0 has device 0, node 1 has device 1; on node 1 is `device-0.sock`, a tunnel."""
+
+    def __init__(self, stack: ExitStack, directory: Path, **options: object) -> None:
+        self.hmms: list[Hmm] = []
+        for node in (0, 1):
+            hmm = stack.enter_context(hmm_of(directory / f"{node}", 2, add=False, **options))
+            hmm.add_device(node)
+            self.hmms.append(hmm)
+        self.ends = [stack.enter_context(tunnels()) for _ in (0, 1)]
+        self.ends[0].offer("device-0", self.hmms[0].socket_path(0))
+        self.path = self.hmms[1].socket_path(0)
+        self.ends[1].open(self.path, "device-0", self.ends[0].address)
+
+    def client(self, node: int) -> DeviceClient:
+        return self.hmms[node].client(node)
+
+    def fill(self, node: int, slots: object, seed: int = 0) -> None:
+        self.client(node).map_slots(slots)
+        fill(self.hmms[node], node, slots, seed)
+
+    def copy(self, slots: object) -> None:
+        self.client(1).map_slots(slots)
+        self.client(1).copy_from(self.path, slots, verify=True, by_bytes=True)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack, tmp_path)
+
+
+def test_slots_are_copied_by_bytes(pair: Pair) -> None:
+    pair.fill(0, SLOTS)
+    pair.copy(SLOTS)
+    assert digests(pair.hmms[1], 1, SLOTS) == expected_digests(SLOTS)
+    usage = pair.client(1).usage()
+    assert usage.loaded_slots == {"trunk": 1, "expert": 8, "kv": 0}
+
+
+def test_a_region_of_several_parts(tmp_path: Path) -> None:
+    shape = shape_of_one_region(2500)  # about 10 MB: three parts, the last one short
+    slots = {"trunk": [(0, 1)]}
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, budget_bytes=2600 * PAGE, shape=shape)
+        pair.client(0).map_slots(slots)
+        pair.client(0).mark_loaded(slots)
+        pair.copy(slots)  # compares digests
+        assert pair.client(1).digest("trunk", 0) == pair.client(0).digest("trunk", 0)
+
+
+def test_kv_rows_are_copied_by_bytes(pair: Pair) -> None:
+    slots = {"kv.0": [(0, 101)], "kv.1": [(0, 101)]}
+    for node in (0, 1):
+        pair.fill(node, slots, seed=node)
+    with attached(pair.hmms[1], 1, slots) as (mapping, _):
+        copy_rows(mapping, [(50, 10), (51, 11), (7, 99)], str(pair.path), by_bytes=True)
+    theirs, expected = expected_digests(slots, 0), expected_digests(slots, 1)
+    for name in slots:
+        for source, target in ((50, 10), (51, 11), (7, 99)):
+            expected[name, target] = theirs[name, source]
+    assert digests(pair.hmms[1], 1, slots) == expected
+
+
+def test_what_is_not_there_is_not_copied(pair: Pair) -> None:
+    pair.client(0).map_slots({W13: [(0, 2)]})
+    with pytest.raises(PeerCopyError, match="no valid content"):
+        pair.copy({W13: [(0, 2)]})
+    with pytest.raises(PeerCopyError, match="no pages"):
+        pair.copy({W13: [(4, 1)]})
+    assert pair.client(1).usage().loaded_slots["expert"] == 0
+    pair.fill(0, {W13: [(0, 2)]})
+    pair.copy({W13: [(0, 2)]})  # the connection is in step again
+
+
+def test_pages_do_not_come_through(pair: Pair) -> None:
+    """Never by guessing: a copy that should have said `by_bytes` is an error."""
+    pair.fill(0, {W13: [(0, 2)]})
+    pair.client(1).map_slots({W13: [(0, 2)]})
+    with pytest.raises(WireError, match="descriptors"):
+        pair.client(1).copy_from(pair.path, {W13: [(0, 2)]})
+
+
+def test_a_killed_tunnel_is_a_named_error_in_time(pair: Pair) -> None:
+    pair.fill(0, SLOTS)
+    process = pair.hmms[0]._workers[0].process
+    stop_process(process.pid)  # the copy waits
+    threading.Timer(0.5, pair.ends[0].close).start()
+    began = time.monotonic()
+    with pytest.raises(PeerCopyError, match=r"closed the connection|is lost|nobody answers"):
+        pair.copy(SLOTS)
+    assert time.monotonic() - began < 3.0
+    os.kill(process.pid, signal.SIGCONT)
+    with pytest.raises(PeerCopyError):
+        pair.copy(SLOTS)  # nothing leads there any more
+
+
+def test_a_worker_that_hangs_is_noticed_through_a_tunnel(pair: Pair) -> None:
+    """Its sign of life is the end of a connection, which has to come through as such."""
+    with DeviceClient(pair.path, 20.0) as client:
+        process = pair.hmms[0]._workers[0].process
+        stop_process(process.pid)
+        with pytest.raises(MemoryWorkerError, match="no sign of life"):
+            client.usage()
+        os.kill(process.pid, signal.SIGCONT)
+        assert client.usage().used_pages == 0
+
+
+def test_a_worker_that_died_is_noticed_through_a_tunnel(pair: Pair) -> None:
+    with DeviceClient(pair.path, 20.0) as client:
+        os.kill(client.info.pid, signal.SIGKILL)
+        with pytest.raises(MemoryWorkerError):
+            client.usage()
+
+
+def echo(path: Path, stack: ExitStack) -> None:
+    """Answers each connection with what it got, once that has ended."""
+    listener = stack.enter_context(wire.listen(path))
+
+    def serve() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock, suppress(OSError):  # nobody waits for the answer
+                sock.sendall(read_all(sock))
+
+    threading.Thread(target=serve, daemon=True).start()
+    stack.callback(listener.shutdown, socket.SHUT_RDWR)
+
+
+def ask(path: Path, data: bytes) -> bytes:
+    with wire.connect(path, MemoryWorkerError, 10.0) as sock:
+        thread = threading.Thread(target=send_all, args=(sock, data))
+        thread.start()
+        answer = read_all(sock)
+        thread.join(10)
+        return answer
+
+
+def send_all(sock: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # it is not read to its end
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """What comes until the end, also the end of somebody who did not read what was sent."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while more := sock.recv(1 << 16):
+            data += more
+    return data
+
+
+@pytest.fixture
+def echoing(tmp_path: Path) -> Iterator[tuple[Tunnels, Tunnels, Path]]:
+    with ExitStack() as stack:
+        echo(tmp_path / "a" / "echo", stack)
+        far, near = stack.enter_context(tunnels()), stack.enter_context(tunnels())
+        far.offer("echo", tmp_path / "a" / "echo")
+        near.open(tmp_path / "b" / "echo", "echo", far.address)
+        yield far, near, tmp_path / "b" / "echo"
+
+
+def test_bytes_and_ends_pass_unchanged(echoing: tuple[Tunnels, Tunnels, Path]) -> None:
+    data = os.urandom(5_000_000)
+    before = settle(count_fds)
+    answers: list[str] = []
+    digest: Callable[[bytes], str] = lambda each: hashlib.sha256(each).hexdigest()  # noqa: E731
+    threads = [
+        threading.Thread(target=lambda: answers.append(digest(ask(echoing[2], data))))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert answers == [digest(data)] * 4
+    assert comes_to(lambda: count_fds() <= before, True)
+
+
+def test_a_wrong_secret_is_refused(
+    echoing: tuple[Tunnels, Tunnels, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = echoing[0]
+    with caplog.at_level(logging.WARNING), tunnels("another") as stranger:
+        stranger.open(tmp_path / "c" / "echo", "echo", far.address)
+        assert ask(tmp_path / "c" / "echo", b"x") == b""
+        assert "does not know our secret" in caplog.text
+    assert ask(echoing[2], b"x") == b"x"
+
+
+def test_a_gateway_with_another_secret_gets_nothing(tmp_path: Path) -> None:
+    """It could answer yes; that it cannot prove."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as imposter, tunnels() as near:
+        seen: list[bytes] = []
+
+        def serve() -> None:
+            sock, _ = imposter.accept()
+            with sock:
+                sock.sendall(tunnel._MAGIC + bytes(32))
+                sock.recv(1 << 16)
+                sock.sendall(b"\x01" + bytes(32))
+                seen.append(sock.recv(1 << 16))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        near.open(tmp_path / "b" / "echo", "echo", imposter.getsockname())
+        assert ask(tmp_path / "b" / "echo", b"private") == b""
+        thread.join(10)
+        assert seen == [b""]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(300), b"\xff" * 300])
+def test_strangers_are_shown_out(echoing: tuple[Tunnels, Tunnels, Path], sent: bytes) -> None:
+    with socket.create_connection(echoing[0].address, 10) as sock:
+        send_all(sock, sent)
+        hello = read_all(sock)
+    assert len(hello) <= 40  # the greeting, and nothing else
+    assert ask(echoing[2], b"x") == b"x"
+
+
+def test_who_says_nothing_is_shown_out_in_time(
+    echoing: tuple[Tunnels, Tunnels, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunnel, "HANDSHAKE_S", 0.2)
+    with socket.create_connection(echoing[0].address, 10) as sock:
+        assert len(sock.recv(100)) == 40
+        assert sock.recv(100) == b""
+
+
+def test_only_what_is_offered_can_be_reached(
+    echoing: tuple[Tunnels, Tunnels, Path], tmp_path: Path
+) -> None:
+    far, near, path = echoing
+    near.open(tmp_path / "b" / "other", "../a/echo", far.address)
+    assert ask(tmp_path / "b" / "other", b"x") == b""
+    far.withdraw("echo")
+    assert ask(path, b"x") == b""
+    with pytest.raises(ElasticConfigError):
+        far.offer("n" * 65, path)
+
+
+def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
+    before, threads = settle(count_fds), threading.active_count()
+    with ExitStack() as stack:
+        echo(tmp_path / "a" / "echo", stack)
+        far, near = stack.enter_context(tunnels()), stack.enter_context(tunnels())
+        far.offer("echo", tmp_path / "a" / "echo")
+        near.open(tmp_path / "b" / "echo", "echo", far.address)
+        near.open(tmp_path / "b" / "more", "echo", far.address)
+        near.shut(tmp_path / "b" / "more")
+        near.shut(tmp_path / "b" / "more")
+        sock = stack.enter_context(wire.connect(tmp_path / "b" / "echo", MemoryWorkerError, 10.0))
+        sock.sendall(b"in the middle")
+        near.close()
+        far.close()
+        assert read_all(sock) == b""
+    assert list((tmp_path / "b").iterdir()) == []
+    assert comes_to(lambda: count_fds() <= before, True)
+    assert comes_to(lambda: threading.active_count() <= threads + 1, True)
+
+
+def test_many_threads_close_at_once(tmp_path: Path) -> None:
+    """Each of them comes back when everything has ended, none with an error."""
+    before = settle(count_fds)
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(20):
+            far = Tunnels(SECRET, "127.0.0.1")
+            far.open(tmp_path / f"{number}", "echo", far.address)
+            together = threading.Barrier(4)
+            closings = [pool.submit(close_with, far, together) for _ in range(4)]
+            for closing_of_one in closings:
+                closing_of_one.result(5.0)
+    assert list(tmp_path.iterdir()) == []
+    assert comes_to(lambda: count_fds() <= before, True)
+
+
+def close_with(found: Tunnels, others: threading.Barrier) -> None:
+    others.wait(5.0)
+    found.close()
+    assert found._loop.is_closed()
+
+
+def test_nothing_is_opened_after_the_end(tmp_path: Path) -> None:
+    found = Tunnels(SECRET, "127.0.0.1")
+    found.close()
+    found.close()
+    found.shut(tmp_path / "echo")
+    with pytest.raises(NodeLostError, match="closed"):
+        found.open(tmp_path / "echo", "echo", found.address)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_of_a_device_through_a_tunnel(pair: Pair) -> None:
+    slots = {name: runs for name in (W13, W2) for name, runs in all_slots(name).items()}
+    pair.fill(0, slots)
+    pair.copy(slots)
+    assert digests(pair.hmms[1], 1, slots) == expected_digests(slots)

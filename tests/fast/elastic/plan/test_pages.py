@@ -1,0 +1,182 @@
+"""Page counts equal those of bytes laid out one by one, and KV fills what is left exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_elastic.errors import PlanError
+from sgl_elastic.plan.pages import (
+    NO_KV,
+    device_pages,
+    expert_bytes,
+    expert_pages,
+    expert_slots,
+    group_size,
+    kv_pages,
+    max_kv_tokens,
+    most_kv_tokens,
+    pages_of_slots,
+    trunk_bytes,
+    trunk_pages,
+)
+from sgl_elastic.types import MemoryShape, RegionKind
+from tests.fast.elastic.plan_samples import (
+    GIB,
+    PAGE,
+    adapters_of,
+    make_adapter,
+    make_shape,
+    shapes,
+    v2_lite,
+)
+
+
+def touched_pages(slots: set[int], slot_bytes: int, page_bytes: int) -> int:
+    """The pages of every single byte."""
+    return len(
+        {byte // page_bytes for s in slots for byte in range(s * slot_bytes, (s + 1) * slot_bytes)}
+    )
+
+
+@given(st.sets(st.integers(0, 20)), st.integers(1, 70), st.sampled_from([1, 8, 16, 64]))
+def test_pages_of_slots_are_those_of_their_bytes(
+    slots: set[int], slot_bytes: int, page_bytes: int
+) -> None:
+    counted = pages_of_slots(sorted(slots), slot_bytes, page_bytes)
+    assert counted == touched_pages(slots, slot_bytes, page_bytes)
+
+
+@given(st.data())
+def test_device_pages_are_those_of_all_its_bytes(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    adapters = data.draw(adapters_of(shape))
+    here = data.draw(st.sets(st.integers(0, shape.num_experts - 1)))
+    kv_tokens = data.draw(st.integers(NO_KV, most_kv_tokens(shape)))
+    expected = 0
+    for region in shape.regions:
+        slots = set(range(kv_tokens + 1)) if region.kind is RegionKind.KV else {0}
+        if region.kind is RegionKind.EXPERT:
+            slots = set(here)
+            for adapter in adapters:
+                first = shape.num_experts + adapter.adapter_slot * shape.slots_per_adapter
+                experts = adapter.experts[region.layer_id]
+                slots |= {first + k for k, expert in enumerate(experts) if expert in here}
+        assert all(slot < region.num_slots for slot in slots)
+        expected += touched_pages(slots, region.slot_bytes, shape.page_bytes)
+    assert device_pages(shape, here, adapters, kv_tokens) == expected
+
+
+def test_edge_page_of_neighbours_is_counted_once() -> None:
+    assert pages_of_slots([0], 96, 64) == 2
+    assert pages_of_slots([1], 96, 64) == 2
+    assert pages_of_slots([0, 1], 96, 64) == 3
+    assert pages_of_slots([0, 2], 96, 64) == 4
+
+
+def test_adapter_expert_sits_where_its_base_expert_lives() -> None:
+    shape = make_shape(adapters=(2, 3))
+    adapter = make_adapter(1, {1: (2, 5, 7)})
+    assert expert_slots(shape, 1, {0, 5, 7}, [adapter]) == (0, 5, 7, 8 + 3 + 1, 8 + 3 + 2)
+    assert expert_slots(shape, 2, {0, 5, 7}, [adapter]) == (0, 5, 7)
+
+
+@pytest.mark.parametrize(
+    "adapter", [make_adapter(2, {1: (1,)}), make_adapter(0, {1: (1, 2, 3, 4)})]
+)
+def test_adapter_beyond_its_slots_is_refused(adapter: object) -> None:
+    with pytest.raises(PlanError, match="2 slots of 3"):
+        expert_slots(make_shape(adapters=(2, 3)), 1, {1}, [adapter])  # type: ignore[list-item]
+
+
+@given(st.data())
+def test_max_kv_tokens_is_the_last_that_fits(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    adapters = data.draw(adapters_of(shape))
+    here = data.draw(st.sets(st.integers(0, shape.num_experts - 1)))
+    weights = device_pages(shape, here, adapters, NO_KV)
+    budget = data.draw(st.integers(0, weights + 100))
+    tokens = max_kv_tokens(shape, budget, here, adapters)
+    if tokens == NO_KV:
+        assert device_pages(shape, here, adapters, 0) > budget
+        return
+    assert device_pages(shape, here, adapters, tokens) <= budget
+    full = tokens == most_kv_tokens(shape)
+    assert full or device_pages(shape, here, adapters, tokens + 1) > budget
+
+
+def test_shape_without_kv_has_no_kv_tokens() -> None:
+    shape = make_shape(kv_bytes=())
+    assert most_kv_tokens(shape) == 0
+    assert max_kv_tokens(shape, 10_000, (), ()) == 0
+    assert max_kv_tokens(shape, trunk_pages(shape) - 1, (), ()) == NO_KV
+
+
+def test_zero_tokens_still_have_the_padding_row() -> None:
+    shape = make_shape()
+    assert kv_pages(shape, NO_KV) == 0
+    assert kv_pages(shape, 0) == 2
+
+
+@given(st.data())
+def test_copied_bytes_are_those_of_the_slots(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    adapters = data.draw(adapters_of(shape))
+    here = data.draw(st.sets(st.integers(0, shape.num_experts - 1)))
+    expected = sum(
+        region.slot_bytes * len(expert_slots(shape, region.layer_id, here, adapters))
+        for region in shape.of_kind(RegionKind.EXPERT)
+    )
+    assert expert_bytes(shape, here, adapters) == expected
+    assert trunk_bytes(shape) == shape.of_kind(RegionKind.TRUNK)[0].slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_experts", "num_devices", "group"),
+    [
+        ((64,), 8, 1, 1),
+        ((96, 48), 8, 2, 4),
+        ((96, 48), 8, 3, 1),  # three devices, two groups
+        ((96, 48), 6, 1, 1),  # groups of four do not divide six
+        ((96, 16), 8, 2, 4),
+        ((1,), 64, 1, 64),
+        ((1,), 63, 1, 1),
+    ],
+)
+def test_group_size(sizes: tuple[int, ...], num_experts: int, num_devices: int, group: int) -> None:
+    shape = make_shape(num_experts=num_experts, expert_bytes=sizes)
+    assert group_size(shape, num_devices) == group
+
+
+@given(shapes(), st.integers(1, 6))
+def test_groups_share_no_page(shape: MemoryShape, num_devices: int) -> None:
+    group = group_size(shape, num_devices)
+    if group == 1:
+        return
+    parts = [range(i, i + group) for i in range(0, shape.num_experts, group)]
+    together = expert_pages(shape, range(shape.num_experts), ())
+    assert sum(expert_pages(shape, part, ()) for part in parts) == together
+
+
+def test_v2_lite() -> None:
+    shape = v2_lite()
+    assert group_size(shape) == 4
+    assert group_size(shape, 16) == 4
+    assert group_size(shape, 17) == 1
+    assert expert_pages(shape, [0], ()) == 26 * (6 + 3)
+    assert expert_pages(shape, range(4), ()) == 26 * (22 + 11)
+    assert expert_pages(shape, range(64), ()) * PAGE == 64 * 26 * 17_301_504
+    assert kv_pages(shape, 1_000_000) == 27 * -(-1152 * 1_000_001 // PAGE)
+    tokens = max_kv_tokens(shape, 64 * GIB // PAGE, range(64), ())
+    assert tokens == pytest.approx((64 * GIB - 31.4e9) / 31_104, rel=0.01)
+
+
+def test_layers_with_different_adapters_are_counted_apart() -> None:
+    shape = make_shape(adapters=(1, 2), expert_bytes=(64,))
+    adapter = make_adapter(0, {1: (0, 1), 2: (7,)})
+    assert expert_pages(shape, range(8), [adapter]) == 8 + 2 + 8 + 1
+    elsewhere = replace(adapter, experts={9: (0,)})
+    assert expert_pages(shape, range(8), [elsewhere]) == 16

@@ -1,0 +1,71 @@
+"""An instance that dies within milliseconds of publishing its freeze, its last outputs with it.
+
+The real instance manager with the real switchboard's wait; ranks are threads. Three tokens of
+request `a` were sent, as the frozen rank says, and two of them ever came by.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+
+import pytest
+
+from sgl_elastic.front import router as module
+from sgl_elastic.instance import messages as m
+from tests.fast.elastic.front.test_router import Bench
+from tests.fast.elastic.test_faults_manager import ONE, STATE, Scene, scene
+
+__all__ = ["scene"]
+
+PUBLISHED = m.RequestState("a", array("q", [7, 8, 9]).tobytes(), 3, {}, {})
+KV = m.KvSequence(b"", b"", None, None, 0.0)
+
+
+@pytest.fixture
+def bench(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A switchboard that has seen two tokens; rank 1 publishes three."""
+    monkeypatch.setattr(module, "_OUTPUT_TIMEOUT_S", 0.05)
+    bench = Bench()
+    bench.dispatch("a")
+    bench.output("a", 2)
+    monkeypatch.setattr(scene, "wait_for_outputs", bench.board.wait_for_outputs)
+    return bench
+
+
+def frozen(scene: Scene, name: str) -> None:
+    """Rank 1 says that it has sent three tokens of `a`."""
+    scene.ranks[name][1].published = m.Frozen((KV,), (PUBLISHED,))
+
+
+def test_requests_go_on_from_the_tokens_that_came_by(scene: Scene, bench: Bench) -> None:
+    name = scene.first()
+    frozen(scene, name)
+    new = scene.manager.prepare(ONE)
+    scene.manager.freeze(name)
+    assert scene.lost == [name]
+    scene.manager.activate(new, name, {1: 0})
+    assert scene.heard(new, 0, m.Activate) == [
+        m.Activate((), (m.KvMove("device-1", ()),), (STATE,))
+    ]
+
+
+def test_a_death_after_the_outputs_came_by_is_no_trouble(scene: Scene, bench: Bench) -> None:
+    name = scene.first()
+    frozen(scene, name)
+    bench.output("a", 3)
+    new = scene.manager.prepare(ONE)
+    scene.manager.freeze(name)
+    assert scene.lost == []
+    scene.manager.activate(new, name, {1: 0})
+    moved = m.KvMove("device-1", (KV,))
+    assert scene.heard(new, 0, m.Activate) == [m.Activate((), (moved,), (PUBLISHED,))]
+
+
+def test_what_is_waited_for_is_what_the_ranks_have_sent(scene: Scene) -> None:
+    waited: list[Mapping[str, int]] = []
+    scene.wait_for_outputs = waited.append  # type: ignore[method-assign]
+    name = scene.first()
+    frozen(scene, name)
+    scene.manager.freeze(name)
+    assert waited == [{"a": 3}]

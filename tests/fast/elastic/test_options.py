@@ -1,0 +1,89 @@
+"""The elastic flags: defaults, what is left for others, what cannot work."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_elastic import options
+from sgl_elastic.errors import ElasticConfigError
+from sgl_elastic.front.rank_choice import RankStrategy
+from sgl_esft.errors import ConfigError
+
+
+def test_defaults() -> None:
+    found, rest = options.parse(["--elastic"])
+    assert rest == []
+    assert (found.dp_size, found.max_devices) == (1, 4)
+    assert found.device_bytes == 1 << 30
+    assert found.kv_limit == options.DEFAULT_KV_TOKENS
+    assert found.rank_strategy == RankStrategy.ADAPTER
+    assert found.autoscale is None
+    assert not found.verify_copies
+
+
+def test_devices_are_on_this_machine_unless_said_otherwise() -> None:
+    assert not options.parse(["--elastic"])[0].spans_nodes
+    line = "--elastic --nodes ray --ray-address h:1 --devices-per-node 2"
+    found, rest = options.parse(line.split())
+    assert rest == []
+    assert found.spans_nodes
+    assert (found.ray_address, found.devices_per_node) == ("h:1", 2)
+
+
+def test_what_is_not_ours_is_left_in_its_order() -> None:
+    line = "--model-path BASE --elastic --dp-size 2 --esft-adapters a=A b=B --port 1 --max 9"
+    found, rest = options.parse(line.split())
+    assert found.dp_size == 2
+    assert " ".join(rest) == "--model-path BASE --esft-adapters a=A b=B --port 1 --max 9"
+
+
+def test_values() -> None:
+    line = (
+        "--elastic --max-devices 8 --dp 3 --device-memory 64MiB --max-total-tokens 100 "
+        "--standby-ranks 0 --rank-choice round_robin --slo-ttft 2 --slo-tpot 0.5 "
+        "--scale-journal J --verify-copies"
+    )
+    found, _ = options.parse([*line.split(), "--autoscale", '{"min_devices": 1, "max_devices": 3}'])
+    assert (found.max_devices, found.dp_size, found.device_bytes) == (8, 3, 64 << 20)
+    assert (found.kv_limit, found.standby_ranks) == (100, 0)
+    assert found.rank_strategy == RankStrategy.ROUND_ROBIN
+    assert (found.slo_ttft_s, found.slo_tpot_s) == (2.0, 0.5)
+    assert (found.journal, found.verify_copies) == ("J", True)
+    assert found.autoscale is not None
+    assert (found.autoscale.min_devices, found.autoscale.max_devices) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--dp-size 0", "--dp-size 0 and --max-devices 4"),
+        ("--dp-size 5", "no more ranks than devices"),
+        ("--max-devices 0", "--max-devices 0"),
+        ("--max-devices 1025", "at most 1024"),
+        ("--max-total-tokens -1", "--max-total-tokens -1"),
+        ("--standby-ranks -1", "--standby-ranks -1"),
+        ("--autoscale {", "autoscale policy is '{'"),
+        ("--autoscale []", "not an object of numbers"),
+        ("--ray-address h:1", "they need --nodes ray"),
+        ("--devices-per-node 2", "they need --nodes ray"),
+        ("--nodes ray --devices-per-node 0", "--devices-per-node 0"),
+        ("--nodes ray --scale-strategy cold_restart", "for one machine"),
+        ("--nodes ray --ablate no_standby", "for one machine"),
+    ],
+)
+def test_what_cannot_work(line: str, complaint: str) -> None:
+    with pytest.raises(ElasticConfigError) as raised:
+        options.parse(["--elastic", *line.split()])
+    assert complaint in str(raised.value)
+
+
+def test_a_size_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="--device-memory"):
+        options.parse(["--device-memory", "lots"])
+
+
+@pytest.mark.parametrize("line", ["--max-devices four", "--rank-choice fastest"])
+def test_argparse_refuses_the_rest(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(line.split())
+    assert line.split(maxsplit=1)[0] in capsys.readouterr().err

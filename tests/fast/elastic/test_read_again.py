@@ -1,0 +1,73 @@
+"""Adapters' experts that are read from their folder again, into slots that are mapped already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_elastic.engine.disk import fill_adapters
+from sgl_elastic.errors import EngineFailedError
+from sgl_elastic.instance.messages import Adapter, Attach
+from sgl_esft.formats.manifest import AdapterReader, read_manifest
+from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
+from sgl_esft.weave.moe_layer import ExpertShard
+from tests.support.adapter_factory import write_random_adapter, write_random_base
+
+M, E_MAX = 16, 4
+
+
+class Layer:
+    """A layer's slots, and which of them an adapter's experts have."""
+
+    def __init__(self, spec: MoeSpec, experts: tuple[int, ...]) -> None:
+        width, hidden = spec.expert_intermediate_size, spec.hidden_size
+        self.shard = ExpertShard(frozenset(), range(width))
+        self.w13 = torch.zeros(M + 2 * E_MAX, 2 * width, hidden)
+        self.w2 = torch.zeros(M + 2 * E_MAX, hidden, width)
+        self._experts = experts
+
+    def slots_of(self, adapter_slot: int) -> dict[int, int]:
+        first = M + adapter_slot * E_MAX
+        return {expert: first + k for k, expert in enumerate(self._experts)}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_random_base(tmp_path / "base", "DeepseekV2ForCausalLM", seed=1)
+
+
+def attach(folder: Path, experts: Any, disk_experts: tuple[int, ...]) -> Attach:
+    adapter = Adapter("id", "a", str(folder), 1, False, experts)
+    return Attach("/socket", disk_experts, 0, (adapter,), disk_experts=disk_experts)
+
+
+def test_what_is_asked_for_is_read_into_its_slots_and_nothing_else(
+    base: Path, tmp_path: Path
+) -> None:
+    spec = read_moe_spec(base)
+    layer_id = spec.moe_layer_ids[0]
+    folder = write_random_adapter(tmp_path / "a", base, seed=2, experts={layer_id: (0, 1, 3)})
+    layer = Layer(spec, (0, 1, 3))
+    plane: Any = SimpleNamespace(layers={layer_id: layer})
+    num_bytes = fill_adapters(plane, spec, attach(folder, {layer_id: (0, 1, 3)}, (1, 2, 3)))
+    with AdapterReader(read_manifest(folder, spec)) as reader:
+        for expert, slot in ((1, M + E_MAX + 1), (3, M + E_MAX + 2)):
+            gate, up = (reader.read(layer_id, expert, proj) for proj in ("gate", "up"))
+            assert torch.equal(layer.w13[slot], torch.cat([gate, up]).float())
+            assert torch.equal(layer.w2[slot], reader.read(layer_id, expert, "down").float())
+    written = layer.w13.flatten(1).any(1).nonzero().flatten().tolist()
+    assert written == [M + E_MAX + 1, M + E_MAX + 2]
+    numel = layer.w13[0].numel() + layer.w2[0].numel()
+    element = {"float32": 4}.get(spec.dtype, 2)
+    assert num_bytes == 2 * numel * element
+
+
+def test_a_folder_that_is_gone_is_the_engines_failure(base: Path, tmp_path: Path) -> None:
+    spec = read_moe_spec(base)
+    plane: Any = SimpleNamespace(layers={})
+    with pytest.raises(EngineFailedError, match="read again"):
+        fill_adapters(plane, spec, attach(tmp_path / "gone", {}, (0,)))

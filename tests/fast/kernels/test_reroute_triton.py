@@ -1,0 +1,228 @@
+"""Rerouting by Triton: interpreted here, compiled for a GPU, and run on one where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.errors import InterpreterError
+
+from sgl_esft_kernels import KernelInputError, KernelUnavailableError, reroute_unfused
+from sgl_esft_kernels import reroute_triton as subject
+from sgl_esft_kernels.op import reroute
+from tests.fast.kernels.cases import Case, cases
+from tests.fast.kernels.compiled import compiler, resources
+from tests.fast.kernels.interpreted import interpreter
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_equals_the_reference(case: Case) -> None:
+    inputs = case.make()
+    with interpreter():
+        found = subject.launch_reroute(*inputs)
+    assert found.dtype == case.dtype
+    assert torch.equal(found, reroute_unfused(*inputs))
+    assert all(torch.equal(*pair) for pair in zip(inputs, case.make(), strict=True))
+
+
+@pytest.mark.parametrize("case", cases()[::5], ids=str)
+def test_works_in_place(case: Case) -> None:
+    topk_ids, tags, table = case.make()
+    expected = reroute_unfused(topk_ids, tags, table)
+    with interpreter():
+        assert subject.launch_reroute(topk_ids, tags, table, out=topk_ids) is topk_ids
+    assert torch.equal(topk_ids, expected)
+
+
+def test_writes_nothing_beside_its_output() -> None:
+    topk_ids, tags, table = Case(num_tokens=133).make()
+    around = torch.full((133 * 6 + 2,), 77, dtype=torch.int32)
+    with interpreter():
+        subject.launch_reroute(topk_ids, tags, table, out=around[1:-1].view(133, 6))
+    assert around[0] == around[-1] == 77
+    assert torch.equal(around[1:-1].view(133, 6), reroute_unfused(topk_ids, tags, table))
+
+
+def test_updates_of_the_map_are_seen() -> None:
+    topk_ids, tags, table = Case().make()
+    with interpreter():
+        subject.launch_reroute(topk_ids, tags, table)
+        table += 1000
+        found = subject.launch_reroute(topk_ids, tags, table)
+    assert torch.equal(found, reroute_unfused(topk_ids, tags, table))
+
+
+WRONG = {
+    "base row first": ("adapter_slots < 0, NUM_ROWS - 1,", "adapter_slots < 0, 0,"),
+    "base row for all": ("adapter_slots < 0, NUM_ROWS - 1, adapter_slots", "True, NUM_ROWS - 1, 0"),
+    "no expert becomes 0": ("(expert_ids >= 0), other=-1", "(expert_ids >= 0), other=0"),
+    "first adapter for all": ("offsets // K,", "offsets * 0,"),
+    "ids pass through": ("slot_ids.to(", "expert_ids.to("),
+    "first program only": ("program * BLOCK +", "program * 0 +"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_cases_find_a_wrong_kernel(change: tuple[str, str], tmp_path: Path) -> None:
+    launch = wrong_launch(change, tmp_path)
+    with interpreter():
+        assert any(
+            not torch.equal(launch(*case.make()), reroute_unfused(*case.make()))
+            for case in cases()
+            if 0 < case.num_tokens < 1000
+        )
+
+
+def wrong_launch(change: tuple[str, str], folder: Path) -> Callable[..., torch.Tensor]:
+    source = Path(subject.__file__).read_text()
+    assert source.count(change[0]) == 1
+    path = folder / "wrong.py"
+    path.write_text(source.replace(*change))
+    spec = importlib.util.spec_from_file_location("wrong", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    launch: Callable[..., torch.Tensor] = module.launch_reroute
+    return launch
+
+
+def bad_inputs() -> list[tuple[str, tuple[torch.Tensor, ...]]]:
+    ids, tags, table = Case().make()
+    return [
+        ("topk_ids is torch.int16", (ids.short(), tags, table)),
+        ("token_adapter_slots is torch.int64", (ids, tags.long(), table)),
+        ("expert_map is torch.int64", (ids, tags, table.long())),
+        ("topk_ids has strides", (ids.t().contiguous().t(), tags, table)),
+        ("token_adapter_slots has 6 tokens", (ids, tags[1:], table)),
+        ("topk_ids has 1 dimensions", (ids[0], tags, table)),
+        ("topk_ids is on meta", (ids.to("meta"), tags, table)),
+        ("out is torch.int64", (ids, tags, table, ids.long())),
+        ("out is \\(6, 6\\)", (ids, tags, table, ids[1:].clone())),
+    ]
+
+
+@pytest.mark.parametrize(("message", "inputs"), bad_inputs(), ids=lambda value: str(value)[:30])
+def test_bad_inputs_are_named_before_a_launch(
+    message: str, inputs: tuple[torch.Tensor, ...]
+) -> None:
+    with compiler() as kernels, pytest.raises(KernelInputError, match=message):
+        subject.launch_reroute(*inputs)
+    assert kernels == []
+
+
+def test_no_tokens_launch_nothing() -> None:
+    with compiler() as kernels:
+        assert subject.launch_reroute(*Case(num_tokens=0, k=4).make()).shape == (0, 4)
+    assert kernels == []
+
+
+@pytest.mark.parametrize(
+    ("message", "expert_id", "adapter_slot"),
+    [("topk_ids", 64, 0), ("topk_ids", -2, 0), ("token_adapter", 0, 5), ("token_adapter", 0, -2)],
+)
+def test_debug_builds_assert_values(
+    message: str, expert_id: int, adapter_slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topk_ids, tags, table = Case().make()
+    monkeypatch.setattr(subject, "is_debug", lambda: True)
+    with interpreter():
+        assert torch.equal(
+            subject.launch_reroute(topk_ids, tags, table), reroute_unfused(topk_ids, tags, table)
+        )
+        topk_ids[2, 1] = expert_id
+        tags[2] = adapter_slot
+        with pytest.raises(InterpreterError, match=f"{message}.* out of range"):
+            subject.launch_reroute(topk_ids, tags, table)
+
+
+def test_asserts_are_in_debug_builds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiler() as kernels:
+        subject.launch_reroute(*Case().make())
+        monkeypatch.setattr(subject, "is_debug", lambda: True)
+        subject.launch_reroute(*Case().make())
+    assert ["__assertfail" in kernel.asm["ptx"] for kernel in kernels] == [False, True]
+
+
+SERVED = [
+    Case(num_tokens=256, k=6, num_adapters=20, num_experts=64),
+    Case(num_tokens=256, k=8, num_adapters=64, num_experts=256),
+    Case(num_tokens=256, k=4, num_adapters=5, num_experts=60, dtype=torch.int64),
+    Case(num_tokens=256, k=2, num_adapters=1, num_experts=8),
+]
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_compiles_to_three_loads_and_a_store(case: Case) -> None:
+    with compiler() as kernels:
+        subject.launch_reroute(*case.make())
+    ptx = kernels[0].asm["ptx"]
+    counts = {what: ptx.count(what) for what in ("ld.global", "st.global", ".local", "bar.sync")}
+    # A thread has one id: its id, its tag, its cell, its slot.
+    assert counts == {"ld.global": 3, "st.global": 1, ".local": 0, "bar.sync": 0}
+    used = resources(kernels[0])
+    assert (used["STACK"], used["LOCAL"], used["SHARED"]) == (0, 0, 0)
+    assert used["REG"] <= 32
+
+
+def test_batches_of_any_size_share_a_binary() -> None:
+    with compiler() as kernels:
+        for num_tokens in (1, 2, 7, 16, 133, 4096):
+            topk_ids, tags, table = Case(num_tokens=num_tokens).make()
+            subject.launch_reroute(topk_ids, tags, table)
+            shifted = torch.zeros(topk_ids.numel() + 1, dtype=torch.int32)[1:].view_as(topk_ids)
+            subject.launch_reroute(topk_ids, tags, table, out=shifted)
+    assert len({kernel.hash for kernel in kernels}) == 1
+
+
+def test_offsets_have_64_bits_where_they_must() -> None:
+    table = torch.empty(2, 64, dtype=torch.int32, device="meta")
+    with compiler() as kernels:
+        for num_tokens in (2**28 - 16, 2**28 - 15):
+            ids = torch.empty(num_tokens, 8, dtype=torch.int32, device="meta")
+            tags = torch.empty(num_tokens, dtype=torch.int32, device="meta")
+            subject.launch_reroute(ids, tags, table)
+    comparisons = ["setp.lt.s64" in kernel.asm["ptx"] for kernel in kernels]
+    assert comparisons == [False, True]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_loading_without_a_device_says_so() -> None:
+    with pytest.raises(KernelUnavailableError, match="needs a CUDA device"):
+        subject.load()
+
+
+def test_registers_once_for_cuda() -> None:
+    subject.register()
+    subject.register()
+    for name in ("sgl_esft::reroute", "sgl_esft::reroute_out"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+
+
+@needs_gpu
+def test_equals_the_reference_on_a_gpu() -> None:
+    loaded = subject.load()
+    for case in cases():
+        topk_ids, tags, table = case.make("cuda")
+        expected = reroute_unfused(topk_ids, tags, table)
+        assert torch.equal(loaded(topk_ids, tags, table), expected), case
+        assert torch.equal(reroute(topk_ids, tags, table, out=topk_ids), expected), case
+
+
+@needs_gpu
+def test_a_captured_graph_sees_a_new_map_and_new_tags() -> None:
+    subject.load()
+    topk_ids, tags, table = Case(num_tokens=64).make("cuda")
+    out = reroute(topk_ids, tags, table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reroute(topk_ids, tags, table, out=out)
+    table += 1000
+    tags.copy_(tags.flip(0))
+    graph.replay()
+    assert torch.equal(out, reroute_unfused(topk_ids, tags, table))

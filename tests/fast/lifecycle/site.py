@@ -1,0 +1,135 @@
+"""A library over real folders and a fake engine, behind the real routes and middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, HTTPException, Request
+
+from sgl_esft.errors import AdapterFormatError
+from sgl_esft.formats.manifest import AdapterManifest
+from sgl_esft.http.adapter_names import AdapterMiddleware, KnownNames
+from sgl_esft.lifecycle.api import ROUTES, Backing, add_routes
+from sgl_esft.lifecycle.catalogue import Catalogue
+from sgl_esft.lifecycle.compat import COMPAT_ROUTES
+from sgl_esft.lifecycle.jobs import Job, JobKind
+from sgl_esft.lifecycle.library import AdapterLibrary
+from sgl_esft.lifecycle.listing import Lister
+from tests.fast.lifecycle.fake_engine import FakeEngine
+
+_sizes = itertools.count(1)
+
+
+def write_folder(folder: Path, content: str) -> None:
+    """An adapter folder; no two writes have the same size, so a fingerprint tells them apart."""
+    folder.mkdir(exist_ok=True)
+    (folder / "expert_cfg.json").write_text("broken" if content == "broken" else "{}")
+    (folder / "weights.safetensors").write_text(content)
+    (folder / "more.safetensors").unlink(missing_ok=True)
+
+
+def touch_folder(folder: Path) -> None:
+    """The same content as another file: only the fingerprint changes."""
+    weights = folder / "weights.safetensors"
+    copy = folder / "copy"
+    shutil.copyfile(weights, copy)
+    copy.replace(weights)
+
+
+def check(folder: Path) -> AdapterManifest:
+    """Refuses broken folders, as the real check does."""
+    if (folder / "expert_cfg.json").read_text() == "broken":
+        raise AdapterFormatError(f"{folder.name} is broken")
+    return AdapterManifest(folder, {1: (0, 1, 2)}, {}, "float32", 100, 3)
+
+
+class Site:
+    """One server's library, and a client of it. `run` it in one event loop."""
+
+    def __init__(self, root: Path | None, *, holds: bool = False, timeout_s: float = 60.0) -> None:
+        self.root = root
+        self.engine = FakeEngine(holds=holds)
+        self.catalogue = Catalogue(root, check)
+        self.catalogue.refresh()
+        self.library = AdapterLibrary(self.engine, self.catalogue, ensure_timeout_s=timeout_s)
+        self.lister = Lister(self.library, num_slots=3)
+        self.running: asyncio.Event | None = None  # a request waits for it, if it is there
+        self.app = self._application()
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    def _application(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/load_lora_adapter")
+        async def theirs() -> str:
+            return "SGLang's own"
+
+        @app.post("/generate")
+        async def generate(request: Request) -> dict[str, Any]:
+            return await self._generate(await request.json())
+
+        add_routes(app, lambda: Backing(self.library, self.lister), (*ROUTES, *COMPAT_ROUTES))
+        app.add_middleware(
+            AdapterMiddleware,
+            known_names=lambda: KnownNames(self.library.usable, frozenset({"demo"})),
+            ensure=self.library.ensure,
+        )
+        return app
+
+    async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model would answer: the contents of the adapters, or the base."""
+        names = body.get("lora_path")
+        names = names if isinstance(names, list) else [names]
+        if any(name and not self.engine.has(name) for name in names):
+            raise HTTPException(400, "unloaded between its load and this")  # as SGLang answers
+        used = [self.engine.begin_request(name) if name else None for name in names]
+        try:
+            if self.running is not None:
+                await self.running.wait()
+        finally:
+            for each in used:
+                if each is not None:
+                    self.engine.end_request(each)
+        return {"digests": [each.digest if each else "base" for each in used]}
+
+    def write(self, name: str, content: str) -> None:
+        """Put a folder below the root, and let the catalogue see it."""
+        assert self.root is not None
+        write_folder(self.root / name, content)
+        self.catalogue.refresh()
+
+    def remove(self, name: str) -> None:
+        """Take a folder away, and let the catalogue see it."""
+        assert self.root is not None
+        shutil.rmtree(self.root / name)
+        self.catalogue.refresh()
+
+    async def settle(self) -> None:
+        """Until everything that can go on without the test has."""
+        for _ in range(2000):
+            if all(self._waits_for_the_test(job) for job in self.library.jobs.values()):
+                return
+            await asyncio.sleep(0.0005)
+        raise AssertionError(f"these go on: {self.library.jobs}")
+
+    def _waits_for_the_test(self, job: Job) -> bool:
+        if job.kind is not JobKind.UNLOAD:
+            return job.name in self.engine.pending
+        is_loaded = any(each.name == job.name for each in self.engine.loaded())
+        return not is_loaded and any(each.name == job.name for each in self.engine.draining())
+
+    async def adapters(self) -> dict[str, dict[str, Any]]:
+        """The listing, by name."""
+        listed = (await self.client.get("/v1/adapters")).json()["adapters"]
+        return {each["name"]: each for each in listed}
+
+    async def generate(self, adapter: Any) -> httpx.Response:
+        body = {"text": ["x"] * len(adapter) if isinstance(adapter, list) else "x"}
+        return await self.client.post("/generate", json={**body, "adapter": adapter})

@@ -1,0 +1,47 @@
+"""Processes of tests, which must run alone or are stopped; and what the kernel says of ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sgl_elastic.processes import is_stopped
+from tests.support.servers import ROOT
+
+
+def run_module(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """The JSON object the module prints, run on the CPU platform with nothing else configured."""
+    prefixes = ("SGL_", "SGLANG_", "ESFT_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+    platform = {"SGLANG_PLATFORM": "sgl_esft_cpu", "ESFT_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
+        cwd=ROOT,
+        env={**kept, **platform, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def first_outgoing_port() -> int:
+    """From here on the kernel numbers outgoing connections, and gives ports to who asks for any."""
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait for it: on a busy machine the process may do something else first."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while not is_stopped(pid):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
