@@ -14,7 +14,7 @@ typing_links := build/typing/sgl_esft_kernels build/typing/sgl_esft_launch
 pytest_some := scripts/pytest_some.sh $(python)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve serve-elastic test browser test-fast check format docs bench bench-gpu zoo clean distclean
+.PHONY: help setup serve serve-elastic test test-fast test-full test-soak browser check format docs bench bench-gpu zoo clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,9 +28,16 @@ serve: setup ## serve the demo on 127.0.0.1 (PORT=30000, ARGS= for any flag of S
 serve-elastic: setup ## the same, on devices that come and go while it serves (PORT=, ARGS=)
 	@exec $(python) -m sgl_esft.launch_server --elastic --port $(PORT) $(ARGS)
 
-test: setup browser ## run the whole suite, two tests at a time where that is right (ARGS= for pytest)
-	@$(pytest_some) -m "not soak and not alone" -n 2 --dist loadscope --durations=15 $(ARGS)
-	@$(pytest_some) -m "alone and not soak" --durations=15 $(ARGS)
+# Two processes where tests may run side by side; then those that measure time, one by one.
+in_pairs := -n 2 --dist loadscope --durations=15
+
+test: setup browser ## what CI runs: everything but the two tiers below (ARGS= for pytest)
+	@$(pytest_some) -m "not full and not soak and not alone" $(in_pairs) $(ARGS)
+	@$(pytest_some) -m "alone and not full and not soak" --durations=15 $(ARGS)
+
+test-full: setup browser ## what `make test` leaves out: every layout, documents, browser, Ray, benches
+	@$(pytest_some) -m "full and not soak and not alone" $(in_pairs) $(ARGS)
+	@$(pytest_some) -m "full and alone and not soak" --durations=15 $(ARGS)
 
 test-soak: setup ## the long random runs and the baselines of scaling (over an hour; ARGS= for pytest)
 	@$(python) -m pytest -m soak --durations=15 $(ARGS)
@@ -38,8 +45,8 @@ test-soak: setup ## the long random runs and the baselines of scaling (over an h
 browser: ## see that a browser for the tests is there (on Debian as root: install it)
 	@scripts/browser.sh
 
-test-fast: setup browser ## run the tests that start no server
-	@$(python) -m pytest -m "not server and not slow and not soak" --durations=15 $(ARGS)
+test-fast: setup browser ## what needs no server, in under five minutes (ARGS= for pytest)
+	@$(pytest_some) -m "not server and not slow and not full and not soak" $(in_pairs) $(ARGS)
 
 check: setup $(typing_links) ## ruff (lint and format) and mypy, changing nothing
 	@$(python) -m ruff check .

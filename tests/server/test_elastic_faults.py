@@ -85,6 +85,7 @@ def test_a_memory_worker_dies_during_a_scale(elastic: Elastic) -> None:
         pass
 
 
+@pytest.mark.full
 def test_a_supervisor_is_killed(elastic: Elastic) -> None:
     elastic.wait_for_standby(0)
     name, _ = elastic.instances()
@@ -93,6 +94,7 @@ def test_a_supervisor_is_killed(elastic: Elastic) -> None:
         assert elastic.wait_for_another(name, SOON_S) < SOON_S
 
 
+@pytest.mark.full
 def test_a_standby_hangs_when_it_is_needed(elastic: Elastic) -> None:
     """Another one is started, and the scale succeeds."""
     standby = elastic.wait_for_standby(0, 1)
@@ -116,6 +118,7 @@ def test_one_of_two_ranks_is_stopped(elastic: Elastic) -> None:
     assert name not in elastic.instances()[1]
 
 
+@pytest.mark.full
 def test_the_old_instance_hangs_during_a_scale(elastic: Elastic) -> None:
     """It cannot freeze; the scale goes on to the new one, with the tokens that came by."""
     if len(elastic.instances()[1][elastic.instances()[0]]["device_ids"]) > 1:
@@ -131,6 +134,7 @@ def test_the_old_instance_hangs_during_a_scale(elastic: Elastic) -> None:
     assert recoveries(elastic) == before, "the scale did it"
 
 
+@pytest.mark.full
 def test_a_memory_worker_hangs_while_kv_shrinks(elastic: Elastic) -> None:
     """Nobody knows whether the pages are gone: the rank gets them again before the next scale."""
     if elastic.size() == 1:
@@ -159,6 +163,7 @@ def test_a_memory_worker_hangs_while_kv_shrinks(elastic: Elastic) -> None:
     assert elastic.num_kv_slots(0) < num_slots
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["unload", "load"])
 def test_a_rank_is_killed_in_an_adapters_change(elastic: Elastic, change: str) -> None:
     """It has told its memory worker; its table of adapters still says, or does not yet say, so.

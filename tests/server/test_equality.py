@@ -36,6 +36,12 @@ MORE_LAYOUTS = {
     "router-tp2-ep2": (*TP2_EP2, "--reroute", "router"),
 }
 BATCH = 40
+# What `make test` serves: every kind of layout once, over three architectures.
+QUICK = {
+    ("DeepseekV2ForCausalLM", "tp2-ep2"),
+    ("Qwen3MoeForCausalLM", "one-rank"),
+    (DP_ARCHITECTURE, "dp2-ep2"),
+}
 # SGLang's own Mixtral has no DP attention; test_launch_refusals.py has that case.
 CASES = [
     ("MixtralForCausalLM", "one-rank"),
@@ -53,7 +59,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES],
+)
 def test_woven_equals_merged(
     architecture: str, layout: str, families: Families, server_pool: ServerPool
 ) -> None:
@@ -76,6 +85,7 @@ def test_woven_equals_merged(
 
 
 def test_every_served_architecture_is_here() -> None:
+    assert set(CASES) > QUICK
     assert {architecture for architecture, _ in CASES} >= set(SERVED_ARCHITECTURES)
 
 

@@ -49,6 +49,7 @@ def test_a_rank_is_stopped_goes_on_and_is_killed(tmp_path: Path) -> None:
         assert f"process {rank}" in stream.last["error"]["message"]
 
 
+@pytest.mark.full
 def test_the_detokenizer_is_stopped_for_good(tmp_path: Path) -> None:
     with mortal(tmp_path) as server:
         stream = Stream(server.server.url, LONG)
@@ -91,6 +92,7 @@ def test_a_second_signal_forces(tmp_path: Path) -> None:
         assert server.ends_with(SOON_S) == 130
 
 
+@pytest.mark.full
 def test_a_signal_while_it_starts(tmp_path: Path) -> None:
     server = Server(ServerSpec(), tmp_path / "log")
     try:
@@ -102,6 +104,7 @@ def test_a_signal_while_it_starts(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.full
 def test_elastic_ends_without_its_detokenizer(tmp_path: Path) -> None:
     """How it recovers ranks, and is not ready meanwhile: test_elastic_faults.py."""
     with mortal(tmp_path, *ELASTIC) as server:

@@ -48,7 +48,13 @@ def ground(server_pool: ServerPool, tmp_path_factory: pytest.TempPathFactory) ->
     return prepare(tmp_path_factory.mktemp("lifecycle"), QUICK, plain.url)
 
 
-@pytest.mark.parametrize("sizes", [(), ELASTIC_SIZES], ids=["plain", "elastic"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(ELASTIC_SIZES, id="elastic", marks=pytest.mark.full),
+    ],
+)
 def test_answers_are_right_while_adapters_change(sizes: tuple[int, ...], ground: Ground) -> None:
     """Elastic loads wait for adapters in use, so the operations take longer there."""
     found: dict[str, Any] = {}
@@ -60,6 +66,7 @@ def test_answers_are_right_while_adapters_change(sizes: tuple[int, ...], ground:
     assert kinds <= set(row["operations"])
 
 
+@pytest.mark.full
 def test_scales_while_adapters_take_turns(ground: Ground) -> None:
     """Each begins with a load on its way: the ranks that take over must know that adapter too."""
     plan = replace(QUICK, sizes=ELASTIC_SIZES, pattern_s=45.0)

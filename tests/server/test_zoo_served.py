@@ -72,7 +72,10 @@ def _checkpoint(adapter: str | None, folder: Path) -> Path:
     return folder / adapter
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.full if args else ()) for name, args in LAYOUTS.items()],
+)
 def test_woven_equals_merged(layout: str, merged_texts: Texts, server_pool: ServerPool) -> None:
     args = LAYOUTS[layout]
     adapters = tuple(zoo.adapter_paths().items())

@@ -29,7 +29,7 @@ def run_simulated(folder: Path, part: str) -> dict[str, Any]:
     return found["steps"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_over_the_simulator(tmp_path: Path) -> None:
     steps = run_simulated(tmp_path, "memory")
     assert "unmapping_one_slot_keeps_its_neighbours_half_page" in steps["device tests"]["passed"]
@@ -43,7 +43,7 @@ def test_memory_over_the_simulator(tmp_path: Path) -> None:
     assert all("over_memcpy" in row for row in steps["vmm"]["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rerouting_over_the_simulator(tmp_path: Path) -> None:
     steps = run_simulated(tmp_path, "reroute")
     assert steps["reroute: check"]["equal"]

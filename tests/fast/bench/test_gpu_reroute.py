@@ -187,7 +187,7 @@ def test_short_time_costs_rounds_and_says_so(files: serve.Files) -> None:
     assert row["reason"] == "0 rounds in the time: too few"
 
 
-@pytest.mark.server
+@pytest.mark.full
 def test_two_real_servers_are_driven(tmp_path: Path) -> None:
     found = serve.measure(serve.TINY, tmp_path)
     assert found["num_layers"] == 3

@@ -11,6 +11,8 @@ import pytest
 
 from tests.fast.csrc.csrc_build import CSRC, build_tests
 
+# Under the sanitizers these take minutes; as built they are part of every run.
+LONG = {"test_address_range"}
 NAMES = sorted(path.stem for path in (CSRC / "tests").glob("test_*.cpp"))
 
 
@@ -49,7 +51,10 @@ def test_plain(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in NAMES],
+)
 def test_sanitized(name: str) -> None:
     done = run(build_tests(sanitize=True) / name, **sanitizer_options())
     assert done.returncode == 0, done.stdout + done.stderr

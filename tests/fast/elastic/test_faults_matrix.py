@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import MemoryLostError
@@ -30,6 +31,7 @@ BETWEEN_WORKERS = [
     name for name in FAULTS if name not in ("late request", "doubled request, first answer lost")
 ]
 _S = OperationState
+Cell = tuple[Any, ...]
 Fault = Callable[[MemoryScale, int], AbstractContextManager[Inject]]
 
 
@@ -65,6 +67,14 @@ def processes_of(*kinds: str) -> list[tuple[str, int, str]]:
         for role in ("target", "source")
         if (kind := kind_at(direction, at)) is not StepKind.ADD_DEVICE
         and (role == "target" or kind.value.startswith("copy"))
+    ]
+
+
+def sample(cells: list[Cell], every: int = 3) -> list[Cell | ParameterSet]:
+    """All cells, of which only every third is run outside `make test-full`."""
+    return [
+        cell if i % every == 0 else pytest.param(*cell, marks=pytest.mark.full)
+        for i, cell in enumerate(cells)
     ]
 
 
@@ -106,7 +116,7 @@ def pages(left: dict[str, Any]) -> dict[str, Any]:
     return {name: left[name] for name in ("pages", "processes", "sockets")}
 
 
-@pytest.mark.parametrize(("direction", "at", "role"), processes_of(""))
+@pytest.mark.parametrize(("direction", "at", "role"), sample(processes_of("")))
 def test_a_worker_that_is_stopped(
     scale: MemoryScale, direction: str, at: int, role: str, tmp_path: Path
 ) -> None:
@@ -134,7 +144,7 @@ def expected(scale: MemoryScale, at: int) -> OperationState:
     return _S.SUCCEEDED if scale.step(at).kind is StepKind.REMOVE_DEVICE else _S.DEGRADED
 
 
-@pytest.mark.parametrize(("direction", "at", "role"), processes_of(""))
+@pytest.mark.parametrize(("direction", "at", "role"), sample(processes_of("")))
 def test_a_worker_that_is_killed(
     scale: MemoryScale, direction: str, at: int, role: str, tmp_path: Path
 ) -> None:
@@ -172,7 +182,7 @@ def test_a_worker_that_is_stopped_while_it_starts(
     check(scale, operation, before, tmp_path)
 
 
-@pytest.mark.parametrize(("direction", "at"), steps("map"))
+@pytest.mark.parametrize(("direction", "at"), sample(steps("map")))
 def test_a_device_that_is_full(direction: str, at: int, tmp_path: Path) -> None:
     with cells.serving(tmp_path, direction, budget_bytes=64 * PAGE) as scale:
         before = scale.left()
@@ -185,7 +195,7 @@ def test_a_device_that_is_full(direction: str, at: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spare", [0, 1])
-@pytest.mark.parametrize(("direction", "at", "role"), processes_of("copy"))
+@pytest.mark.parametrize(("direction", "at", "role"), sample(processes_of("copy")))
 def test_a_handle_that_cannot_be_opened(
     scale: MemoryScale, direction: str, at: int, role: str, spare: int, tmp_path: Path
 ) -> None:
@@ -228,7 +238,7 @@ def test_no_descriptors_for_a_worker_that_joins(
 
 
 @pytest.mark.parametrize("how", FAULTS)
-@pytest.mark.parametrize(("direction", "at"), steps("map", "copy", "unmap"))
+@pytest.mark.parametrize(("direction", "at"), sample(steps("map", "copy", "unmap")))
 def test_a_message_that_is_lost_or_doubled(
     scale: MemoryScale, direction: str, at: int, how: str, tmp_path: Path
 ) -> None:
@@ -242,7 +252,7 @@ def test_a_message_that_is_lost_or_doubled(
 
 @pytest.mark.parametrize("is_verified", [False, True])
 @pytest.mark.parametrize("how", BETWEEN_WORKERS)
-@pytest.mark.parametrize(("direction", "at"), steps("copy_experts"))
+@pytest.mark.parametrize(("direction", "at"), sample(steps("copy_experts")))
 def test_a_message_between_workers_that_is_lost_or_doubled(
     direction: str, at: int, how: str, is_verified: bool, tmp_path: Path
 ) -> None:

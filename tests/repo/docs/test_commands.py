@@ -41,7 +41,7 @@ def test_documents_with_the_shared_server(
     assert session.run(steps, tmp_path, f"127.0.0.1:{server.port}") == []
 
 
-@pytest.mark.server
+@pytest.mark.full
 @pytest.mark.parametrize("page", WITH_OWN_SERVER)
 def test_documents_that_start_a_server(page: str, tmp_path: Path) -> None:
     assert session.run(session.steps_of(run_blocks(page)), tmp_path) == []

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.full.fuzz import targets
-from tests.full.fuzz.targets import TARGETS
+from tests.fast.fuzz import targets
+from tests.fast.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +35,7 @@ def search(name: str, seconds: int, seed: int, folder: Path) -> int:
     found.mkdir()
     scratch.mkdir()
     command = [
-        *(sys.executable, "-m", "tests.full.fuzz.targets", "--seconds", str(seconds)),
+        *(sys.executable, "-m", "tests.fast.fuzz.targets", "--seconds", str(seconds)),
         *("--seed", str(seed), name, str(found), str(CORPUS / name)),
     ]
     environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": str(ROOT)}

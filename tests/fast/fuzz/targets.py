@@ -1,6 +1,6 @@
 """What reads bytes of strangers, given any bytes: refused by name, or read and found true.
 
-    python -m tests.full.fuzz.targets --seconds 60 body FOUND CORPUS
+    python -m tests.fast.fuzz.targets --seconds 60 body FOUND CORPUS
 
     bytes --[libFuzzer keeps what reaches new code]--> TARGETS[name] --> True: taken, False: refused
 
