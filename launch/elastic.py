@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sgl_elastic.baselines.strategies import ScaleStrategy
+from sgl_elastic.engine import accelerators
 from sgl_elastic.errors import ElasticConfigError, ElasticError
 from sgl_elastic.front.readiness import ElasticEngine
-from sgl_elastic.instance import devices
 from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.runtime import Runtime
 from sgl_elastic.types import AdapterEntry
@@ -98,7 +98,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
 
 def choose_backend() -> str:
     """sgl_vmm's backend for this machine's devices: host, acl or cuda."""
-    return "host" if platform.is_active() else devices.backend()
+    return "host" if platform.is_active() else accelerators.backend()
 
 
 def _check_devices(options: ElasticOptions, backend: str) -> None:
@@ -114,7 +114,7 @@ def _check_devices(options: ElasticOptions, backend: str) -> None:
             "--scale-strategy colocated, --ablate no_shared_allocator: for the CPU platform only, "
             "where a device can have a second memory worker"
         )
-    num_devices = 1 if backend == "acl" else devices.num_cuda_devices()
+    num_devices = 1 if backend == "acl" else accelerators.num_cuda_devices()
     if options.max_devices > num_devices:
         reason = "Ascend has one so far" if backend == "acl" else f"torch sees {num_devices}"
         raise ElasticConfigError(f"--max-devices {options.max_devices}: {reason}; lower it")

@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_esft import env
 from sgl_esft.errors import ConfigError
-from sgl_esft.health import ending, routes
+from sgl_esft.health import process, routes
 from sgl_esft.health.engine import Engine, PlainEngine
 from sgl_esft.health.heartbeat import MAX_RANKS, Board
 from sgl_esft.health.processes import kill_children
@@ -107,7 +107,7 @@ def install(
 
     times = Times(flags.ready_timeout_s, flags.drain_timeout_s, flags.hang_timeout_s)
     service = Service(times, board, engine or _plain(board, manager), stop_server)
-    ending.use(service)
+    process.use(service)
     app.include_router(routes.router(service))
     admission.install(app, service)
     return service

@@ -13,7 +13,7 @@ from sgl_esft import env, platform, zoo
 from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
-from sgl_esft.health import ending
+from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import Board
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
@@ -118,7 +118,7 @@ def run(
         service.started()
         _announce(launch, time.monotonic() - started)
 
-    ending.hear_ends()
+    process.hear_ends()
     try:
         http_server.launch_server(
             server_args,

@@ -1,10 +1,9 @@
 """`python -m sgl_esft.launch_server`: serve a base model and its ESFT adapters.
 
-    flags -> plan_launch -> prepare_environment -> serve (SGLang's own server)
+    command line -> [launch_server] -> launch/server.py
 
-Takes every SGLang flag besides its own. Without --model-path it serves the
-demo zoo. Adapters are checked against the base before anything is started.
-With --elastic, launch/elastic.py takes over from here.
+The name by which SGLang's users start a server. Imports late: nothing of this package depends on
+the launcher. Children of `multiprocessing` import this file too, as `__mp_main__`.
 """
 
 from __future__ import annotations
@@ -12,51 +11,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sgl_esft.errors import EsftError
-from sgl_esft.health import ending
-from sgl_esft.health import ending as child
-from sgl_esft_launch import flags, plan
-
-if __name__ == "__mp_main__":
-    child.leave_to_front()
-
-if __name__ == "__mp_main__" and plan.uses_data_parallel(sys.argv):
-    # A child of SGLang under data parallelism. SGLang loads plugins in its schedulers but not
-    # in its data parallel controller, which has a hook of ours.
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        return _help()
-    if "--elastic" in argv:
-        from sgl_esft_launch import elastic
+    from sgl_esft_launch import server
 
-        return elastic.main(argv)
-    try:
-        parsed, sglang_argv = flags.parse(argv)
-        launch = plan.plan_launch(parsed, sglang_argv)
-    except EsftError as error:
-        print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    from sgl_esft_launch import serve
-
-    return serve.serve(launch)
+    return server.main(argv)
 
 
-def _help() -> int:
-    """All flags, the elastic ones included. Imports neither SGLang nor torch."""
-    from sgl_elastic.options import add_flags
+if __name__ == "__mp_main__":
+    from sgl_esft_launch import server
 
-    parser = flags.build_parser()
-    add_flags(parser)
-    parser.print_help()
-    return 0
-
+    server.begin_child(sys.argv)
 
 if __name__ == "__main__":
+    from sgl_esft.health import ending
+
     ending.leave_after(main)

@@ -1,4 +1,7 @@
-"""The last step of a process that has served."""
+"""How a process of the server ends: the last step of the front, and the first of its children.
+
+Imported by every process, so it knows nothing of the service (process.py does).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
-from sgl_esft.errors import InvariantError
 from sgl_esft.health.processes import kill_children
-from sgl_esft.health.service import Service
 
 
 def leave_after(main: Callable[[], int]) -> None:
@@ -58,8 +57,7 @@ def leave(status: int) -> None:
 # What every process that the front starts does first.
 #
 # Signals of a terminal, of a process group or of a systemd unit reach all processes. The front
-# alone
-# decides how the server ends: its children do not hear SIGINT and SIGTERM, and end with it.
+# alone decides how the server ends: its children do not hear SIGINT and SIGTERM, and end with it.
 
 _PR_SET_PDEATHSIG = 1
 
@@ -77,47 +75,3 @@ def ignore_ends() -> None:
     """SIGINT and SIGTERM change nothing any more, here and in processes started from here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-# The one service of the process that serves HTTP, and the signals that reach it.
-#
-# until the engine is up: [hear_ends] --> SystemExit, and everything that was started is killed
-# afterwards: the event loop --> Service; SGLang's own handlers, hooked --> Service
-
-_CLEAN_UP_S = 5.0
-
-_service: Service | None = None
-
-
-def use(service: Service) -> None:
-    """The service of this process, before the server is started."""
-    global _service
-    _service = service
-
-
-def _required() -> Service:
-    if _service is None:
-        raise InvariantError("a signal of the engine reached a process that serves no HTTP")
-    return _service
-
-
-def hear_ends() -> None:
-    """SIGINT and SIGTERM end this process by SystemExit, so that it cleans up. Main thread only."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second one does not wait for the cleaning up
-    leave_within(_CLEAN_UP_S, 128 + number)
-    sys.exit(128 + number)
-
-
-def on_sigterm(handler: Any, signum: int | None = None, frame: Any = None) -> None:
-    """In place of SGLang's. It installs its handler anew with the first request."""
-    _required().on_signal(signal.SIGTERM)
-
-
-def on_sigquit(handler: Any, signum: int | None = None, frame: Any = None) -> None:
-    """In place of SGLang's: one of its processes has failed."""
-    _required().on_quit()

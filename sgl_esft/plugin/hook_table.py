@@ -8,7 +8,7 @@ installs them and refuses to serve when one is not in place.
 from __future__ import annotations
 
 from sgl_esft import ports
-from sgl_esft.health import ending, heartbeat
+from sgl_esft.health import heartbeat, process
 from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.lifecycle import registry
 from sgl_esft.observe import json_logs
@@ -160,7 +160,7 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     Hook(
         target=f"{_SIGNALS}.sigterm_handler",
         kind=HookKind.REPLACE,
-        function=ending.on_sigterm,
+        function=process.on_sigterm,
         parameters=("self", "signum", "frame"),
         why="SGLang takes new requests while it drains, waits for ever, and hears no SIGINT",
         remove_when="SGLang's drain refuses new requests and has a time-out",
@@ -168,7 +168,7 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     Hook(
         target=f"{_SIGNALS}.running_phase_sigquit_handler",
         kind=HookKind.REPLACE,
-        function=ending.on_sigquit,
+        function=process.on_sigquit,
         parameters=("self", "signum", "frame"),
         why="SGLang kills itself when a process has failed; its clients see broken connections",
         remove_when="SGLang ends its streams with an error before it exits",

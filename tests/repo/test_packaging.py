@@ -36,7 +36,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_wheel_holds_every_module_checkpoint_and_page(wheel_names: set[str]) -> None:
     folders = {"sgl_esft/": "sgl_esft/", "sgl_elastic/": "sgl_elastic/"}
-    folders["kernels/"] = "sgl_esft_kernels/"
+    folders |= {"kernels/": "sgl_esft_kernels/", "launch/": "sgl_esft_launch/"}
     wanted = {
         installed + path.removeprefix(folder)
         for path in project_files()
@@ -45,7 +45,9 @@ def test_wheel_holds_every_module_checkpoint_and_page(wheel_names: set[str]) -> 
         and (path.endswith(".py") or "/checkpoints/" in path or "/static/" in path)
     }
     assert sorted(wanted - wheel_names) == []
-    assert not any(name.startswith(("tests/", "bench/", "kernels/")) for name in wheel_names)
+    assert not any(
+        name.startswith(("tests/", "bench/", "kernels/", "launch/")) for name in wheel_names
+    )
 
 
 def test_kernels_folder_is_installed_under_its_own_name() -> None:

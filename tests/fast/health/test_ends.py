@@ -16,10 +16,10 @@ from sgl_esft.health.processes import descendants, state_of
 
 PARENT = """
 import multiprocessing, time
-from sgl_esft.health import child
+from sgl_esft.health import ending
 
 def run(path):
-    child.leave_to_front()
+    ending.leave_to_front()
     open(path, "w").write("x")
     time.sleep(60)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sgl_elastic import options
+from sgl_elastic.engine import accelerators
 from sgl_elastic.errors import ElasticConfigError
 from sgl_elastic.instance import devices
-from sgl_elastic.instance import devices as accelerators
 from sgl_esft import platform
 from sgl_esft_launch import elastic
 

@@ -364,7 +364,7 @@ def test_ports_do_not_run_out() -> None:
     for _ in range(1000):
         pick_free_port()
     assert count_fds() <= before + 32
-    code = "from sgl_esft_launch import ports; print(ports.pick_free_port())"
+    code = "from sgl_esft import ports; print(ports.pick_free_port())"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -495,7 +495,7 @@ def test_help_and_refusals_need_neither_sglang_nor_torch(root: Path) -> None:
 def test_processes_that_ask_at_once_get_ports_of_their_own() -> None:
     """A server listens long after its port was chosen, and its neighbour asks meanwhile."""
     code = (
-        "from sgl_esft_launch import ports; import itertools; ports._turn = itertools.count(7)\n"
+        "from sgl_esft import ports; import itertools; ports._turn = itertools.count(7)\n"
         "print(*[ports.pick_free_port() for _ in range(5)], flush=True); input()"
     )
     command = [sys.executable, "-c", code]

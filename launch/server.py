@@ -1,0 +1,58 @@
+"""From a command line to a server that has ended, with or without the elastic runtime.
+
+    launch_server -> flags -> plan_launch -> prepare_environment -> serve (SGLang's own server)
+
+Takes every SGLang flag besides its own. Without --model-path it serves the
+demo zoo. Adapters are checked against the base before anything is started.
+With --elastic, launch/elastic.py takes over from here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sgl_esft.errors import EsftError
+from sgl_esft.health import ending
+from sgl_esft_launch import flags, plan
+
+
+def begin_child(argv: Sequence[str]) -> None:
+    """What a process that `multiprocessing` has started from the launcher does first."""
+    ending.leave_to_front()
+    if plan.uses_data_parallel(argv):
+        # SGLang loads plugins in its schedulers but not in its data parallel controller, which
+        # has a hook of ours.
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        return _help()
+    if "--elastic" in argv:
+        from sgl_esft_launch import elastic
+
+        return elastic.main(argv)
+    try:
+        parsed, sglang_argv = flags.parse(argv)
+        launch = plan.plan_launch(parsed, sglang_argv)
+    except EsftError as error:
+        print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    from sgl_esft_launch import serve
+
+    return serve.serve(launch)
+
+
+def _help() -> int:
+    """All flags, the elastic ones included. Imports neither SGLang nor torch."""
+    from sgl_elastic.options import add_flags
+
+    parser = flags.build_parser()
+    add_flags(parser)
+    parser.print_help()
+    return 0
