@@ -76,7 +76,7 @@ def run(
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
-    from sgl_esft.health.heartbeat import run_beating_detokenizer
+    from sgl_esft.health.detokenizer import run_beating_detokenizer
 
     seat: adapters.Seat | None = None
     if launch.config is not None:

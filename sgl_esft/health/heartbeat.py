@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_detokenizer_process
-
 from sgl_esft import env
 from sgl_esft.errors import InvariantError
 
@@ -156,20 +154,3 @@ class BeatingSocket:
         self._slot.beat()
         while not flags and not self._socket.poll(_WAIT_MS):
             self._slot.beat()
-
-
-# SGLang's detokenizer process, with a loop that beats. SGLang takes the function as argument.
-
-
-class BeatingDetokenizer(DetokenizerManager):
-    """Beats whenever it waits for tokens."""
-
-    def init_ipc_channels(self, port_args: Any, server_args: Any) -> None:
-        self.recv_from_scheduler: Any
-        super().init_ipc_channels(port_args, server_args)
-        self.recv_from_scheduler = BeatingSocket(self.recv_from_scheduler)
-
-
-def run_beating_detokenizer(server_args: Any, port_args: Any) -> None:
-    """In place of SGLang's own, in the process that it has started for it."""
-    run_detokenizer_process(server_args, port_args, BeatingDetokenizer)

@@ -17,7 +17,7 @@ MAY_IMPORT_SGLANG = {
     "sgl_elastic.front.sglang_wire",
     "sgl_elastic.engine.",
     "sgl_elastic.instance.process",
-    "sgl_esft.health.heartbeat",
+    "sgl_esft.health.detokenizer",
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",
     "sgl_esft.platform.",
