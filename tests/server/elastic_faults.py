@@ -150,6 +150,11 @@ class Elastic:
     def scaled(self, size: int) -> dict[str, Any]:
         return asyncio.run(scale(self.server.url, {"dp_size": size}))
 
+    def be_of_size(self, size: int) -> None:
+        """Scale there unless it is: what the test before left does not matter."""
+        if self.size() != size:
+            assert self.scaled(size)["state"] == "succeeded"
+
     @contextmanager
     def load(self) -> Iterator[None]:
         """Requests all the time; at the end each must have got its answer, and the right one."""
