@@ -42,7 +42,7 @@ QUICK = {
     ("Qwen3MoeForCausalLM", "one-rank"),
     (DP_ARCHITECTURE, "dp2-ep2"),
 }
-# SGLang's own Mixtral has no DP attention; test_launch_refusals.py has that case.
+# SGLang's own Mixtral has no DP attention; fast/launch/test_refusals.py has that case.
 CASES = [
     ("MixtralForCausalLM", "one-rank"),
     ("MixtralForCausalLM", "tp2-ep2"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,8 @@ from sgl_esft.ports import pick_free_port
 from tests.support.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
 from tests.support.base_factory import write_random_base
 from tests.support.families import Families, Family
-from tests.support.servers import DP2_EP2, ROOT, TP2_EP2, ServerSpec
-
-pytestmark = pytest.mark.server
+from tests.support.launches import refusal_of
+from tests.support.servers import DP2_EP2, TP2_EP2, ServerSpec
 
 
 @pytest.fixture
@@ -25,47 +22,48 @@ def family(families: Families) -> Family:
     return families.get("DeepseekV2ForCausalLM")
 
 
-def refuse(spec: ServerSpec, error: str, env: Mapping[str, str] | None = None) -> str:
-    """The launch ends at once with the named error. Returns what it printed."""
-    done = subprocess.run(
-        spec.argv(pick_free_port()),
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert f"sgl_esft: {error}: " in done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(tmp_path: Path) -> Refuse:
+    """The launch ends with the named error; what it printed."""
+
+    def refused(spec: ServerSpec, error: str, env: Mapping[str, str] | None = None) -> str:
+        argv = spec.argv(pick_free_port())[3:]  # without `python -m sgl_esft.launch_server`
+        status, stderr = refusal_of(argv, env or {}, tmp_path / "stderr")
+        assert status == 2, stderr[-2000:]
+        assert f"sgl_esft: {error}: " in stderr
+        assert "Traceback" not in stderr
+        return stderr
+
+    return refused
 
 
 @pytest.mark.parametrize("kind", sorted(BAD_ADAPTERS)[::4])
-def test_damaged_adapter(kind: str, family: Family, tmp_path: Path) -> None:
+def test_damaged_adapter(kind: str, family: Family, tmp_path: Path, refuse: Refuse) -> None:
     folder = write_random_adapter(tmp_path / "bad", family.base, seed=3)
     expected = corrupt(folder, kind)
     refuse(ServerSpec(family.base, (("bad", folder),)), expected.__name__)
 
 
-def test_missing_folder_and_bad_name(family: Family, tmp_path: Path) -> None:
+def test_missing_folder_and_bad_name(family: Family, tmp_path: Path, refuse: Refuse) -> None:
     refuse(ServerSpec(family.base, (("x", tmp_path / "nothing"),)), "AdapterPathError")
     refuse(ServerSpec(family.base, (("a b", family.adapters["a0"]),)), "AdapterNameError")
 
 
-def test_too_few_expert_slots(family: Family) -> None:
+def test_too_few_expert_slots(family: Family, refuse: Refuse) -> None:
     spec = ServerSpec(family.base, family.named, ("--max-experts-per-adapter", "1"))
     assert "--max-experts-per-adapter" in refuse(spec, "ConfigError")
 
 
-def test_plugin_left_out(family: Family) -> None:
+def test_plugin_left_out(family: Family, refuse: Refuse) -> None:
     """Without the hooks adapters would be ignored: no server then."""
     spec = ServerSpec(family.base, family.named)
     assert "SGLANG_PLUGINS" in refuse(spec, "HookError", {"SGLANG_PLUGINS": "another"})
 
 
-def test_unsupported_and_quantised_models(family: Family, tmp_path: Path) -> None:
+def test_unsupported_and_quantised_models(family: Family, tmp_path: Path, refuse: Refuse) -> None:
     base = write_random_base(tmp_path / "base", "DeepseekV2ForCausalLM", seed=1)
     config = json.loads((base / "config.json").read_text())
     for change in (
@@ -76,7 +74,7 @@ def test_unsupported_and_quantised_models(family: Family, tmp_path: Path) -> Non
         refuse(ServerSpec(base), "UnsupportedModelError")
 
 
-def test_port_in_use(family: Family) -> None:
+def test_port_in_use(family: Family, refuse: Refuse) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -85,12 +83,12 @@ def test_port_in_use(family: Family) -> None:
         assert str(port) in refuse(spec, "ConfigError")
 
 
-def test_sglangs_lora_flags(family: Family) -> None:
+def test_sglangs_lora_flags(family: Family, refuse: Refuse) -> None:
     spec = ServerSpec(family.base, args=("--lora-paths", "x=y"))
     assert "--esft-adapters" in refuse(spec, "ConfigError")
 
 
-def test_dp_attention_where_sglang_has_none(tmp_path: Path) -> None:
+def test_dp_attention_where_sglang_has_none(tmp_path: Path, refuse: Refuse) -> None:
     base = write_random_base(tmp_path / "base", "MixtralForCausalLM", seed=1)
     assert "DP attention" in refuse(ServerSpec(base, args=DP2_EP2), "UnsupportedModelError")
 
@@ -104,17 +102,19 @@ def test_dp_attention_where_sglang_has_none(tmp_path: Path) -> None:
         (("--load-format", "dummy"), "--load-format"),
     ],
 )
-def test_what_sglang_resolves_is_checked(args: tuple[str, ...], named: str, family: Family) -> None:
+def test_what_sglang_resolves_is_checked(
+    args: tuple[str, ...], named: str, family: Family, refuse: Refuse
+) -> None:
     assert named in refuse(ServerSpec(family.base, args=args), "ConfigError")
 
 
 @pytest.mark.parametrize(
     "args", [("--port", "70000"), ("--tp-size", "0"), (*DP2_EP2, "--max-adapters", "2")]
 )
-def test_sizes_that_cannot_work(args: tuple[str, ...], family: Family) -> None:
+def test_sizes_that_cannot_work(args: tuple[str, ...], family: Family, refuse: Refuse) -> None:
     refuse(ServerSpec(family.base, family.named, args), "ConfigError")
 
 
-def test_adapters_given_in_two_flags_are_all_checked(family: Family) -> None:
+def test_adapters_given_in_two_flags_are_all_checked(family: Family, refuse: Refuse) -> None:
     args = ("--esft-adapters", "a b=x")
     assert "a b" in refuse(ServerSpec(family.base, family.named, args), "AdapterNameError")
