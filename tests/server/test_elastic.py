@@ -12,6 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 LATER = "sum"  # loaded while the server runs
 FIRST = tuple(name for name in zoo.adapter_paths() if name != LATER)
-MAX_DEVICES = 4
-STANDBY_RANKS = 9  # two, three and four devices at once
+MAX_DEVICES = 3
 DEVICE_MEMORY = 64 << 20
-NUM_STREAMS = 1000
+NUM_STREAMS = 400
+MANY_STREAMS = 1000
 STANDBYS_S = 300.0
 
 Expected = Mapping[Ask, tuple[int, ...]]
@@ -76,18 +77,25 @@ def later_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory: pytest.TempPathFactory, expected: Expected) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("elastic")
+    with started(tmp_path_factory.mktemp("elastic"), MAX_DEVICES) as server:
+        yield server
+
+
+@contextmanager
+def started(folder: Path, max_devices: int) -> Iterator[Server]:
+    """A server whose files are gone, with standbys of every size; afterwards it is gone too."""
     base = shutil.copytree(zoo.base_path(), folder / "base")
     adapters = {name: shutil.copytree(zoo.adapter_paths()[name], folder / name) for name in FIRST}
-    args = ("--elastic", "--max-devices", str(MAX_DEVICES), "--max-adapters", "6")
-    args += ("--standby-ranks", str(STANDBY_RANKS), "--max-experts-per-adapter", "8")
+    sizes = range(2, max_devices + 1)
+    args = ("--elastic", "--max-devices", str(max_devices), "--max-adapters", "6")
+    args += ("--standby-ranks", str(sum(sizes)), "--max-experts-per-adapter", "8")
     args += ("--device-memory", f"{DEVICE_MEMORY}B", "--adapter-memory", "12MiB")
     server = Server(ServerSpec(base, tuple(adapters.items()), args), folder / "log")
     try:
         server.wait_until_ready()
         for weights in folder.rglob("*.safetensors"):
             weights.unlink()
-        wait_for_standbys(server, {2, 3, 4})
+        wait_for_standbys(server, set(sizes))
         yield server
     finally:
         pids = descendants(server.process.pid)
@@ -204,15 +212,31 @@ def assert_all_equal(streams: Sequence[Stream], expected: Expected) -> None:
 def test_every_answer_is_that_of_a_static_server(
     elastic: Server, asks: list[Ask], expected: Expected
 ) -> None:
-    """1 -> 2 -> 3 -> 2 -> 1 and 1 -> 2 -> 4 -> 1, sixteen experts over three devices included."""
-    sizes = [2, 3, 2, 1, 2, 4, 1]
+    """Up and down, sixteen experts over three devices included."""
+    check_scales(elastic, asks, expected, (2, 3, 2, 1))
+
+
+@pytest.mark.full
+def test_every_answer_on_four_devices(asks: list[Ask], expected: Expected, tmp_path: Path) -> None:
+    """Up and down by one, two and three devices, under a thousand streams."""
+    with started(tmp_path, 4) as server:
+        check_scales(server, asks, expected, (2, 3, 2, 1, 2, 4, 1), MANY_STREAMS)
+
+
+def check_scales(
+    server: Server,
+    asks: list[Ask],
+    expected: Expected,
+    sizes: Sequence[int],
+    num_streams: int = NUM_STREAMS,
+) -> None:
     streams, operations, most_bytes = asyncio.run(
-        scale_under_load(elastic, asks, sizes, NUM_STREAMS)
+        scale_under_load(server, asks, sizes, num_streams)
     )
     assert [operation["state"] for operation in operations] == ["succeeded"] * len(sizes), (
         operations
     )
-    assert len(streams) >= NUM_STREAMS
+    assert len(streams) >= num_streams
     assert_all_equal(streams, expected)
     assert_spanning(streams, operations)
     assert most_bytes <= DEVICE_MEMORY * 1.03
@@ -351,10 +375,15 @@ def wait_until_idle(server: Server) -> None:
 
 def test_a_dry_run_changes_nothing_and_nonsense_is_refused(elastic: Server) -> None:
     before = instances(elastic)
-    dry = elastic.post("/v1/scale", {"dp_size": 4, "dry_run": True})
+    dry = elastic.post("/v1/scale", {"dp_size": MAX_DEVICES, "dry_run": True})
     assert dry.status_code == 200
-    assert len(dry.json()["new"]["device_ids"]) == 4
-    for body in ({"dp_size": 0}, {"dp_size": 5}, {"dp_size": 2, "leave": [9]}, {"size": 2}):
+    assert len(dry.json()["new"]["device_ids"]) == MAX_DEVICES
+    for body in (
+        {"dp_size": 0},
+        {"dp_size": MAX_DEVICES + 1},
+        {"dp_size": 2, "leave": [9]},
+        {"size": 2},
+    ):
         assert elastic.post("/v1/scale", body).status_code in (400, 422), body
     assert instances(elastic) == before
 
@@ -446,13 +475,13 @@ def test_fifty_random_scalings_leave_nothing_behind(
     # The first instance loads its adapters itself, and what is left for KV may differ by a page.
     for size in (2, 1):
         assert asyncio.run(scale(elastic.url, {"dp_size": size}))["state"] == "succeeded"
-    wait_for_standbys(elastic, {2, 3, 4})
+    wait_for_standbys(elastic, {2, 3})
     before = Held.by(elastic)
     sizes = [rng.randint(1, MAX_DEVICES) for _ in range(49)] + [1]
-    streams, operations, _ = asyncio.run(scale_under_load(elastic, asks, sizes, NUM_STREAMS))
+    streams, operations, _ = asyncio.run(scale_under_load(elastic, asks, sizes, MANY_STREAMS))
     assert {operation["state"] for operation in operations} == {"succeeded"}, operations
     assert_all_equal(streams, expected)
-    wait_for_standbys(elastic, {2, 3, 4})
+    wait_for_standbys(elastic, {2, 3})
     after = Held.by(elastic)
     assert after.num_fds <= before.num_fds + 4  # connections that clients have just left
     assert after.num_threads <= before.num_threads + 2

@@ -82,6 +82,7 @@ def test_a_drain_answers_everything_that_runs(tmp_path: Path) -> None:
         assert stream.last["meta_info"]["completion_tokens"] == LONG
 
 
+@pytest.mark.full
 def test_a_second_signal_forces(tmp_path: Path) -> None:
     with mortal(tmp_path) as server:
         Stream(server.server.url, LONG).wait_for_tokens()
