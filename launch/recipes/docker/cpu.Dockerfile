@@ -26,11 +26,11 @@ FROM python:3.11-slim-bookworm
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 sgl-esft
+    && useradd --create-home --home-dir /var/lib/sgl-esft --uid 10001 sgl-esft
 COPY --from=build /opt/sgl-esft /opt/sgl-esft
 ENV PATH=/opt/sgl-esft/bin:$PATH
 USER 10001
-WORKDIR /home/sgl-esft
+WORKDIR /var/lib/sgl-esft
 EXPOSE 30000
 ENTRYPOINT ["tini", "--", "python", "-m", "sgl_esft.launch_server"]
 # Any host but 127.0.0.1 needs keys: without ADMIN_KEY in its environment it does not start.

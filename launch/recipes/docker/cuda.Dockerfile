@@ -6,7 +6,7 @@ COPY --from=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 /usr/local/cuda-13.0 /usr
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 sgl-esft
+    && useradd --create-home --home-dir /var/lib/sgl-esft --uid 10001 sgl-esft
 RUN python -m venv /opt/sgl-esft
 ENV PATH=/opt/sgl-esft/bin:/usr/local/cuda/bin:$PATH CUDA_HOME=/usr/local/cuda
 # What the NVIDIA container toolkit brings in from the host: the driver, and nvidia-smi.
@@ -23,7 +23,7 @@ COPY kernels/ kernels/
 COPY launch/ launch/
 RUN pip install --no-cache-dir --no-deps .
 USER 10001
-WORKDIR /home/sgl-esft
+WORKDIR /var/lib/sgl-esft
 EXPOSE 30000
 ENTRYPOINT ["tini", "--", "python", "-m", "sgl_esft.launch_server"]
 CMD ["--host", "0.0.0.0", "--admin-key-env", "ADMIN_KEY"]

@@ -1,17 +1,13 @@
-"""What the operator's pages say is so: files parse, routes and flags exist, errors are told."""
+"""What the operator's pages say is so: flags exist, errors are told."""
 
 from __future__ import annotations
 
-import configparser
 import json
 import re
-import shlex
 
 import pytest
-import yaml
 
 from sgl_esft import errors
-from sgl_esft.http.classes import RouteClass, RouteTable
 from sgl_esft_launch import flags
 from tests.repo.docs.blocks import BLOCKS, DOCUMENTS
 
@@ -21,28 +17,6 @@ WORDS = {path.name: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 
 def texts(language: str) -> list[str]:
     return [block.text for block in BLOCKS if block.language == language]
-
-
-def test_probes_ask_for_public_routes() -> None:
-    paths = re.findall(r"path: (/\w+)", "".join(texts("yaml")))
-    assert {"/healthz", "/readyz"} <= set(paths)
-    assert {RouteTable().find("GET", path) for path in paths} == {RouteClass.PUBLIC}
-    for text in texts("yaml"):
-        assert yaml.safe_load(text)
-
-
-def test_the_unit_starts_the_launcher() -> None:
-    text = next(iter(texts("ini"))).replace("\\\n", " ")
-    unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read_string(text)
-    command = shlex.split(unit["Service"]["ExecStart"])
-    assert command[1:3] == ["-m", "sgl_esft.launch_server"]
-    parsed, rest = flags.parse(command[3:])
-    assert rest == ["--enable-metrics"]
-    drain_s = flags.build_parser().get_default("drain_timeout")
-    assert float(unit["Service"]["TimeoutStopSec"]) > drain_s
-    assert parsed.adapter_root == "/srv/adapters"
 
 
 @pytest.mark.parametrize("page", ["operations.md", "quickstart.md", "guide_adapters.md"])
