@@ -21,7 +21,6 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "bench/README.md": "benches.md",
     "requirements/README.md": "requirements.md",
 }
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")

@@ -31,7 +31,6 @@ DOCUMENTS = (
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
-    ROOT / "bench" / "README.md",
     ROOT / "requirements" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 )
