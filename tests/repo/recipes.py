@@ -16,6 +16,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +222,20 @@ def documents(folder: Path) -> Iterator[tuple[str, Any, Path]]:
 
 def schema_problems(folder: Path) -> Iterator[str]:
     for name, document, schema in documents(folder):
-        checker = jsonschema.Draft202012Validator(json.loads(schema.read_text()))
-        for error in checker.iter_errors(document):
-            yield f"{name}: {error.json_path}: {error.message[:200]}"
+        yield from (f"{name}: {fault}" for fault in schema_faults(document, schema))
+
+
+def schema_faults(document: Any, path: Path) -> list[str]:
+    errors = validator(path).iter_errors(document)
+    return [f"{error.json_path}: {error.message[:200]}" for error in errors]
+
+
+@cache
+def validator(path: Path) -> Any:
+    schema = json.loads(path.read_text())
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
 
 
 def shell_problems(folder: Path) -> Iterator[str]:
@@ -339,7 +351,7 @@ def compose_problems(folder: Path) -> Iterator[str]:
         yield f"{COMPOSE}: the secrets of the service are not those of the file"
     if not (folder / "docker" / service["build"]["context"] / "launch").is_dir():
         yield f"{COMPOSE}: the build's context is not the checkout"
-    if not (RECIPES.parent.parent / service["build"]["dockerfile"]).is_file():
+    if not (ROOT / service["build"]["dockerfile"]).is_file():
         yield f"{COMPOSE}: no file {service['build']['dockerfile']}"
     if parsed.access.admin_key_env not in service["environment"]:
         yield f"{COMPOSE}: no {parsed.access.admin_key_env} in the environment"

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -108,6 +109,39 @@ def test_what_is_broken_is_found(
     assert words in "\n".join(problems(copy, scratch))
 
 
+# Whose keys are the user's own.
+FREE = {"environment", "labels", "matchLabels", "secrets", "selector", "services", "stringData"}
+
+
+def misspelt(value: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, the same document with that key misspelt), for every key that is not the user's own."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in list(items):
+        if isinstance(value, dict) and parent not in FREE:
+            yield key, {k + "x" if k == key else k: v for k, v in value.items()}
+        if isinstance(inner, dict | list):
+            for name, changed in misspelt(inner, str(key)):
+                yield name, replaced(value, key, changed)
+
+
+def replaced(value: Any, key: Any, inner: Any) -> Any:
+    if isinstance(value, dict):
+        return {**value, key: inner}
+    return [*value[:key], inner, *value[key + 1 :]]
+
+
+def test_every_misspelt_key_is_found() -> None:
+    """By the schemas that are ours."""
+    cases = [
+        (name, key, recipes.schema_faults(changed, schema))
+        for name, document, schema in recipes.documents(RECIPES)
+        if schema.parent == recipes.SCHEMAS
+        for key, changed in misspelt(document)
+    ]
+    assert len(cases) > 150
+    assert [(name, key) for name, key, faults in cases if not faults] == []
+
+
 def test_a_recipe_that_nobody_checks_is_found(copy: Path, scratch: Path) -> None:
     (copy / "nomad.hcl").write_text("")
     assert "nomad.hcl" in problems(copy, scratch)[0]
@@ -175,6 +209,14 @@ def test_shell_files_are_clean(path: str) -> None:
     command = ["bash", "-n"] if SHELLCHECK is None else [SHELLCHECK]
     done = subprocess.run([*command, str(ROOT / path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="no shellcheck: make setup brings it")
+def test_shellcheck_sees_what_bash_does_not(tmp_path: Path) -> None:
+    script = tmp_path / "x.sh"
+    script.write_text("#!/usr/bin/env bash\nrm -r $1\n")
+    done = subprocess.run([str(SHELLCHECK), str(script)], capture_output=True, check=False)
+    assert done.returncode == 1
 
 
 @pytest.fixture
