@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 
 class Process(Protocol):
     """What is used of subprocess.Popen, and what concerns the group that a process leads."""
@@ -87,10 +89,10 @@ class LocalProcess(subprocess.Popen[bytes]):
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP; False when it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 # Processor priority of an instance: what starts, parks or ends must not slow down what serves.
@@ -100,11 +102,9 @@ def is_stopped(pid: int) -> bool:
 # it is parked, or wanted now   --[foreground]--> as the front
 #
 # A rank that serves sleeps and wakes many times in a step. A thread of SCHED_IDLE gives way to it
-# at
-# once, one with a nice value only after some milliseconds. On a machine with processors to spare
-# none
-# of it shows. Only who may take a priority back lowers it (CAP_SYS_NICE, or RLIMIT_NICE): else a
-# standby would stay slow when it serves.
+# at once, one with a nice value only after some milliseconds. On a machine with processors to spare
+# none of it shows. Only who may take a priority back lowers it (CAP_SYS_NICE, or RLIMIT_NICE): else
+# a standby would stay slow when it serves.
 
 BACKGROUND_NICE = 15
 _CAP_SYS_NICE = 23  # linux/capability.h
@@ -190,9 +190,8 @@ def _set(group: int, policy: int, nice: int) -> None:
 
 def _threads(group: int) -> list[int]:
     found: list[int] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            stat = (process / "stat").read_text()
-            if int(stat.rpartition(")")[2].split()[2]) == group:
-                found += [int(task.name) for task in (process / "task").iterdir()]
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has just ended
+            if os.getpgid(pid) == group:
+                found += [thread.id for thread in psutil.Process(pid).threads()]
     return found

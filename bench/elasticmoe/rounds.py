@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import psutil
+
 from bench.common.load import end_on_sigterm
 from bench.common.record import RESULTS, spread
 from bench.common.scaled_model import ScaledModel, ScaledShape
@@ -228,24 +230,15 @@ class MemorySampler:
 
 def worker_pids(ancestor: int) -> list[int]:
     """Memory workers among a process's descendants."""
-    parents, workers = {}, []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (path / "stat").read_text()
-            command = (path / "cmdline").read_bytes()
-        except OSError:  # it has ended meanwhile
-            continue
-        pid = int(path.name)
-        parents[pid] = int(stat.rpartition(")")[2].split()[1])
-        if b"sgl_elastic.memory.worker" in command:
-            workers.append(pid)
-    return [pid for pid in workers if _descends(pid, ancestor, parents)]
+    below = psutil.Process(ancestor).children(recursive=True)
+    return [process.pid for process in below if _is_worker(process)]
 
 
-def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
-    while pid in parents and pid != ancestor:
-        pid = parents[pid]
-    return pid == ancestor
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "sgl_elastic.memory.worker" in process.cmdline()
+    except psutil.NoSuchProcess:  # it has ended meanwhile
+        return False
 
 
 def resident_bytes(pids: Iterable[int]) -> int:

@@ -11,6 +11,7 @@ read them. The server sees the swap as the loss of its engine: on one device no 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import psutil
 import torch
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, steady
@@ -363,11 +365,8 @@ def _files_of(pid: int) -> set[Path]:
 def group(leader: int) -> list[int]:
     """The processes of a process group: of an engine, its supervisor and its ranks."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (path / "stat").read_text()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(stat.rpartition(")")[2].split()[2]) == leader:
-            found.append(int(path.name))
-    return sorted(found)
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            if os.getpgid(pid) == leader:
+                found.append(pid)
+    return found

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them, and how those that this one has started end."""
+"""Processes as the kernel shows them, and how those that this one has started end."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 from sgl_esft.health.faults import ProcessState
 
 _KILL_WAIT_S = 2.0
 _POLL_S = 0.02
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # a zombie only waits for its parent
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def state_of(pid: int) -> ProcessState:
     """Whether a process runs. One that has ended may still wait for its parent."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return ProcessState.ENDED
-    return parse_state(stat)
-
-
-def parse_state(stat: str) -> ProcessState:
-    """The state in a line of /proc/PID/stat; the name before it may hold anything."""
-    letter = stat.rpartition(")")[2].split()[0]
-    if letter in "ZX":
+    if status in _ENDED:
         return ProcessState.ENDED
-    return ProcessState.STOPPED if letter in "Tt" else ProcessState.ALIVE
+    return ProcessState.STOPPED if status in _STOPPED else ProcessState.ALIVE
 
 
 def kill_children() -> None:
@@ -48,17 +45,8 @@ def is_there(pid: int) -> bool:
 
 
 def descendants(root: int) -> list[int]:
-    """Processes below this one, parents first."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            children.setdefault(parse_parent(path.read_text()), []).append(int(path.parent.name))
-    found = list(children.get(root, ()))
-    for pid in found:  # grows while it is read
-        found += children.get(pid, ())
-    return found
-
-
-def parse_parent(stat: str) -> int:
-    """The parent's process id in a line of /proc/PID/stat."""
-    return int(stat.rpartition(")")[2].split()[1])
+    """Processes below this one; none when it has ended."""
+    try:
+        return [child.pid for child in psutil.Process(root).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -23,10 +24,10 @@ from sgl_esft.health.heartbeat import Board, rank_slot
 from tests.server.test_elastic import (
     assert_all_equal,
     assert_gone,
-    descendants,
     scale_under_load,
     wait_for_standbys,
 )
+from tests.support.processes import command_line, family
 from tests.support.ray_cluster import ray_cluster
 from tests.support.servers import Server, ServerPool, ServerSpec
 
@@ -63,7 +64,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory, expected: Expected) -> Iter
             server.wait_until_ready()
             yield server
         finally:
-            pids = descendants(server.process.pid) | of_nodes()
+            pids = family(server.process.pid) | of_nodes()
             server.stop()  # the front is killed: what runs on nodes is Ray's to end
             assert_gone(pids)
 
@@ -126,16 +127,12 @@ def test_a_lost_node_that_serves_ends_the_server(spread: Server) -> None:
 
 def agents() -> list[int]:
     """Ray names a process after its actor, and after the method that runs."""
-    known = {pid: "".join(command_line(pid)[:1]) for pid in descendants(os.getpid())}
+    known = {pid: "".join(command_line(pid)[:1]) for pid in family(os.getpid())}
     return [pid for pid, name in known.items() if name.startswith("ray::NodeAgent")]
 
 
 def ancestors(pid: int) -> set[int]:
-    found = set()
-    while pid > 1:
-        found.add(pid)
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return found
+    return {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
 
 
 async def kill_amid(server: Server, asks: list[Ask]) -> tuple[list[Stream], str]:
@@ -149,7 +146,7 @@ async def kill_amid(server: Server, asks: list[Ask]) -> tuple[list[Stream], str]
 
 def rank_pid(instance: str, rank: int) -> int:
     """A rank's process id, as it writes it on the board of its node; no other server's."""
-    own = descendants(os.getpid())
+    own = family(os.getpid())
     for path in Path(tempfile.gettempdir()).glob(f"sgl-elastic-*/{instance}.beats"):
         with contextlib.closing(Board.open(path)) as board:
             beat = board.read(rank_slot(rank))
@@ -161,13 +158,7 @@ def rank_pid(instance: str, rank: int) -> int:
 def of_nodes() -> set[int]:
     """Memory workers and supervisors, which are no children of the front."""
     modules = {"sgl_elastic.memory.worker", "sgl_elastic.instance.process"}
-    return {pid for pid in descendants(os.getpid()) if modules & set(command_line(pid))}
-
-
-def command_line(pid: int) -> list[str]:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    return []
+    return {pid for pid in family(os.getpid()) if modules & set(command_line(pid))}
 
 
 def serving(server: Server) -> str:

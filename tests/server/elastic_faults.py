@@ -11,12 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import ExpertSlots
 from sgl_esft import zoo
+from sgl_esft.health.processes import is_there
+from tests.support.processes import command_line
 from tests.support.servers import Server, ServerSpec
 
 HANG_S = 5.0
@@ -98,7 +101,7 @@ class Elastic:
 
     def wait_for_end(self, pids: set[int], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while left := [pid for pid in pids if is_running(pid)]:
+        while left := [pid for pid in pids if is_there(pid)]:
             assert time.monotonic() < deadline, f"{left} outlive the front"
             time.sleep(0.05)
 
@@ -112,8 +115,8 @@ class Elastic:
         return int(self.instances()[1][name]["pid"])
 
     def rank(self, name: str, number: int = 0) -> int:
-        ranks = [pid for pid in children(self.supervisor(name)) if "schedul" in comm(pid)]
-        return sorted(ranks)[number]
+        below = psutil.Process(self.supervisor(name)).children()
+        return sorted(each.pid for each in below if "schedul" in each.name())[number]
 
     def worker(self, device_id: int) -> int | None:
         """The process of a device's memory worker."""
@@ -133,7 +136,7 @@ class Elastic:
     def _client(self, device_id: int) -> DeviceClient:
         worker = self.worker(device_id)
         assert worker is not None
-        words = command_line(worker).split()
+        words = command_line(worker)
         return DeviceClient(Path(words[words.index("--socket") + 1]), timeout_s=10.0)
 
     def unload(self) -> requests.Response:
@@ -144,7 +147,8 @@ class Elastic:
 
     def children_named(self, *words: str) -> list[int]:
         """The front's own children, those with all these words in their command lines."""
-        lines = {pid: command_line(pid) for pid in children(self.server.process.pid)}
+        below = [each.pid for each in psutil.Process(self.server.process.pid).children()]
+        lines = {pid: " ".join(command_line(pid)) for pid in below}
         return [pid for pid, line in lines.items() if all(word in line for word in words)]
 
     def scaled(self, size: int) -> dict[str, Any]:
@@ -180,24 +184,6 @@ class Elastic:
         assert len(streams) >= 4
 
 
-def comm(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text()
-
-
-def children(pid: int) -> list[int]:
-    """Those of all its threads: standbys are started from one that is not the first."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
-    return found
-
-
-def command_line(pid: int) -> str:
-    with suppress(OSError):  # it has just ended
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return ""
-
-
 def ended(elastic: Elastic, operation_id: str) -> dict[str, Any] | None:
     url = f"{elastic.server.url}/v1/scale/{operation_id}"
     operation: dict[str, Any] = requests.get(url, timeout=30).json()
@@ -218,17 +204,3 @@ def is_idle(elastic: Elastic) -> bool:
     body = requests.get(f"{elastic.server.url}/v1/scale", timeout=30).json()
     name, all_ = elastic.instances()
     return body["running"] is None and all_[name]["state"] == "active"
-
-
-def descendants(pid: int) -> set[int]:
-    found = {pid}
-    for child in children(pid):
-        found |= descendants(child)
-    return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False

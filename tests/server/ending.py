@@ -14,6 +14,7 @@ import requests
 
 from sgl_esft.health.faults import ProcessState
 from sgl_esft.health.processes import descendants, state_of
+from tests.support.processes import command_line
 from tests.support.servers import Server, ServerSpec
 
 ELASTIC = ("--elastic", "--max-devices", "1", "--standby-ranks", "0", "--device-memory", "64MiB")
@@ -89,7 +90,8 @@ class Mortal:
 
     def named(self, *words: str) -> list[int]:
         """Processes below the front with one of these words in their titles."""
-        return [pid for pid in descendants(self.pid) if any(word in title(pid) for word in words)]
+        titles = {pid: " ".join(command_line(pid)) for pid in descendants(self.pid)}
+        return [pid for pid, title in titles.items() if any(word in title for word in words)]
 
     def ends_with(self, timeout_s: float) -> int:
         """The exit status; nothing that the server started is left then."""
@@ -115,14 +117,6 @@ def mortal(folder: Path, *args: str) -> Iterator[Mortal]:
         family = descendants(found.pid)
         server.stop()
         wait_until(lambda: all(state_of(pid) is ProcessState.ENDED for pid in family), 10.0)
-
-
-def title(pid: int) -> str:
-    """The name that a process gave itself, or its command line; "" when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:

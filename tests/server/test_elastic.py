@@ -22,10 +22,12 @@ import requests
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_esft import zoo
+from sgl_esft.health.processes import is_there
 from tests.repo.docs import session
 from tests.repo.docs.blocks import pages_run_with, run_blocks
 from tests.support import browser as browsers
 from tests.support.browser import Dashboard
+from tests.support.processes import command_line, family
 from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
@@ -98,7 +100,7 @@ def started(folder: Path, max_devices: int) -> Iterator[Server]:
         wait_for_standbys(server, set(sizes))
         yield server
     finally:
-        pids = descendants(server.process.pid)
+        pids = family(server.process.pid)
         server.stop()
         assert_gone(pids)
 
@@ -120,47 +122,21 @@ def wait_for_standbys(server: Server, sizes: set[int]) -> None:
     raise AssertionError(f"no standbys of {sizes}: {instances(server)}\n{server.log()}")
 
 
-def descendants(pid: int) -> set[int]:
-    """The process and everything below it, by /proc."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
 def assert_gone(pids: set[int]) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        alive = {pid for pid in pids if is_alive(pid)}
+        alive = {pid for pid in pids if is_there(pid)}
         if not alive:
             return
         time.sleep(0.1)
     raise AssertionError(f"processes {alive} outlive their server")
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-
-
 def worker_bytes(server: Server) -> dict[int, int]:
     """Bytes that the operating system counts behind each device's memory."""
     found = {}
-    for pid in descendants(server.process.pid):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        except OSError:
-            continue
+    for pid in family(server.process.pid):
+        words = command_line(pid)
         if "sgl_elastic.memory.worker" in words:
             device_id = int(words[words.index("--device-id") + 1])
             found[device_id] = memfd_bytes(pid)
@@ -459,7 +435,7 @@ class Held:
         return cls(
             num_fds=len(list((front / "fd").iterdir())),
             num_threads=int(status["Threads"]),
-            num_processes=len(descendants(server.process.pid)),
+            num_processes=len(family(server.process.pid)),
             device_bytes=sum(worker_bytes(server).values()),
             rss_bytes=int(status["VmRSS"].split()[0]) << 10,
         )

@@ -19,7 +19,6 @@ from tests.server.elastic_faults import (
     HANG_S,
     SOON_S,
     Elastic,
-    descendants,
     ended,
     recoveries,
 )
@@ -32,6 +31,7 @@ from tests.server.fault_cells import (
     is_idle,
     measured,
 )
+from tests.support.processes import family
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
@@ -210,7 +210,7 @@ def test_any_process_at_any_phase_of_a_scale(
 
 def test_nothing_outlives_the_front(elastic: Elastic) -> None:
     """The last of all: afterwards there is no server."""
-    pids = descendants(elastic.server.process.pid)
+    pids = family(elastic.server.process.pid)
     assert len(pids) > 6
     elastic.server.process.kill()
     elastic.server.process.wait()

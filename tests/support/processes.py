@@ -11,7 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sgl_elastic.processes import is_stopped
+from sgl_esft.health.processes import descendants
 from tests.support.servers import ROOT
 
 
@@ -45,3 +48,16 @@ def stop_process(pid: int) -> None:
     while not is_stopped(pid):
         assert time.monotonic() < deadline, f"process {pid} does not stop"
         time.sleep(0.001)
+
+
+def family(pid: int) -> set[int]:
+    """A process and all below it."""
+    return {pid, *descendants(pid)}
+
+
+def command_line(pid: int) -> list[str]:
+    """Its words, or the title that a process gave itself; none when it is gone."""
+    try:
+        return psutil.Process(pid).cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []

@@ -8,7 +8,6 @@ from sgl_esft.health import phases, readiness
 from sgl_esft.health.faults import STOPPED_S, Part, ProcessState, first_fault
 from sgl_esft.health.heartbeat import Beat
 from sgl_esft.health.phases import Act, Event, Life, Phase
-from sgl_esft.health.processes import parse_parent, parse_state
 from sgl_esft.health.readiness import Loop
 
 P, E, A = Phase, Event, Act
@@ -132,18 +131,3 @@ def test_what_is_a_fault(part: Part, fault: str | None) -> None:
 
 def test_a_stopped_process_is_not_given_longer_than_a_hung_one() -> None:
     assert first_fault([Part("x", 7, STOPPED, 3.0)], 3.0) is not None
-
-
-@pytest.mark.parametrize(
-    ("line", "state", "parent"),
-    [
-        ("12 (python) S 1 12 12 0 -1", ALIVE, 1),
-        ("12 (sglang::a) R) T 34 12", STOPPED, 34),
-        ("12 (x) t 34 12", STOPPED, 34),
-        ("12 (x) Z 34 12", ENDED, 34),
-        ("12 (x) X 0 12", ENDED, 0),
-        ("12 (x) D 5 12", ALIVE, 5),
-    ],
-)
-def test_lines_of_proc(line: str, state: ProcessState, parent: int) -> None:
-    assert (parse_state(line), parse_parent(line)) == (state, parent)
