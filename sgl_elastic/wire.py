@@ -190,9 +190,8 @@ class Channel(Generic[Received]):
 
     def _send_all(self, data: memoryview, fds: Sequence[int], deadline: float) -> None:
         # Descriptors travel with the first bytes, so that they are there when the header is.
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self._wait_until(deadline)
-        sent = self._socket.sendmsg([data], rights)
+        sent = socket.send_fds(self._socket, [data], fds)
         while sent < len(data):
             self._wait_until(deadline)
             sent += self._socket.send(data[sent:])

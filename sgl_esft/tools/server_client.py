@@ -6,13 +6,11 @@ address -> [fetch_report] -> MemoryReport
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import math
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import httpx
 
 from sgl_esft import env
 from sgl_esft.errors import ConfigError, EsftError, ServerAnswerError, ServerUnreachableError
@@ -84,7 +82,7 @@ def call(server: ServerAddress, method: str, path: str, body: Any = None) -> Jso
     answers within the time, and ServerAnswerError for an error or for what is no JSON object.
     """
     address = server.url + path
-    raw = _exchange(_request(server, method, address, body), server.timeout_s)
+    raw = _exchange(server, method, address, body)
     if len(raw) > MAX_JSON_BYTES:
         raise ServerAnswerError(f"{address} answers with more than {MAX_JSON_BYTES} bytes.")
     if not raw and method == "DELETE":
@@ -92,41 +90,36 @@ def call(server: ServerAddress, method: str, path: str, body: Any = None) -> Jso
     return parse_object(raw, f"the answer of {address}", ServerAnswerError)
 
 
-def _request(server: ServerAddress, method: str, address: str, body: Any) -> urllib.request.Request:
-    request = urllib.request.Request(address, method=method)
-    if body is not None:
-        request.data = json.dumps(body).encode()
-        request.add_header("Content-Type", "application/json")
+def _exchange(server: ServerAddress, method: str, address: str, body: Any) -> bytes:
+    headers = {"Accept-Encoding": "identity"}  # so that what is read is what is counted
     if server.key is not None:
-        request.add_header("Authorization", f"Bearer {server.key}")
-    return request
-
-
-def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
-    address = request.full_url
+        headers["Authorization"] = f"Bearer {server.key}"
+    options: dict[str, Any] = {"timeout": server.timeout_s, "follow_redirects": True}
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            body: bytes = answer.read(MAX_JSON_BYTES + 1)
-            return body
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _refused(address, error) from error
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", error)
-        raise ServerUnreachableError(
-            f"nothing answers at {address} ({reason}): is the server up, and --url right?"
-        ) from error
-    except http.client.InvalidURL as error:
+        with httpx.stream(method, address, json=body, headers=headers, **options) as answer:
+            raw = _read(answer)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigError(f"--url {address!r} cannot be used: {error}.") from error
-    except (http.client.HTTPException, ValueError) as error:
+    except (httpx.ProtocolError, httpx.TooManyRedirects) as error:
         raise ServerAnswerError(f"{address} does not speak HTTP: {error!r}.") from error
+    except httpx.TransportError as error:
+        raise ServerUnreachableError(
+            f"nothing answers at {address} ({error}): is the server up, and --url right?"
+        ) from error
+    if answer.is_success:
+        return raw
+    said = _message(raw) or _hint(answer.status_code)
+    raise ServerAnswerError(f"{address} answers with HTTP {answer.status_code}: {said}")
 
 
-def _refused(address: str, error: urllib.error.HTTPError) -> ServerAnswerError:
-    said = _message(error.read(MAX_JSON_BYTES))
-    return ServerAnswerError(
-        f"{address} answers with HTTP {error.code}: {said or _hint(error.code)}"
-    )
+def _read(answer: httpx.Response) -> bytes:
+    """Its body, or a little more of it than is allowed."""
+    raw = bytearray()
+    for chunk in answer.iter_raw():
+        raw += chunk
+        if len(raw) > MAX_JSON_BYTES:
+            break
+    return bytes(raw)
 
 
 def _message(raw: bytes) -> str | None:
