@@ -1,9 +1,13 @@
 """The picture of the demo's expert memory, as a server on one rank reports it.
 
+`python -m bench.report.draw_memory` writes docs/pictures/memory.svg.
+
 the zoo's folders -> slots and pages as the server lays them out -> [memory_picture] -> SVG
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from sgl_esft import zoo
 from sgl_esft.formats.manifest import read_manifest
@@ -12,6 +16,8 @@ from sgl_esft.memory.report import DeviceMemory, LayerMemory, MemoryReport, laye
 from sgl_esft.tools.memory_svg import report_svg
 from sgl_esft.weave.expert_memory import ExpertArena, choose_page_bytes, open_arena
 from sgl_esft.weave.slot_layout import SlotLayout
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "memory.svg"
 
 
 def memory_picture() -> str:
@@ -64,3 +70,7 @@ def _lay_out(
         runs[slot] = memory.choose(layout.adapter_range(slot), count)
         memory.map(runs[slot])
     return layer_memory(layer_id, layout, sum(slot_bytes), memory.usage(), runs)
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(memory_picture())

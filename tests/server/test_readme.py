@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import readme_tables
-from scripts import draw_pictures, hooks_page
+from bench.report import draw_memory, readme_tables
+from scripts import hooks_page
 from sgl_elastic import errors as elastic_errors
 from sgl_elastic import options
 from sgl_esft import errors
@@ -200,10 +200,8 @@ def test_hooks_page_is_that_of_the_ledger() -> None:
     assert hooks_page.PAGE.read_text() == hooks_page.page()
 
 
-@pytest.mark.parametrize("name", draw_pictures.pictures())
-def test_pictures_are_drawn_anew(name: str) -> None:
-    drawn = draw_pictures.pictures()[name]
-    assert (draw_pictures.PICTURES / name).read_text() == drawn
+def test_memory_picture_is_drawn_anew() -> None:
+    assert draw_memory.PICTURE.read_text() == draw_memory.memory_picture()
 
 
 def test_readme_is_short() -> None:
