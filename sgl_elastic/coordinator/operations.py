@@ -3,17 +3,18 @@
     scale() --> [Operation snapshot] --> Journal (memory, file) --> GET /v1/scale/{id}, metrics
 
 An Operation is never changed, only replaced by a later snapshot of the same id. The journal's file
-holds one JSON snapshot a line, synced to disk at each edge between phases: what a coordinator was
-doing when it was cut off is known to the phase.
+is an SQLite database, written at each edge between phases: what a coordinator was doing when it was
+cut off is known to the phase.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
+import sqlite3
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -32,8 +33,12 @@ from sgl_elastic.types import OperationState, ScaleRequest, Step, StepKind
 logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS: Final = 1000
-# The file is rewritten, one line an operation, when it holds this many lines for each.
-MAX_LINES_PER_OPERATION: Final = 20
+# Numbered in the order in which they came; the newest snapshot of each, as JSON.
+_TABLE: Final = """CREATE TABLE IF NOT EXISTS operations
+    (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, snapshot BLOB NOT NULL)"""
+_RECORD: Final = """INSERT INTO operations (id, snapshot) VALUES (?, ?)
+    ON CONFLICT (id) DO UPDATE SET snapshot = excluded.snapshot"""
+_TRIM: Final = "DELETE FROM operations WHERE number <= (SELECT max(number) FROM operations) - ?"
 
 
 class StepState(StrEnum):
@@ -156,9 +161,7 @@ class Journal:
         self._path = path
         self._max_operations = max_operations
         self._changed = threading.Condition()
-        self._file_lock = threading.Lock()
         self._operations: OrderedDict[str, Operation] = OrderedDict()  # the oldest first
-        self._num_lines = 0
         if path is not None:
             self._open(path)
 
@@ -171,7 +174,7 @@ class Journal:
     def record(self, operation: Operation) -> None:
         """The operation's newest snapshot, on disk before anyone can read it."""
         if self._path is not None:
-            self._append(self._path, operation)
+            self._write(self._path, operation)
         self.update(operation)
 
     def get(self, operation_id: str) -> Operation:
@@ -241,74 +244,42 @@ class Journal:
 
     def _open(self, path: Path) -> None:
         try:
-            for operation in read_journal(path):
-                self._keep(operation)
-            self._rewrite(path)
-        except OSError as error:
+            with _transaction(path) as file:
+                rows = file.execute(
+                    "SELECT id, snapshot FROM operations ORDER BY number"
+                ).fetchall()
+        except (sqlite3.Error, OSError) as error:
             raise ElasticConfigError(
-                f"the scale journal {path} cannot be read and written ({error.strerror}): name a "
-                "file in a folder of the server's own"
+                f"the scale journal {path} cannot be read and written ({error}): name a file in a "
+                "folder of the server's own, and move away one that is damaged, or of a version "
+                "that wrote lines of JSON"
             ) from error
+        for operation_id, snapshot in rows:
+            try:
+                self._keep(msgspec.json.decode(snapshot, type=Operation))
+            except msgspec.MsgspecError as error:  # another version's
+                logger.warning("Scale journal %s: %s passed over: %s", path, operation_id, error)
 
     def _keep(self, operation: Operation) -> None:
         self._operations[operation.operation_id] = operation
         while len(self._operations) > self._max_operations:
             self._operations.popitem(last=False)
 
-    def _append(self, path: Path, operation: Operation) -> None:
-        # A line feed on both sides: a line that a full disk cut short spoils no other line.
-        line = b"\n" + msgspec.json.encode(operation) + b"\n"
-        with self._file_lock:
-            try:
-                if self._num_lines >= MAX_LINES_PER_OPERATION * self._max_operations:
-                    self._rewrite(path)
-                _write_synced(path, os.O_APPEND, line)
-                self._num_lines += 1
-            except OSError as error:
-                logger.error("Scale journal %s is not written any more: %s", path, error)
-
-    def _rewrite(self, path: Path) -> None:
-        """One line an operation, in a new file that takes the old one's place at once."""
-        operations = self.last(self._max_operations)[::-1]
-        lines = b"".join(msgspec.json.encode(each) + b"\n" for each in operations)
-        fresh = path.with_name(path.name + ".new")
-        _write_synced(fresh, os.O_TRUNC, lines)
-        fresh.replace(path)
-        _sync_folder(path.parent)
-        self._num_lines = len(operations)
+    def _write(self, path: Path, operation: Operation) -> None:
+        try:
+            with _transaction(path) as file:
+                file.execute(_RECORD, (operation.operation_id, msgspec.json.encode(operation)))
+                file.execute(_TRIM, (self._max_operations,))
+        except (sqlite3.Error, OSError) as error:
+            logger.error("Scale journal %s could not be written: %s", path, error)
 
 
-def read_journal(path: Path) -> Iterable[Operation]:
-    """The snapshots in a journal's file in order; none if there is no file.
-
-    A line that is no snapshot is passed over and logged: the last one may be cut short.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield msgspec.json.decode(line, type=Operation)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                logger.warning("Scale journal %s, line %d passed over: %s", path, number, error)
-
-
-def _write_synced(path: Path, flags: int, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+@contextlib.contextmanager
+def _transaction(path: Path) -> Iterator[sqlite3.Connection]:
+    """A journal's file; what is done with it is on disk afterwards, all of it or nothing."""
+    path.touch(0o600)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as file, file:
+        file.execute("PRAGMA synchronous = EXTRA")
+        file.execute("BEGIN IMMEDIATE")
+        file.execute(_TABLE)
+        yield file

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -443,17 +445,23 @@ def test_listeners_see_every_phase_and_the_placement() -> None:
     assert coordinator.serving == ("i1", NEW)
 
 
-def test_nothing_is_synced_to_disk_while_requests_wait(
+def test_nothing_is_written_to_disk_while_requests_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World()
     journal = Journal(tmp_path / "journal")
-    monkeypatch.setattr("os.fsync", lambda descriptor: world.calls.append(("fsync",)))
+    connect = sqlite3.connect
+
+    def noted(path: Path, **options: Any) -> sqlite3.Connection:
+        world.calls.append(("write",))
+        return connect(path, **options)
+
+    monkeypatch.setattr("sqlite3.connect", noted)
     coordinator = make_coordinator(world, journal=journal)
     finished(coordinator, coordinator.submit(UP))
     names = [call[0] for call in world.calls]
-    assert "fsync" not in names[names.index("hold") : names.index("release")]
-    assert names.count("fsync") == 7  # submitted, five phases, finished
+    assert "write" not in names[names.index("hold") : names.index("release")]
+    assert names.count("write") == 7  # submitted, five phases, finished
 
 
 def test_a_restarted_coordinator_closes_what_was_cut_off(tmp_path: Path) -> None:

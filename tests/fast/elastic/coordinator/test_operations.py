@@ -1,8 +1,12 @@
-"""Operations and their journal: snapshots, keys, a file cut short anywhere, a full disk."""
+"""Operations and their journal: snapshots, keys, a process killed, a file damaged, a full disk."""
 
 from __future__ import annotations
 
 import json
+import resource
+import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from sgl_elastic.coordinator import operations
 from sgl_elastic.coordinator.operations import (
     ErrorRecord,
     Journal,
@@ -18,7 +21,6 @@ from sgl_elastic.coordinator.operations import (
     PhaseRecord,
     StepRecord,
     StepState,
-    read_journal,
 )
 from sgl_elastic.errors import (
     ElasticConfigError,
@@ -41,7 +43,7 @@ OPERATION = Operation(
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.jsonl"
+    return tmp_path / "journal.db"
 
 
 def life() -> Iterator[Operation]:
@@ -92,23 +94,31 @@ def test_a_file_gives_the_same_operations_again(path: Path) -> None:
     assert again.last(9) == journal.last(9)
     assert again.recover(0.0) is None
     assert path.stat().st_mode & 0o777 == 0o600
-    assert len(path.read_text().splitlines()) == 1
+    assert again.last(9) == (list(life())[-1],)
 
 
-def test_a_file_cut_short_anywhere_gives_an_earlier_snapshot(path: Path) -> None:
-    snapshots = list(life())
-    journal = Journal(path)
-    for operation in snapshots:
-        journal.record(operation)
-    whole = path.read_bytes()
-    seen = []
-    for length in range(0, len(whole) + 1, 7):
-        path.write_bytes(whole[:length])
-        found = list(read_journal(path))
-        assert found == snapshots[: len(found)]
-        seen.append(len(found))
-    assert seen == sorted(seen)
-    assert set(seen) == set(range(len(snapshots)))
+_RECORDING = """
+import sys
+from pathlib import Path
+from sgl_elastic.coordinator.operations import Journal, Operation
+from sgl_elastic.types import ScaleRequest
+journal = Journal(Path(sys.argv[1]))
+for number in range(100_000):
+    journal.record(Operation(f"op{number % 7}", ScaleRequest(dp_size=2), created_s=float(number)))
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_recorded", [1, 2, 30])
+def test_what_was_recorded_survives_a_kill(path: Path, num_recorded: int) -> None:
+    command = [sys.executable, "-c", _RECORDING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = [int(process.stdout.readline()) for _ in range(num_recorded)]
+        process.kill()
+        told += [int(line) for line in process.stdout]
+    newest = max(each.created_s for each in Journal(path).last(9))
+    assert newest in (told[-1], told[-1] + 1)  # it may not have come to telling
 
 
 @pytest.mark.parametrize("count", range(1, 8))
@@ -117,8 +127,6 @@ def test_recover_closes_what_was_cut_off(path: Path, count: int) -> None:
     journal = Journal(path)
     for operation in snapshots:
         journal.record(operation)
-    with path.open("ab") as file:
-        file.write(b'\n{"operation_id":"half')
     closed = Journal(path).recover(77.0)
     if snapshots[-1].finished:
         assert closed is None
@@ -133,32 +141,42 @@ def test_recover_closes_what_was_cut_off(path: Path, count: int) -> None:
     assert Journal(path).recover(78.0) is None
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\xfe", b"[]", b"{}", b'{"operation_id": 3}', b"{" * 99])
-def test_lines_of_garbage_are_passed_over(path: Path, garbage: bytes) -> None:
+def test_a_damaged_file_is_named_and_left_as_it_is(path: Path) -> None:
+    Journal(path).record(replace(OPERATION, plan={"links": ["x" * 20_000]}))
+    whole = path.read_bytes()
+    old = b'{"operation_id":"op"}\n'
+    for damaged in (old, b"\xff\xfe" * 5000, whole[:100], whole[:9000], b"x" + whole[1:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ElasticConfigError, match=f"{path}.*move away"):
+            Journal(path)
+        assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("snapshot", [b"\xff\xfe", b"[]", b"{}", b'{"operation_id": 3}'])
+def test_snapshots_of_another_version_are_passed_over(path: Path, snapshot: bytes) -> None:
     Journal(path).record(OPERATION)
-    path.write_bytes(garbage + b"\n" + path.read_bytes() + b"\n" + garbage)
+    with sqlite3.connect(path) as file:
+        file.execute("INSERT INTO operations (id, snapshot) VALUES ('other', ?)", (snapshot,))
+    file.close()
     assert Journal(path).last(9) == (OPERATION,)
 
 
 def test_a_full_disk_is_logged_and_stops_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(path)
-    real_write, room = operations.os.write, 40
-
-    def write(descriptor: int, data: memoryview) -> int:
-        if len(data) > room:
-            real_write(descriptor, data[:room])
-            raise OSError(28, "No space left on device")
-        return real_write(descriptor, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(operations.os, "write", write)
-        journal.record(OPERATION)
-    assert "No space left" in caplog.text
-    assert journal.get("op") == OPERATION
+    journal.record(OPERATION)
+    large = replace(OPERATION, operation_id="large", plan={"links": ["x" * 1_000_000]})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        journal.record(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{path} could not be written" in caplog.text
+    assert journal.get("large") == large
     journal.record(replace(OPERATION, operation_id="op2"))
-    assert [each.operation_id for each in Journal(path).last(9)] == ["op2"]
+    assert [each.operation_id for each in Journal(path).last(9)] == ["op2", "op"]
 
 
 def test_a_path_that_cannot_be_used_is_named_at_the_start(tmp_path: Path) -> None:
@@ -174,7 +192,9 @@ def test_only_the_last_operations_are_kept(path: Path) -> None:
         journal.record(replace(OPERATION, operation_id=f"op{number}", finished_s=1.0))
     assert [each.operation_id for each in journal.last(9)] == ["op69", "op68", "op67"]
     assert [each.operation_id for each in journal.last(2)] == ["op69", "op68"]
-    assert len(list(read_journal(path))) <= 3 * operations.MAX_LINES_PER_OPERATION
+    with sqlite3.connect(path) as file:
+        assert file.execute("SELECT count(*) FROM operations").fetchone() == (3,)
+    file.close()
     assert Journal(path, max_operations=3).last(9) == journal.last(9)
     with pytest.raises(UnknownOperationError, match="op0"):
         journal.get("op0")
