@@ -13,6 +13,7 @@ from sgl_esft.config import (
     DEFAULT_MAX_OVERTAKES,
     EXPERT_MEMORY_KINDS,
     REROUTE_KINDS,
+    ExpertMemoryKind,
 )
 from sgl_esft.env import LogFormat
 from sgl_esft.errors import ConfigError
@@ -45,7 +46,7 @@ class LaunchFlags:
     esft_adapters: tuple[str, ...]
     max_adapters: int | None
     max_experts_per_adapter: int | None
-    expert_memory: str
+    expert_memory: ExpertMemoryKind
     expert_page_bytes: int | None
     adapter_memory_bytes: int | None
     adapter_host_bytes: int | None

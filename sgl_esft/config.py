@@ -33,7 +33,7 @@ class EsftConfig:
 
     max_adapters: int  # N: adapter slots on the device
     max_experts_per_adapter: int  # E_max: slots reserved per adapter and layer
-    expert_memory: str = "virtual"
+    expert_memory: ExpertMemoryKind = "virtual"
     expert_page_bytes: int | None = None  # on the host; None = by the experts' size
     adapter_memory_bytes: int | None = None  # pages for adapters, made at start; None = as needed
     adapter_host_bytes: int | None = None  # of all loaded adapters' experts; None = no limit

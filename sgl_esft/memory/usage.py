@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from sgl_esft.config import ExpertMemoryKind
 from sgl_esft.memory.report import DeviceMemory, KvMemory, LayerMemory, PoolMemory, layer_memory
 from sgl_esft.weave import expert_tensor
 from sgl_esft.weave.expert_memory import ExpertArena
@@ -15,7 +16,11 @@ from sgl_esft.weave.plane import AdapterPlane
 
 
 def measure_device(
-    plane: AdapterPlane, expert_memory: str, rank: int, device: torch.device, kv: KvMemory | None
+    plane: AdapterPlane,
+    expert_memory: ExpertMemoryKind,
+    rank: int,
+    device: torch.device,
+    kv: KvMemory | None,
 ) -> DeviceMemory:
     """Everything GET /v1/memory says of this rank."""
     arena = expert_tensor.arena_of(device)
