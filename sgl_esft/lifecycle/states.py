@@ -1,7 +1,6 @@
 """What may happen to an adapter, as a table: no clock, no file, no engine.
 
     command + situation --> [decide] --> what the library does
-    outcome + situation --> [after]  --> the next situation
 
 A situation is what the library knows of a name. A state (`AdapterState`) is what is told of it: a
 loaded adapter is on the device or in the host cache, one on disk may have failed.
@@ -49,14 +48,6 @@ class Command(Enum):
     USE = "use"  # by a request for the model
 
 
-class Outcome(Enum):
-    """How what the library began has ended."""
-
-    DONE = "done"
-    FAILED = "failed"
-    EVICTED = "evicted"  # by the engine, which needed the room
-
-
 class Action(Enum):
     """What the library does about a command."""
 
@@ -65,11 +56,10 @@ class Action(Enum):
     JOIN = "join"  # what is wanted is on its way: wait for it
     JOIN_IF_SAME = "join if same"  # as JOIN for the same folder, BUSY for another
     QUEUE = "queue"  # begin when what goes on has ended
-    COMPARE = "compare"  # NOTHING if that content is loaded, EXISTS if another is
+    COMPARE = "compare"  # nothing if that content is loaded, AdapterExistsError if another is
     NOTHING = "nothing"  # it is so already
     FORGET = "forget"  # nothing is loaded; not loaded on demand any more
     UNKNOWN = "unknown"  # UnknownAdapterError
-    EXISTS = "exists"  # AdapterExistsError
     NOT_LOADED = "not loaded"  # AdapterNotLoadedError
     BUSY = "busy"  # AdapterBusyError
 
@@ -131,51 +121,7 @@ _ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType
     }
 )
 
-# What a command that starts makes of a situation; the others leave it as it is.
-_STARTED: Final[Mapping[tuple[Command, Situation], Situation]] = MappingProxyType(
-    {
-        (_C.LOAD, _S.ABSENT): _S.LOADING,
-        (_C.LOAD, _S.ON_DISK): _S.LOADING,
-        (_C.LOAD, _S.EVICTED): _S.LOADING,
-        (_C.USE, _S.ON_DISK): _S.LOADING,
-        (_C.USE, _S.EVICTED): _S.LOADING,
-        (_C.REPLACE, _S.EVICTED): _S.LOADING,
-        (_C.PIN, _S.EVICTED): _S.LOADING,
-        (_C.REPLACE, _S.LOADED): _S.REPLACING,
-        (_C.UNLOAD, _S.LOADED): _S.DRAINING,
-        (_C.UNLOAD, _S.LOADING): _S.LEAVING,
-        (_C.UNLOAD, _S.REPLACING): _S.LEAVING,
-    }
-)
-
-# LEAVING becomes DRAINING where something is loaded then, ON_DISK where the load failed: which of
-# the two a failure leaves depends on whether it was a load or a replacement.
-_ENDED: Final[Mapping[tuple[Situation, Outcome], frozenset[Situation]]] = MappingProxyType(
-    {
-        (_S.LOADING, Outcome.DONE): frozenset({_S.LOADED}),
-        (_S.LOADING, Outcome.FAILED): frozenset({_S.ON_DISK, _S.EVICTED}),
-        (_S.REPLACING, Outcome.DONE): frozenset({_S.LOADED}),
-        (_S.REPLACING, Outcome.FAILED): frozenset({_S.LOADED}),
-        (_S.LEAVING, Outcome.DONE): frozenset({_S.DRAINING}),
-        (_S.LEAVING, Outcome.FAILED): frozenset({_S.DRAINING, _S.ON_DISK, _S.ABSENT}),
-        (_S.DRAINING, Outcome.DONE): frozenset({_S.ON_DISK, _S.ABSENT}),
-        (_S.DRAINING, Outcome.FAILED): frozenset({_S.EVICTED}),
-        (_S.LOADED, Outcome.EVICTED): frozenset({_S.EVICTED}),
-        (_S.REPLACING, Outcome.EVICTED): frozenset({_S.LOADING}),
-    }
-)
-
 
 def decide(command: Command, situation: Situation) -> Action:
     """What to do about a command. Total: every pair has an answer."""
     return _ACTIONS[command][situation]
-
-
-def started(command: Command, situation: Situation) -> Situation:
-    """The situation once a command has begun; the same one for what begins nothing."""
-    return _STARTED.get((command, situation), situation)
-
-
-def ended(situation: Situation, outcome: Outcome) -> frozenset[Situation]:
-    """The situations that an outcome may leave; none if it cannot come."""
-    return _ENDED.get((situation, outcome), frozenset())
