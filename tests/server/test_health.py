@@ -12,7 +12,8 @@ import pytest
 import requests
 
 from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED
-from tests.server.ending import ELASTIC, Mortal, Stream, mortal, title, wait_until
+from tests.server.ending import ELASTIC, Mortal, Stream, mortal, wait_until
+from tests.support.processes import command_line
 from tests.support.servers import Server, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
@@ -154,7 +155,7 @@ def rank_of(server: Mortal, instance: str) -> int:
 def folder_of(server: Mortal) -> Path:
     """Where an elastic server has its sockets; it is there now."""
     (worker,) = server.named("sgl_elastic.memory.worker")
-    words = title(worker).split()
+    words = " ".join(command_line(worker)).split()
     folder = Path(words[words.index("--socket") + 1]).parent
     assert folder.exists()
     return folder

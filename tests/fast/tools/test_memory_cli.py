@@ -84,9 +84,9 @@ def test_memory_json_and_picture(capsys: Capture, tmp_path: Path) -> None:
     [
         (b"<html>hello</html>", 200, "not valid JSON"),
         (b"[]", 200, "not an object"),
-        (b'{"devices": 1}', 200, "not a list"),
+        (b'{"devices": 1}', 200, "at `$.devices`"),
         (b'{"devices": [], "devices": []}', 200, "appears twice"),
-        (b'{"object": "list", "data": []}', 200, "devices is None"),
+        (b'{"object": "list", "data": []}', 200, "missing required field `devices`"),
         (b"\xff\xfe", 200, "not valid JSON"),
         (b"", 200, "not valid JSON"),
         (b"gone", 404, "HTTP 404: it is not a server of this package"),
