@@ -75,6 +75,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--version",
+        action="store_true",
+        help="show the versions of sgl-esft, SGLang and torch, and the device, and exit",
+    )
     _add_esft_flags(parser.add_argument_group("ESFT"))
     access.add_flags(parser.add_argument_group("access"))
     _add_observe_flags(parser.add_argument_group("to be seen"))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from sgl_esft.errors import EsftError
 from sgl_esft.health import ending
+from sgl_esft.tools.versions import describe_versions
 from sgl_esft_launch import flags, plan
 
 
@@ -33,11 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         return _help()
-    if "--elastic" in argv:
+    if "--elastic" in argv and "--version" not in argv:
         from sgl_esft_launch import elastic
 
         return elastic.main(argv)
     try:
+        if "--version" in argv:
+            print(describe_versions())
+            return 0
         parsed, sglang_argv = flags.parse(argv)
         launch = plan.plan_launch(parsed, sglang_argv)
     except EsftError as error:

@@ -2,21 +2,22 @@
 
     command line -> [main] -> one function of adapter_report, merge, extract, select or a *_cli
 
-Needs neither SGLang nor a GPU. A subcommand is one function that adds its parser and one that
-runs it; `_COMMANDS` lists them.
+Needs neither SGLang nor a GPU, but for `serve`, which becomes the launcher. A subcommand is one
+function that adds its parser and one that runs it; `_COMMANDS` lists them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from sgl_esft import __version__
 from sgl_esft.errors import ConfigError, EsftError
 from sgl_esft.formats.adapter_config import write_expert_config
 from sgl_esft.tools import adapters_cli, memory_cli
@@ -24,10 +25,13 @@ from sgl_esft.tools.adapter_report import inspect_adapter
 from sgl_esft.tools.extract import extract_adapter
 from sgl_esft.tools.merge import merge_adapter
 from sgl_esft.tools.select import SCORE_KINDS, read_scores, select_experts
+from sgl_esft.tools.versions import describe_versions
 
 EXIT_OK: Final = 0
 EXIT_SYSTEM: Final = 1
 EXIT_USER: Final = 2
+
+LAUNCHER: Final = "sgl_esft.launch_server"
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,12 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns 0, 2 for an error of the caller, 1 for one of the system."""
-    arguments = build_parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = arguments.run
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["serve"]:
+        return _serve(argv[1:])
     try:
+        arguments = build_parser().parse_args(argv)
+        run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except EsftError as error:
         return _fail(str(error), EXIT_USER)
@@ -60,8 +67,15 @@ def build_parser() -> argparse.ArgumentParser:
         description="Tools for ESFT adapters, which replace whole routed experts of an MoE model.",
         epilog="`sgl-esft COMMAND --help` explains one command.",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "--version", action=_ShowVersions, nargs=0, help="show versions and device, and exit"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser(
+        "serve",
+        help="start a server, without flags the demo's",
+        description=f"The same as `python -m {LAUNCHER}`, and takes its flags.",
+    )
     for command in _COMMANDS:
         sub = commands.add_parser(
             command.name, help=command.summary, description=command.description
@@ -69,6 +83,26 @@ def build_parser() -> argparse.ArgumentParser:
         command.configure(sub)
         sub.set_defaults(run=command.run)
     return parser
+
+
+class _ShowVersions(argparse.Action):
+    """Looks the versions up when they are asked for: that may import torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(describe_versions())
+        parser.exit()
+
+
+def _serve(flags: Sequence[str]) -> int:
+    """Become the launcher. Not by a call: what SGLang spawns imports the main module again."""
+    missing = [name for name in ("torch", "sglang") if find_spec(name) is None]
+    if not missing:
+        os.execv(sys.executable, [sys.executable, "-m", LAUNCHER, *flags])
+    return _fail(
+        f"serve needs {' and '.join(missing)}, not installed in {sys.prefix}: the quick start in "
+        "docs/ has the commands.",
+        EXIT_USER,
+    )
 
 
 def _fail(message: str, code: int) -> int:

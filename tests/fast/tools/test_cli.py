@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft.formats.adapter_config import read_expert_config
+from sgl_esft.tools import cli
 from sgl_esft.tools.cli import main
 from tests.support.adapter_factory import (
     SERVED_ARCHITECTURES,
@@ -176,3 +177,22 @@ def test_runs_without_torch_and_sglang(base: Path, adapter: Path, tmp_path: Path
         "assert main(['extract', *argv]) == 0\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_serve_becomes_the_launcher_with_every_flag_as_it_is() -> None:
+    script = "import sys; from sgl_esft.tools.cli import main; sys.exit(main())"
+    for flags, status, said in (
+        (["--help"], 0, "usage: python -m sgl_esft.launch_server"),
+        (["--port", "1", "--enable-eplb"], 2, "ConfigError: --enable-eplb cannot be used"),
+    ):
+        command = [sys.executable, "-c", script, "serve", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == status
+        assert said in done.stdout + done.stderr
+
+
+def test_serve_without_an_engine_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "sglang" else name)
+    assert "serve needs sglang, not installed in" in fails(capsys, 2, "serve", "--port", "1")
