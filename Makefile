@@ -14,7 +14,7 @@ typing_links := build/typing/sgl_esft_kernels build/typing/sgl_esft_launch
 pytest_some := scripts/pytest_some.sh $(python)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve serve-elastic test test-fast test-full test-soak browser check format docs bench bench-gpu zoo clean distclean
+.PHONY: help setup serve serve-elastic test test-fast test-full test-soak browser check format wheel docs bench bench-gpu zoo clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ check: setup $(typing_links) ## ruff (lint and format) and mypy, changing nothin
 format: setup ## let ruff fix and format
 	@$(python) -m ruff check --fix .
 	@$(python) -m ruff format .
+
+wheel: setup ## build the wheel for Linux x86_64, native code within, into dist
+	@$(python) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 docs: setup ## build the documents as a site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet $(ARGS)

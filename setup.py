@@ -25,21 +25,22 @@ class BuildNative(build_ext):
         """Build csrc/ and install it, stripped, where the wheel is put together."""
         if self.editable_mode:
             return
+        import cmake
+        import ninja
         import pybind11
 
-        build = Path(self.build_temp).resolve()
-        subprocess.check_call(
-            [
-                "cmake",
-                *("-S", "csrc", "-B", build, "-G", "Ninja"),
-                f"-DPython_EXECUTABLE={sys.executable}",
-                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            ]
+        def run_cmake(*arguments: str | Path) -> None:
+            subprocess.check_call([Path(cmake.CMAKE_BIN_DIR) / "cmake", *arguments])
+
+        build, installed = Path(self.build_temp).resolve(), Path(self.build_lib).resolve()
+        run_cmake(
+            *("-S", "csrc", "-B", build, "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         )
-        subprocess.check_call(["cmake", "--build", build])
-        subprocess.check_call(
-            ["cmake", "--install", build, "--strip", "--prefix", Path(self.build_lib).resolve()]
-        )
+        run_cmake("--build", build)
+        run_cmake("--install", build, "--strip", "--prefix", installed)
 
 
 setup(

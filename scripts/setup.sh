@@ -5,8 +5,8 @@
 #   csrc/*, torch's version        -> [setup.sh] -> sgl_vmm, sgl_reroute in .venv,
 #                                                   .venv/.csrc-<hash of those>
 #
-# PYTHON=... chooses the interpreter (default: the first of python3, python3.12, python3.11 that
-# fits). pip's own configuration (index, mirror, proxy, find-links) applies.
+# PYTHON=... chooses the interpreter (default: the first of python3, python3.11 that fits).
+# pip's own configuration (index, mirror, proxy, find-links) applies.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -43,21 +43,21 @@ wanted_csrc_hash() {
     } | sha256sum | cut -c1-16
 }
 
-# SGLang 0.5.21's own pins have no wheels for 3.13 (requirements/README.md).
+# No other has been tried with these pins (requirements/README.md).
 python_fits() {
-    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+    "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null
 }
 
 choose_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+    for candidate in ${PYTHON:-python3 python3.11}; do
         if python_fits "$candidate"; then
             printf '%s\n' "$candidate"
             return
         fi
     done
-    fail "needs Python 3.11 or 3.12, tried: ${PYTHON:-python3 python3.12 python3.11}" \
-        "install one of them, or name it: make setup PYTHON=/path/to/python3.11"
+    fail "needs Python 3.11, the one its pins were tried with, tried: ${PYTHON:-python3 python3.11}" \
+        "install it, or name it: make setup PYTHON=/path/to/python3.11"
 }
 
 # Twice quiet: errors only. Extra indexes and editable installs make pip and setuptools warn.

@@ -32,6 +32,7 @@ EXIT_SYSTEM: Final = 1
 EXIT_USER: Final = 2
 
 LAUNCHER: Final = "sgl_esft.launch_server"
+INSTALL_ENGINE: Final = "pip install --no-deps sglang==0.5.21 torchvision==0.28.0"
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def _serve(flags: Sequence[str]) -> int:
     if not missing:
         os.execv(sys.executable, [sys.executable, "-m", LAUNCHER, *flags])
     return _fail(
-        f"serve needs {' and '.join(missing)}, not installed in {sys.prefix}: the quick start in "
-        "docs/ has the commands.",
+        f"serve needs {' and '.join(missing)}, not installed in {sys.prefix}: on a CPU, install "
+        f"`sgl-esft[cpu]`, then `{INSTALL_ENGINE}` (docs/quickstart.md).",
         EXIT_USER,
     )
 

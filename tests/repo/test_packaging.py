@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import sgl_esft
 import sgl_esft_kernels
+from scripts.requirements_files import read_pins
 from tests.repo.tree import ROOT, project_files
+from tests.support.wheels import build_wheel, copy_of_the_project
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of the files in a wheel built from a copy, so that the tree stays clean."""
-    copy = tmp_path_factory.mktemp("copy")
-    for path in project_files():
-        (copy / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, copy / path)
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, so that the tree stays clean; native code unoptimised, to be quick."""
+    copy = copy_of_the_project(tmp_path_factory.mktemp("copy"))
     out = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)], cwd=copy, check=True, capture_output=True
-    )
-    return set(zipfile.ZipFile(next(out.glob("*.whl"))).namelist())
+    return zipfile.ZipFile(build_wheel(copy, out, CMAKE_BUILD_TYPE="Debug"))
 
 
-def test_wheel_holds_every_module_checkpoint_and_page(wheel_names: set[str]) -> None:
+@pytest.mark.slow
+def test_wheel_holds_every_module_checkpoint_and_page(wheel: zipfile.ZipFile) -> None:
     folders = {"sgl_esft/": "sgl_esft/", "sgl_elastic/": "sgl_elastic/"}
     folders |= {"kernels/": "sgl_esft_kernels/", "launch/": "sgl_esft_launch/"}
     wanted = {
@@ -44,10 +46,54 @@ def test_wheel_holds_every_module_checkpoint_and_page(wheel_names: set[str]) -> 
         if path.startswith(folder)
         and (path.endswith(".py") or "/checkpoints/" in path or "/static/" in path)
     }
-    assert sorted(wanted - wheel_names) == []
-    assert not any(
-        name.startswith(("tests/", "bench/", "kernels/", "launch/")) for name in wheel_names
-    )
+    names = set(wheel.namelist())
+    assert sorted(wanted - names) == []
+    assert not any(name.startswith(("tests/", "bench/", "kernels/", "launch/")) for name in names)
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_native_code_of_this_python_and_torch(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    assert str(wheel.filename).endswith("-cp311-cp311-linux_x86_64.whl")
+    vmm = f"sgl_vmm{sysconfig.get_config_var('EXT_SUFFIX')}"
+    natives = [name for name in wheel.namelist() if name.endswith(".so")]
+    assert sorted(natives) == ["sgl_reroute/libsgl_reroute.so", vmm]
+    assert wheel.read("sgl_reroute/torch_version.txt").decode() == torch.__version__
+    wheel.extract(vmm, tmp_path)
+    code = "import sgl_vmm; print(sgl_vmm.__file__, sgl_vmm.open_backend('host').name)"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / vmm} host\n"
+
+
+@pytest.mark.slow
+def test_wheel_says_what_it_needs_and_is_called(wheel: zipfile.ZipFile) -> None:
+    info = f"sgl_esft-{PROJECT['version']}.dist-info"
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(f"{info}/entry_points.txt").decode())
+    groups = PROJECT["entry-points"] | {"console_scripts": PROJECT["scripts"]}
+    assert {name: dict(entry_points[name]) for name in entry_points.sections()} == groups
+
+    metadata = message_from_bytes(wheel.read(f"{info}/METADATA"))
+    needed = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    of_cpu = {r.name: str(r.specifier) for r in needed if 'extra == "cpu"' in str(r.marker)}
+    assert of_cpu == {
+        name: f"=={version}" for name, version in read_pins("torch-cpu.txt", "cpu.txt").items()
+    }
+    assert sorted(r.name for r in needed if not r.marker) == PROJECT["dependencies"]
+
+
+@pytest.mark.slow
+def test_another_python_is_refused(wheel: zipfile.ZipFile) -> None:
+    metadata = message_from_bytes(wheel.read(f"sgl_esft-{PROJECT['version']}.dist-info/METADATA"))
+    accepted = SpecifierSet(metadata["Requires-Python"])
+    assert [v for v in ("3.10.13", "3.11.0", "3.11.7", "3.12.1", "3.13.0") if v in accepted] == [
+        "3.11.0",
+        "3.11.7",
+    ]
+    native = tomllib.loads((ROOT / "csrc" / "pyproject.toml").read_text())["project"]
+    assert native["requires-python"] == PROJECT["requires-python"]
 
 
 def test_kernels_folder_is_installed_under_its_own_name() -> None:
@@ -99,10 +145,16 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_setup_refuses_a_python_that_does_not_fit(checkout: Path) -> None:
-    done = run_setup(checkout, python="/bin/false")
-    assert done.returncode == 1
-    assert "needs Python 3.11 or 3.12, tried: /bin/false" in done.stderr
-    assert not (checkout / ".venv").exists()
+    newer = checkout / "python3.12"
+    as_if = "import sys; sys.version_info = (3, 12, 1); exec(sys.argv[1])"
+    newer.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{as_if}' \"$2\"\n")
+    newer.chmod(0o755)
+    for python in ("/bin/false", str(newer)):
+        done = run_setup(checkout, python)
+        assert done.returncode == 1
+        wanted = f"needs Python 3.11, the one its pins were tried with, tried: {python}"
+        assert wanted in done.stderr
+        assert not (checkout / ".venv").exists()
 
 
 def test_setup_does_nothing_when_the_stamp_fits(checkout: Path) -> None:

@@ -39,9 +39,11 @@ class ServerSpec:
     adapters: tuple[tuple[str, Path], ...] = ()
     args: tuple[str, ...] = ()
     weave: bool = True
+    program: tuple[str, ...] = (sys.executable, "-m", "sgl_esft.launch_server")
+    cwd: Path = ROOT
 
     def argv(self, port: int) -> list[str]:
-        argv = [sys.executable, "-m", "sgl_esft.launch_server", "--port", str(port)]
+        argv = [*self.program, "--port", str(port)]
         if self.model_path is not None:
             argv += ["--model-path", str(self.model_path)]
         if not self.weave:
@@ -64,7 +66,7 @@ class Server:
         self.log_path = log_path
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                spec.argv(self.port), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+                spec.argv(self.port), cwd=spec.cwd, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait_until_ready(self) -> None:

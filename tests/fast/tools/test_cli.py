@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.requirements_files import read_pins
 from sgl_esft.formats.adapter_config import read_expert_config
 from sgl_esft.tools import cli
 from sgl_esft.tools.cli import main
@@ -195,4 +196,12 @@ def test_serve_without_an_engine_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "sglang" else name)
-    assert "serve needs sglang, not installed in" in fails(capsys, 2, "serve", "--port", "1")
+    said = fails(capsys, 2, "serve", "--port", "1")
+    assert "serve needs sglang, not installed in" in said
+    assert cli.INSTALL_ENGINE in said
+
+
+def test_the_remedy_installs_what_is_pinned() -> None:
+    pins = read_pins("engine.txt").items()
+    wanted = " ".join(f"{name}=={version}" for name, version in pins)
+    assert f"pip install --no-deps {wanted}" == cli.INSTALL_ENGINE
