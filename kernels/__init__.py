@@ -16,13 +16,12 @@ from sgl_esft_kernels.checks import check_map_height
 from sgl_esft_kernels.errors import KernelError, KernelInputError, KernelUnavailableError
 from sgl_esft_kernels.implementations import (
     IMPLEMENTATIONS,
-    RerouteFunction,
     RouterFunction,
     choose,
     choose_router,
     implementation_for,
 )
-from sgl_esft_kernels.op import reroute
+from sgl_esft_kernels.op import RerouteFunction, reroute
 from sgl_esft_kernels.reroute_ref import reroute_unfused
 from sgl_esft_kernels.route_spec import RouterSpec, unsupported_reason
 

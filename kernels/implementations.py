@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from sgl_esft_kernels.errors import KernelUnavailableError
+from sgl_esft_kernels.op import RerouteFunction
 from sgl_esft_kernels.reroute_ref import reroute_unfused
 from sgl_esft_kernels.route_ref import route_and_reroute
 
-# (topk_ids, token_adapter_slots, expert_map, out=None) -> slot ids; op.py has the contract
-RerouteFunction = Callable[..., torch.Tensor]
 # (router_logits, token_adapter_slots, expert_map, spec, correction_bias=None,
 #  num_token_non_padded=None) -> weights, slot ids; route_ref.py has the contract
 RouterFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -8,12 +8,17 @@ The operators are defined here; implementations.py brings what runs behind them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sgl_esft_kernels.checks import check_reroute_inputs
 from sgl_esft_kernels.errors import KernelInputError
 
 NAMESPACE = "sgl_esft"
+
+# What an implementation loads: called as `reroute` below is, with the same contract.
+RerouteFunction = Callable[..., torch.Tensor]
 
 # For the life of the process: torch forgets an operator with its Library.
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")

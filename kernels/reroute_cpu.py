@@ -8,7 +8,6 @@ The library is built with csrc/ (`make setup`) and registers itself with torch w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sgl_esft_kernels.errors import KernelUnavailableError
-from sgl_esft_kernels.op import reroute
+from sgl_esft_kernels.op import RerouteFunction, reroute
 
 PACKAGE = "sgl_reroute"
 VERSION_FILE = "torch_version.txt"  # written by csrc/CMakeLists.txt
@@ -26,7 +25,7 @@ REMEDY = (
 )
 
 
-def load() -> Callable[..., torch.Tensor]:
+def load() -> RerouteFunction:
     """Make `op.reroute` run native code on CPU tensors, and return it.
 
     Raises KernelUnavailableError when the library is not installed, or was built for another torch.

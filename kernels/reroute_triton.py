@@ -20,8 +20,7 @@ import torch
 from sgl_esft_kernels.checks import check_reroute_inputs
 from sgl_esft_kernels.debug import is_debug
 from sgl_esft_kernels.errors import KernelUnavailableError
-from sgl_esft_kernels.implementations import RerouteFunction
-from sgl_esft_kernels.op import LIBRARY, reroute
+from sgl_esft_kernels.op import LIBRARY, RerouteFunction, reroute
 
 try:
     import triton

@@ -19,8 +19,7 @@ import torch
 from sgl_esft_kernels.checks import check_reroute_inputs, check_values
 from sgl_esft_kernels.debug import is_debug
 from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
-from sgl_esft_kernels.implementations import RerouteFunction
-from sgl_esft_kernels.op import LIBRARY, reroute
+from sgl_esft_kernels.op import LIBRARY, RerouteFunction, reroute
 
 # Sized for the unified buffer, 192 KiB on a vector core of the 910B: 4 KiB for int32 lanes, 16 KiB
 # for a tile. All values that the lowered kernel names fit at once, those that are copied from
