@@ -25,7 +25,7 @@ from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
 from sgl_esft.http.adapter_names import KnownNames, resolve_body
 from sgl_esft.http.classes import RouteTable, check_routes, routes_of
-from sgl_esft.http.errors import answer_defect, answer_unfit
+from sgl_esft.http.error_handlers import answer_defect, answer_invalid_value
 from sgl_esft_launch.resolved import Needed
 
 DEFAULT_BODY_TIMEOUT_S = 30.0
@@ -282,7 +282,7 @@ def install(
     `build_middleware_stack`, when it is first called.
     """
     check_routes(routes_of(app.router.routes), plan.policy.table)
-    app.add_exception_handler(ValueError, answer_unfit)
+    app.add_exception_handler(ValueError, answer_invalid_value)
     app.add_exception_handler(Exception, answer_defect)
     build = app.build_middleware_stack
     limits = KeyLimits(time.monotonic)

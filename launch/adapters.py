@@ -1,6 +1,6 @@
 """The adapter library of a server: made when it is first asked, answering its routes.
 
-serve.py -> [Seat]: --adapter-root scanned and watched, engine of SGLang's TokenizerManager
+serve.py -> [LibraryHolder]: --adapter-root scanned and watched, engine of SGLang's TokenizerManager
               ├--> /v1/adapters and the routes of vLLM and SGLang
               └--> AdapterMiddleware: known_names, ensure
 """
@@ -27,7 +27,7 @@ from sgl_esft_launch import plan
 from sgl_esft_launch.plan import LaunchPlan
 
 
-class Seat:
+class LibraryHolder:
     """Where a server keeps its library. `manager` gives SGLang's TokenizerManager, once it runs."""
 
     def __init__(
@@ -71,17 +71,19 @@ class Seat:
             Watcher(self._catalogue.root, self._catalogue.refresh).start()
 
 
-def install(app: Any, launch: LaunchPlan, config: EsftConfig, manager: Callable[[], Any]) -> Seat:
+def install(
+    app: Any, launch: LaunchPlan, config: EsftConfig, manager: Callable[[], Any]
+) -> LibraryHolder:
     """Scan the root and add the routes, in place of SGLang's of the same path."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     remember_at_launch(launch.adapters.values(), plan.base_spec(launch.model_path))
     catalogue = Catalogue(config.adapter_root_path, _check_against(launch.model_path, config))
     catalogue.refresh()
-    seat = Seat(config, catalogue, manager)
+    holder = LibraryHolder(config, catalogue, manager)
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    add_routes(app, lambda: seat.backing, (*ROUTES, *COMPAT_ROUTES), protect)
-    return seat
+    add_routes(app, lambda: holder.backing, (*ROUTES, *COMPAT_ROUTES), protect)
+    return holder
 
 
 def _check_against(model_path: str, config: EsftConfig) -> Callable[[Path], AdapterManifest]:

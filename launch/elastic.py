@@ -191,7 +191,7 @@ def _reserve_bytes(launch: LaunchPlan, spec: MoeSpec) -> int:
 def _serve(planned: ElasticPlan) -> int:
     started = time.monotonic()
     launch = planned.launch
-    board = serve.prepare_environment(launch)
+    heartbeats = serve.prepare_environment(launch)
     for name in _SET_PER_INSTANCE:
         os.environ.pop(name, None)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -228,7 +228,7 @@ def _serve(planned: ElasticPlan) -> int:
         engine = ElasticEngine(
             runtime.directory, lambda: runtime.manager, runtime.close, serve.tokenizer_manager
         )
-        return serve.run(launch, server_args, started, board, lambda: _ready(runtime), engine)
+        return serve.run(launch, server_args, started, heartbeats, lambda: _ready(runtime), engine)
     except (EsftError, ElasticError) as error:
         return _refuse(error)
     finally:

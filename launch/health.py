@@ -1,6 +1,6 @@
 """Health and the end of the server: from flags to the service around SGLang's application.
 
-flags.py -> HealthFlags -> [prepare] -> board, in the environment -> [install] -> Service
+flags.py -> HealthFlags -> [prepare] -> heartbeats, in the environment -> [install] -> Service
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sgl_esft import env
 from sgl_esft.errors import ConfigError
 from sgl_esft.health import process, routes
 from sgl_esft.health.engine import Engine, PlainEngine
-from sgl_esft.health.heartbeat import MAX_RANKS, Board
+from sgl_esft.health.heartbeat import MAX_RANKS, HeartbeatTable
 from sgl_esft.health.processes import kill_children
 from sgl_esft.health.service import Service, Times
 from sgl_esft.http import admission
@@ -83,17 +83,17 @@ def read_flags(found: argparse.Namespace) -> HealthFlags:
     return flags
 
 
-def prepare() -> Board:
-    """A board for this process and the children that it will start; before SGLang is imported."""
-    board = Board.create()
-    os.environ[env.HEALTH_BOARD] = str(board.path)
-    return board
+def prepare() -> HeartbeatTable:
+    """The heartbeat table of this process and its children; before SGLang is imported."""
+    heartbeats = HeartbeatTable.create()
+    os.environ[env.HEARTBEAT_TABLE] = str(heartbeats.path)
+    return heartbeats
 
 
 def install(
     app: Any,
     flags: HealthFlags,
-    board: Board,
+    heartbeats: HeartbeatTable,
     manager: Callable[[], Any],
     engine: Engine | None,
 ) -> Service:
@@ -106,20 +106,20 @@ def install(
         _stop_server(manager(), service.life.exit_status)
 
     times = Times(flags.ready_timeout_s, flags.drain_timeout_s, flags.hang_timeout_s)
-    service = Service(times, board, engine or _plain(board, manager), stop_server)
+    service = Service(times, heartbeats, engine or _plain(heartbeats, manager), stop_server)
     process.use(service)
     app.include_router(routes.router(service))
     admission.install(app, service)
     return service
 
 
-def _plain(board: Board, manager: Callable[[], Any]) -> PlainEngine:
+def _plain(heartbeats: HeartbeatTable, manager: Callable[[], Any]) -> PlainEngine:
     def num_ranks() -> int:
         from sgl_esft import sglang_api
 
         return min(sglang_api.num_ranks(), MAX_RANKS)
 
-    return PlainEngine(board, num_ranks, manager)
+    return PlainEngine(heartbeats, num_ranks, manager)
 
 
 def _stop_server(manager: Any, status: int) -> None:

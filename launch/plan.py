@@ -25,9 +25,9 @@ DEFAULT_MAX_ADAPTERS = 4
 DEFAULT_MAX_EXPERTS = 13  # the most any adapter of the paper's table 1 has in a layer
 
 _REFUSED_SGLANG_FLAGS = {
-    "--enable-lora": "ESFT adapters take LoRA's seat",
+    "--enable-lora": "ESFT adapters take LoRA's place",
     "--lora-paths": "name ESFT adapters by --esft-adapters",
-    "--lora-backend": "ESFT adapters take LoRA's seat",
+    "--lora-backend": "ESFT adapters take LoRA's place",
     "--enable-lora-overlap-loading": "ESFT adapters are loaded by their own manager",
     "--enable-eplb": "the expert map is in the model's own expert ids, EPLB moves them",
     "--ep-num-redundant-experts": "the expert map is in the model's own expert ids",
@@ -235,7 +235,7 @@ def _own_argv(flags: LaunchFlags, model_path: str) -> list[str]:
 
 
 def _weave_argv(config: EsftConfig, adapters: Mapping[str, Path]) -> list[str]:
-    """Open LoRA's seat. The rank and target module only satisfy a check of SGLang's."""
+    """Open LoRA's place. The rank and target module only satisfy a check of SGLang's."""
     argv = ["--enable-lora", "--max-lora-rank", "1", "--lora-target-modules", "gate_proj"]
     argv += ["--max-loras-per-batch", str(config.max_adapters)]
     if adapters:

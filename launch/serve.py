@@ -15,7 +15,7 @@ from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
 from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
-from sgl_esft.health.heartbeat import Board
+from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
 from sgl_esft.plugin import register
 from sgl_esft_launch import access, adapters, health, observe, resolved
@@ -25,7 +25,7 @@ from sgl_esft_launch.plan import LaunchPlan
 def serve(launch: LaunchPlan) -> int:
     """Serve until stopped. Returns the exit status."""
     started = time.monotonic()
-    board = prepare_environment(launch)
+    heartbeats = prepare_environment(launch)
     say(f"1/3 loading SGLang for {launch.model_path}")
     from sglang.srt.plugins import load_plugins
 
@@ -34,7 +34,7 @@ def serve(launch: LaunchPlan) -> int:
         register.verify()
         server_args = resolve(launch)
         say(f"2/3 starting the engine{_described(launch)}")
-        return run(launch, server_args, started, board)
+        return run(launch, server_args, started, heartbeats)
     except EsftError as error:
         print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -64,7 +64,7 @@ def run(
     launch: LaunchPlan,
     server_args: object,
     started: float,
-    board: Board,
+    heartbeats: HeartbeatTable,
     when_ready: Callable[[], None] = lambda: None,
     engine: Engine | None = None,
 ) -> int:
@@ -78,14 +78,14 @@ def run(
 
     from sgl_esft.health.detokenizer import run_beating_detokenizer
 
-    seat: adapters.Seat | None = None
+    holder: adapters.LibraryHolder | None = None
     if launch.config is not None:
-        seat = adapters.install(http_server.app, launch, launch.config, tokenizer_manager)
+        holder = adapters.install(http_server.app, launch, launch.config, tokenizer_manager)
         refused = ROUTES_OVER_ALL_SLOTS if launch.config.expert_memory == "virtual" else frozenset()
         http_server.app.add_middleware(
             AdapterMiddleware,
-            known_names=seat.known_names,
-            ensure=seat.ensure,
+            known_names=holder.known_names,
+            ensure=holder.ensure,
             refused_routes=refused,
         )
         http_server.app.add_api_route(
@@ -98,8 +98,8 @@ def run(
         observe.add_routes(http_server.app)
 
     pages.add_routes(http_server.app)
-    service = health.install(http_server.app, launch.health, board, tokenizer_manager, engine)
-    names = seat.known_names if seat else _no_adapters
+    service = health.install(http_server.app, launch.health, heartbeats, tokenizer_manager, engine)
+    names = holder.known_names if holder else _no_adapters
     access.install(http_server.app, launch.access, _bounds, names)
 
     observe.install(
@@ -112,8 +112,8 @@ def run(
     def ready() -> None:
         if launch.access.inner_key is not None:
             launch.access.inner_key.close()
-        if seat is not None:
-            seat.watch()
+        if holder is not None:
+            holder.watch()
         when_ready()
         service.started()
         _announce(launch, time.monotonic() - started)
@@ -155,8 +155,8 @@ def _no_adapters() -> KnownNames:
     return KnownNames(frozenset(), frozenset({manager.served_model_name, manager.model_path}))
 
 
-def prepare_environment(launch: LaunchPlan) -> Board:
-    """What SGLang and its children read from the environment. Returns the board that is in it."""
+def prepare_environment(launch: LaunchPlan) -> HeartbeatTable:
+    """What SGLang and its children read from the environment. Returns the heartbeat table."""
     for name, value in launch.environment.items():
         os.environ.setdefault(name, value)
     os.environ.update(launch.device_environment)

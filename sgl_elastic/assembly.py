@@ -11,7 +11,7 @@ cold_restart        Hmm                CutOverPlanner   DiskInstances    CutOver
 extravagant         Hmm                FreshPlanner     DiskInstances    Coordinator
 colocated           Hmm, two a device  FreshPlanner     DiskInstances    Coordinator
 horizontal          Hmm                ReplicaPlanner   ReplicatedInstances, ReplicaCoordinator
-                                                        and a ReplicaSwitchboard
+                                                        and a ReplicaRequestRouter
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sgl_elastic.baselines.from_disk import DiskInstances
 from sgl_elastic.baselines.horizontal import (
     ReplicaCoordinator,
     ReplicaPlanner,
-    ReplicaSwitchboard,
+    ReplicaRequestRouter,
     ReplicatedInstances,
 )
 from sgl_elastic.baselines.staged_memory import StagedMemory
@@ -34,8 +34,8 @@ from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Journal
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.coordinator.ports import Front
-from sgl_elastic.front.router import Switchboard
-from sgl_elastic.instance.manager import Courier, EngineSettings, InstanceManager, Patience
+from sgl_elastic.front.router import RequestRouter
+from sgl_elastic.instance.manager import EngineLink, EngineSettings, InstanceManager, Timeouts
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.options import ElasticOptions
 
@@ -115,32 +115,32 @@ def place_engines(cluster: Cluster | None, settings: EngineSettings) -> EngineSe
     return SpreadEngines(cluster, settings.directory).settings(settings)
 
 
-def switchboard_of(options: ElasticOptions) -> type[Switchboard]:
-    """The kind of switchboard; all are made alike."""
-    return ReplicaSwitchboard if options.strategy is _S.HORIZONTAL else Switchboard
+def router_type_of(options: ElasticOptions) -> type[RequestRouter]:
+    """The kind of router; all are made alike."""
+    return ReplicaRequestRouter if options.strategy is _S.HORIZONTAL else RequestRouter
 
 
 def make_instances(
-    options: ElasticOptions, settings: EngineSettings, hmm: Hmm, courier: Courier
+    options: ElasticOptions, settings: EngineSettings, hmm: Hmm, engine_link: EngineLink
 ) -> InstanceManager:
     """The instance manager; from disk where the strategy or an ablation wants it."""
-    parts = (settings, hmm, courier)
+    parts = (settings, hmm, engine_link)
     standby_ranks, max_devices = options.standby_ranks, options.max_devices
     if isinstance(hmm, StagedMemory):
         hmm.add_staging()
     if options.strategy is _S.ELASTIC and options.ablation.peer_copy and not cuts_over(options):
         return InstanceManager(*parts, standby_ranks=standby_ranks, max_devices=max_devices)
     # Reading weights takes as long as it takes.
-    patience = Patience(step_s=Patience.start_s, silent_s=Patience.start_s)
+    timeouts = Timeouts(step_s=Timeouts.start_s, silent_s=Timeouts.start_s)
     if options.strategy is _S.HORIZONTAL:
         return ReplicatedInstances(
-            *parts, patience=patience, standby_ranks=0, max_devices=max_devices
+            *parts, timeouts=timeouts, standby_ranks=0, max_devices=max_devices
         )
     shares_memory = options.strategy is _S.ELASTIC and options.ablation.zero_copy
     return DiskInstances(
         *parts,
         shares_memory=shares_memory,
-        patience=patience,
+        timeouts=timeouts,
         standby_ranks=standby_ranks,
         max_devices=max_devices,
     )
@@ -152,7 +152,7 @@ def make_coordinator(
     """The coordinator of the strategy, with its planner and journal."""
     journal = Journal(Path(options.journal) if options.journal else None)
     planner = _planner(options, hmm)
-    if isinstance(instances, ReplicatedInstances) and isinstance(front, ReplicaSwitchboard):
+    if isinstance(instances, ReplicatedInstances) and isinstance(front, ReplicaRequestRouter):
         return ReplicaCoordinator(
             hmm, instances, front, planner.make_plan, planner.describe, journal
         )

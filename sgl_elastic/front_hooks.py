@@ -1,7 +1,7 @@
-"""Hooks in the process that serves HTTP: requests go through the switchboard.
+"""Hooks in the process that serves HTTP: requests go through the router.
 
 SGLang's launch --> [launch_instances] --> runtime (launch.py)
-TokenizerManager --> [dispatch] --> switchboard <-- [note_outputs] <-- detokenizer
+TokenizerManager --> [dispatch] --> router <-- [note_outputs] <-- detokenizer
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ def launch_instances(
 
 def dispatch(manager: Any, obj: Any) -> None:
     """What is meant for the scheduler goes to the instance that serves."""
-    _required().switchboard.dispatch(obj)
+    _required().router.dispatch(obj)
 
 
 async def dispatch_async(manager: Any, obj: Any) -> None:
     """As `dispatch`."""
-    _required().switchboard.dispatch(obj)
+    _required().router.dispatch(obj)
 
 
 async def note_outputs(
     original: Callable[..., Awaitable[None]], manager: Any, recv_obj: Any
 ) -> None:
-    """The switchboard learns what has come back, then SGLang hands it to the client."""
+    """The router learns what has come back, then SGLang hands it to the client."""
     tokens = getattr(recv_obj, "completion_tokens", None) or [0] * len(recv_obj.rids)
     output_ids = getattr(recv_obj, "output_ids", None) or ()
-    board = _required().switchboard
-    board.on_output(recv_obj.rids, recv_obj.finished_reasons, tokens, output_ids)
+    router = _required().router
+    router.on_output(recv_obj.rids, recv_obj.finished_reasons, tokens, output_ids)
     await original(manager, recv_obj)
 
 

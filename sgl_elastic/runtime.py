@@ -1,6 +1,6 @@
 """The elastic runtime of one server: every part, put together.
 
-options, launch plan --> [Runtime] --> HMM, instances, switchboard, coordinator, autoscaler
+options, launch plan --> [Runtime] --> HMM, instances, router, coordinator, autoscaler
                              ^-- start() when SGLang wants its schedulers
 """
 
@@ -22,7 +22,7 @@ from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.ports import Wire
-from sgl_elastic.coordinator.recovery import Guard, Vigilance
+from sgl_elastic.coordinator.recovery import Watchdog, WatchdogConfig
 from sgl_elastic.errors import ElasticError
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
@@ -76,7 +76,7 @@ class Runtime:
         self.hmm.reserve_for_adapters(adapter_reserve_bytes)
         self._reserves = adapter_reserve_bytes > 0
         self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
-        self.switchboard = assembly.switchboard_of(options)(
+        self.router = assembly.router_type_of(options)(
             wire,
             handed_over=self._handed_over,
             on_switch=self._note_switch,
@@ -89,7 +89,7 @@ class Runtime:
         self.manager: InstanceManager | None = None
         self.coordinator: Coordinator | None = None
         self.autoscaler: Autoscaler | None = None
-        self._guard: Guard | None = None
+        self._watchdog: Watchdog | None = None
         self._metrics: metrics.ScaleMetrics | None = None
         self._on_size: Callable[[int], None] = lambda _: None
         self._stopping = threading.Event()
@@ -98,15 +98,13 @@ class Runtime:
     def start(self, port_args: Any) -> dict[str, Any]:
         """Start the first instance. Returns what SGLang wants to know of its scheduler."""
         manager = self.manager = assembly.make_instances(
-            self.options, self._settings(port_args), self.hmm, self.switchboard
+            self.options, self._settings(port_args), self.hmm, self.router
         )
         devices = tuple(range(self.options.dp_size))
         name = manager.start_first(devices, self._first_placement)
         _, placement = manager.serving()
-        self.switchboard.begin(name, placement)
-        self.coordinator = assembly.make_coordinator(
-            self.options, self.hmm, manager, self.switchboard
-        )
+        self.router.begin(name, placement)
+        self.coordinator = assembly.make_coordinator(self.options, self.hmm, manager, self.router)
         self.coordinator.listen(self._note_operation)
         tokens = min(placement.kv_tokens)
         return {"max_total_num_tokens": tokens, "max_req_input_len": tokens - 6}
@@ -119,7 +117,7 @@ class Runtime:
         self._on_size = on_size
         threading.Thread(target=self._keep_standbys, name="elastic-standbys", daemon=True).start()
         self._wanted.set()
-        self._start_guard()
+        self._start_watchdog()
         self._start_metrics(on_ended)
         if self.options.autoscale is not None and self.coordinator is not None:
             self.autoscaler = Autoscaler(
@@ -142,9 +140,9 @@ class Runtime:
         if self._metrics is not None:
             self._metrics.observe_held(seconds)
 
-    def _start_guard(self) -> None:
+    def _start_watchdog(self) -> None:
         if self.manager is None or self.coordinator is None:
-            raise RuntimeError("the guard starts before what it watches")
+            raise RuntimeError("the watchdog starts before what it watches")
         faults = FaultMetrics()
 
         def note(kind: str) -> None:
@@ -152,15 +150,15 @@ class Runtime:
             if self.manager is not None and not self.manager.is_lost():
                 self._wanted.set()  # another standby in place of the lost one
 
-        self._guard = Guard(
+        self._watchdog = Watchdog(
             self.manager,
             self.hmm,
             self.coordinator.recover,
-            vigilance=Vigilance(hang_s=self.options.hang_timeout_s),
+            config=WatchdogConfig(hang_s=self.options.hang_timeout_s),
             on_fault=note,
             on_hopeless=_end_server,
         )
-        self._guard.start()
+        self._watchdog.start()
 
     def close(self) -> None:
         """End instances and workers; remove the sockets. Harmless a second time.
@@ -170,8 +168,8 @@ class Runtime:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._guard is not None:
-            self._guard.stop()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self._wanted.set()
         if self.autoscaler is not None:
             self.autoscaler.stop()
@@ -225,7 +223,7 @@ class Runtime:
         self._on_size(placement.dp_size)
 
     def _note_operation(self, operation: Operation, placement: Placement) -> None:
-        self.switchboard.scaling(not operation.finished)
+        self.router.scaling(not operation.finished)
         if operation.finished:
             self._wanted.set()
 
@@ -251,10 +249,10 @@ class Runtime:
         _, placement = self.coordinator.serving
         return ScaleMetrics(
             num_devices=placement.dp_size,
-            attainment=self.switchboard.attainment(now_s),
-            num_running=self.switchboard.num_running(),
+            attainment=self.router.attainment(now_s),
+            num_running=self.router.num_running(),
             max_running=0,
-            kv_used_tokens=self.switchboard.num_tokens(),
+            kv_used_tokens=self.router.num_tokens(),
             kv_capacity_tokens=sum(placement.kv_tokens),
             is_scaling=self.coordinator.running() is not None,
         )

@@ -5,7 +5,7 @@
 | ESFT_CONFIG | JSON of `EsftConfig` | unset | set by the launcher; unset = weaving off |
 | ESFT_PLATFORM | auto, cpu, native | auto | whether the CPU reference platform takes over |
 | ESFT_DEVICE_MEMORY | a size, such as 512MiB | unset | of each of the CPU platform's devices |
-| ESFT_HEALTH_BOARD | a file | unset | set by the launcher: where ranks show that they turn |
+| ESFT_HEARTBEAT_TABLE | a file | unset | set by the launcher: where ranks show that they turn |
 | ESFT_DEVICE_LEDGER | a file | unset | where servers that share devices write what they use |
 | ESFT_LOG_FORMAT | text, json | text | set by the launcher, from --log-format |
 | ESFT_KEY | a server's admin key | unset | shown to it by `sgl-esft memory` and `adapters` |
@@ -29,7 +29,7 @@ DEVICE_LEDGER = "ESFT_DEVICE_LEDGER"
 LOG_FORMAT = "ESFT_LOG_FORMAT"
 LogFormat = Literal["text", "json"]
 KEY = "ESFT_KEY"
-HEALTH_BOARD = "ESFT_HEALTH_BOARD"
+HEARTBEAT_TABLE = "ESFT_HEARTBEAT_TABLE"
 _PLATFORMS = ("auto", "cpu", "native")
 
 
@@ -73,5 +73,5 @@ def key() -> str | None:
 
 def health_board() -> Path | None:
     """Where loops of this server write that they turn; None outside our launcher."""
-    text = os.environ.get(HEALTH_BOARD)
+    text = os.environ.get(HEARTBEAT_TABLE)
     return Path(text) if text else None

@@ -156,7 +156,7 @@ def dp_gather(gathered: torch.Tensor, local: torch.Tensor, forward_batch: Any) -
 
 
 def adapter_manager(scheduler: Any) -> Any:
-    """What sits in LoRA's seat on this rank."""
+    """What sits in LoRA's place on this rank."""
     return scheduler.tp_worker.model_runner.lora_manager
 
 

@@ -1,7 +1,7 @@
 """The load of the served figures: who asks what and when, sent and measured by SGLang's own client.
 
     Workload, adapters, alpha, seed -> [make_trace] -> arrivals
-    arrivals, adapter -> Seat       -> [play]       -> LoadFigures
+    arrivals, adapter -> Target       -> [play]       -> LoadFigures
     runs by name, rounds            -> [take_turns] -> LoadFigures of each run and round
     ServerCommand by name           -> [servers]    -> URLs, started together
 
@@ -74,7 +74,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Target:
     """Where an adapter's requests go, and by which adapter name. None = the server's own model."""
 
     url: str
@@ -174,17 +174,17 @@ def at_once(trace: Sequence[Arrival]) -> tuple[Arrival, ...]:
 
 
 def play(
-    trace: Sequence[Arrival], seats: Mapping[str | None, Seat], tokenizer_folder: Path
+    trace: Sequence[Arrival], targets: Mapping[str | None, Target], tokenizer_folder: Path
 ) -> LoadFigures:
     """Send each request when it is due and wait for all answers.
 
-    seats: for each adapter of the trace. Raises LoadError where an answer fails, is cut short, or
+    targets: for each adapter of the trace. Raises LoadError where an answer fails, is cut short, or
     is not there after TIMEOUT_SECONDS.
     """
     client = _sglang_client()
     start = time.perf_counter()
     try:
-        outputs = asyncio.run(asyncio.wait_for(_send_all(client, trace, seats), TIMEOUT_SECONDS))
+        outputs = asyncio.run(asyncio.wait_for(_send_all(client, trace, targets), TIMEOUT_SECONDS))
     except TimeoutError as error:
         raise LoadError(
             f"no answer to all of {len(trace)} requests in {TIMEOUT_SECONDS:.0f} s: "
@@ -210,11 +210,11 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def saturated_rate(workload: Workload, seat: Seat, tokenizer_folder: Path) -> float:
+def saturated_rate(workload: Workload, target: Target, tokenizer_folder: Path) -> float:
     """Requests a second that a server answers when all come at once; a first run warms it up."""
     trace = at_once(make_trace(workload, 1.0, [""], 1.0, seed=0))
     num_tokens = sum(arrival.num_output_tokens for arrival in trace)
-    runs = [play(trace, {"": seat}, tokenizer_folder) for _ in range(2)]
+    runs = [play(trace, {"": target}, tokenizer_folder) for _ in range(2)]
     return runs[-1].decode_throughput * len(trace) / num_tokens
 
 
@@ -280,20 +280,20 @@ def _sglang_client() -> Any:
 
 
 async def _send_all(
-    client: Any, trace: Sequence[Arrival], seats: Mapping[str | None, Seat]
+    client: Any, trace: Sequence[Arrival], targets: Mapping[str | None, Target]
 ) -> list[Any]:
     start = time.perf_counter()
 
     async def send(arrival: Arrival) -> Any:
         await asyncio.sleep(arrival.time_seconds - (time.perf_counter() - start))
         return await client.async_request_sglang_generate(
-            _request(client, arrival, seats[arrival.adapter])
+            _request(client, arrival, targets[arrival.adapter])
         )
 
     return await asyncio.gather(*map(send, trace))
 
 
-def _request(client: Any, arrival: Arrival, seat: Seat) -> Any:
+def _request(client: Any, arrival: Arrival, target: Target) -> Any:
     sampling = {
         "temperature": 1.0,
         "max_new_tokens": arrival.num_output_tokens,
@@ -302,11 +302,11 @@ def _request(client: Any, arrival: Arrival, seat: Seat) -> Any:
     }
     return client.RequestFuncInput(
         prompt=arrival.prompt,
-        api_url=f"{seat.url}/generate",
+        api_url=f"{target.url}/generate",
         prompt_len=len(arrival.prompt),
         output_len=arrival.num_output_tokens,
         model="",
-        lora_name=seat.adapter,
+        lora_name=target.adapter,
         image_data=None,
         extra_request_body={"sampling_params": sampling},
     )

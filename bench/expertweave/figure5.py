@@ -38,8 +38,8 @@ from typing import Any
 from bench.common.load import (
     Arrival,
     LoadFigures,
-    Seat,
     ServerCommand,
+    Target,
     Workload,
     all_to_base,
     make_trace,
@@ -98,17 +98,17 @@ class Stand:
 
     def base_run(self, requests_per_second: float, seed: int) -> LoadFigures:
         trace = all_to_base(self._trace(requests_per_second, 1.0, seed))
-        return play(trace, {None: Seat(self.base_url)}, self.model.base())
+        return play(trace, {None: Target(self.base_url)}, self.model.base())
 
     def woven_run(self, requests_per_second: float, alpha: float, seed: int) -> LoadFigures:
         trace = self._trace(requests_per_second, alpha, seed)
-        return play(trace, self._seats(), self.model.base())
+        return play(trace, self._targets(), self.model.base())
 
     def warm_up(self) -> float:
         """Requests a second that base-only serves at saturation; every adapter answers once."""
-        for seat in self._seats().values():
-            saturated_rate(WARM_UP, seat, self.model.base())
-        return saturated_rate(self.plan.workload, Seat(self.base_url), self.model.base())
+        for target in self._targets().values():
+            saturated_rate(WARM_UP, target, self.model.base())
+        return saturated_rate(self.plan.workload, Target(self.base_url), self.model.base())
 
     def rows(self, rate: float, requests_per_second: float) -> list[dict[str, Any]]:
         """A row for each alpha."""
@@ -145,8 +145,8 @@ class Stand:
     def _names(self) -> list[str]:
         return list(self.model.adapters(self.num_adapters))
 
-    def _seats(self) -> dict[str | None, Seat]:
-        return {name: Seat(self.woven_url, name) for name in self._names()}
+    def _targets(self) -> dict[str | None, Target]:
+        return {name: Target(self.woven_url, name) for name in self._names()}
 
     def _trace(self, requests_per_second: float, alpha: float, seed: int) -> tuple[Arrival, ...]:
         workload = self.plan.workload.lasting(self.plan.horizon_seconds, requests_per_second)

@@ -39,8 +39,8 @@ from typing import Any
 
 from bench.common.load import (
     LoadFigures,
-    Seat,
     ServerCommand,
+    Target,
     Workload,
     make_trace,
     play,
@@ -58,7 +58,7 @@ WHAT = "two adapters woven over two merged servers: TTFT, TPOT, throughput as ra
 WOVEN = "woven"
 DP2_EP2 = ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention")
 
-Seats = Mapping[str | None, Seat]
+Targets = Mapping[str | None, Target]
 
 
 class TooFewCoresError(Exception):
@@ -105,20 +105,20 @@ class Stand:
 
     plan: Plan
     model: ScaledModel
-    merged: Seats
-    woven: Seats
+    merged: Targets
+    woven: Targets
 
     def warm_up(self) -> float:
-        """Requests a second that a merged server serves at saturation; every seat answers once."""
-        seats = (*self.woven.values(), *self.merged.values())
-        return [saturated_rate(self.plan.workload, s, self.model.base()) for s in seats][-1]
+        """Requests a second that a merged server serves at most; every target answers once."""
+        targets = (*self.woven.values(), *self.merged.values())
+        return [saturated_rate(self.plan.workload, s, self.model.base()) for s in targets][-1]
 
     def rows(self, setting: str, requests_per_second: float) -> list[dict[str, Any]]:
         """A row for each alpha."""
         runs = {
-            f"{name} {alpha}": partial(self._run, seats, requests_per_second, alpha)
+            f"{name} {alpha}": partial(self._run, targets, requests_per_second, alpha)
             for alpha in self.plan.alphas
-            for name, seats in (("merged", self.merged), ("woven", self.woven))
+            for name, targets in (("merged", self.merged), ("woven", self.woven))
         }
         taken = take_turns(runs, self.plan.rounds)
         return [
@@ -135,12 +135,12 @@ class Stand:
         ]
 
     def _run(
-        self, seats: Seats, requests_per_second: float, alpha: float, seed: int
+        self, targets: Targets, requests_per_second: float, alpha: float, seed: int
     ) -> LoadFigures:
         names = list(self.model.adapters(2))
         workload = self.plan.workload.lasting(self.plan.horizon_seconds, requests_per_second)
         trace = make_trace(workload, requests_per_second, names, alpha, seed)
-        return play(trace, seats, self.model.base())
+        return play(trace, targets, self.model.base())
 
 
 def commands(
@@ -179,8 +179,8 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
 def stand_of(plan: Plan, model: ScaledModel, urls: Mapping[str, str]) -> Stand:
     """Which server each adapter's requests go to, in either system."""
     names = list(model.adapters(2))
-    merged: Seats = {name: Seat(urls[name]) for name in names}
-    return Stand(plan, model, merged, {name: Seat(urls[WOVEN], name) for name in names})
+    merged: Targets = {name: Target(urls[name]) for name in names}
+    return Stand(plan, model, merged, {name: Target(urls[WOVEN], name) for name in names})
 
 
 def _printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

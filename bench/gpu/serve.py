@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.common.load import LoadFigures, Seat, Workload, all_to_base, at_once, make_trace, play
+from bench.common.load import LoadFigures, Target, Workload, all_to_base, at_once, make_trace, play
 from bench.common.record import spread
 from bench.expertweave.floor import ModelBytes, expected_touched_at_random, floor_over_base
 from bench.gpu import checkpoint
@@ -201,10 +201,10 @@ def _run_pair(size: Size, files: Files, urls: tuple[str, str], cell: Cell, numbe
     workload = Workload(batch_size, size.prompt_tokens, size.output_tokens)
     trace = at_once(make_trace(workload, 1.0, names, 1.0, seed=number))
     woven_trace = trace if num_adapters else all_to_base(trace)
-    seats: dict[str | None, Seat] = {name: Seat(urls[0], name) for name in names}
+    targets: dict[str | None, Target] = {name: Target(urls[0], name) for name in names}
     runs = {
-        "woven": lambda: play(woven_trace, {**seats, None: Seat(urls[0])}, files.base),
-        "plain": lambda: play(all_to_base(trace), {None: Seat(urls[1])}, files.base),
+        "woven": lambda: play(woven_trace, {**targets, None: Target(urls[0])}, files.base),
+        "plain": lambda: play(all_to_base(trace), {None: Target(urls[1])}, files.base),
     }
     order = list(runs) if number % 2 else list(reversed(runs))
     found = {name: runs[name]() for name in order}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from sgl_elastic.coordinator.coordinator import Coordinator, Remainder, Task
+from sgl_elastic.coordinator.coordinator import Coordinator, PostSwitchTasks, Task
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Progress
 from sgl_elastic.errors import ElasticInternalError
@@ -47,9 +47,9 @@ class CutOverCoordinator(Coordinator):
             self._hold(progress)
             self._drain_if_asked(progress, old)
             self._instances.freeze(old)
-            self._remainder = Remainder(progress, deque(self._tasks(progress, old, plan)))
+            self._post_switch = PostSwitchTasks(progress, deque(self._tasks(progress, old, plan)))
             progress.switched()
-            self._go_on(self._remainder)
+            self._go_on(self._post_switch)
 
     def _tasks(self, progress: Progress, old: str, plan: Plan) -> list[Task]:
         new = _Later()
@@ -66,10 +66,10 @@ class CutOverCoordinator(Coordinator):
         new.instance = self._instances.prepare(placement)
 
     def _take_over(
-        self, new: _Later, old: str, placement: Placement, heirs: Mapping[int, int]
+        self, new: _Later, old: str, placement: Placement, kv_moves: Mapping[int, int]
     ) -> None:
         if not new.is_active:
-            self._instances.activate(new.instance, old, heirs)
+            self._instances.activate(new.instance, old, kv_moves)
             new.is_active = True
         self._note_serving(new.instance, placement)
         self._front.switch(new.instance, placement)

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from sgl_elastic.baselines.from_disk import DiskInstances
 from sgl_elastic.baselines.plans import map_steps
 from sgl_elastic.baselines.strategies import ScaleStrategy, check_strategy
-from sgl_elastic.coordinator.coordinator import Coordinator, Remainder, Task
+from sgl_elastic.coordinator.coordinator import Coordinator, PostSwitchTasks, Task
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Progress
 from sgl_elastic.errors import BadScaleError, EngineFailedError
-from sgl_elastic.front.router import Switchboard
+from sgl_elastic.front.router import RequestRouter
 from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.plan.replay import peak_and_final_pages
 from sgl_elastic.types import Placement, Plan, ScaleRequest, Step, StepKind
@@ -92,7 +92,7 @@ class Replicas(Instances, Protocol):
 
 
 class ReplicaFront(Front, Protocol):
-    """replica_board.py's ReplicaSwitchboard."""
+    """replica_board.py's ReplicaRequestRouter."""
 
     def spread(self, group: str, placement: Placement) -> None:
         """From now on requests go to both; those that run stay where they are."""
@@ -120,8 +120,8 @@ class ReplicaCoordinator(Coordinator):
             self._grow(progress, plan)
         else:
             progress.switched()
-            self._remainder = Remainder(progress, deque(self._shrink_tasks(progress, plan)))
-            self._go_on(self._remainder)
+            self._post_switch = PostSwitchTasks(progress, deque(self._shrink_tasks(progress, plan)))
+            self._go_on(self._post_switch)
 
     def _grow(self, progress: Progress, plan: Plan) -> None:
         _, replica = parts(plan.new)
@@ -139,8 +139,8 @@ class ReplicaCoordinator(Coordinator):
             Task("switch", spread),
             Task("switch", partial(self._note_serving, group, plan.new)),
         ]
-        self._remainder = Remainder(progress, deque(tasks))
-        self._go_on(self._remainder)
+        self._post_switch = PostSwitchTasks(progress, deque(tasks))
+        self._go_on(self._post_switch)
 
     def _shrink_tasks(self, progress: Progress, plan: Plan) -> list[Task]:
         narrow = partial(self._replica_front.narrow, plan.new.dp_size, _ATTEMPT_S)
@@ -155,9 +155,9 @@ class ReplicaCoordinator(Coordinator):
         ]
 
 
-# The switchboard of horizontal scaling: two instances of equal size serve at once.
+# The router of horizontal scaling: two instances of equal size serve at once.
 #
-#     dispatch --> [ReplicaSwitchboard] --> the first replica: ranks 0 to N - 1
+#     dispatch --> [ReplicaRequestRouter] --> the first replica: ranks 0 to N - 1
 #                                      '--> the second: ranks N to 2 N - 1
 #
 # A group of two is named `first+second`. What is no request goes to both.
@@ -165,7 +165,7 @@ class ReplicaCoordinator(Coordinator):
 _POLL_S = 0.01
 
 
-class ReplicaSwitchboard(Switchboard):
+class ReplicaRequestRouter(RequestRouter):
     """`ReplicaFront` of strategy_replicas.py."""
 
     def __init__(self, *args: Any, wake: Callable[[str], None], **options: Any) -> None:

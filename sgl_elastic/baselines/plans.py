@@ -80,8 +80,8 @@ class FreshPlanner(Planner):
         shape, adapters = self._memory_of_all.shape(), self._memory_of_all.adapters()
         peak, final = peak_and_final_pages(shape, adapters, old, [*before, *after])
         self._check_peaks(peak)
-        heirs = successors(old.device_ids, new.device_ids)
-        return Plan(old, new, tuple(before), tuple(after), peak, final, heirs)
+        kv_moves = successors(old.device_ids, new.device_ids)
+        return Plan(old, new, tuple(before), tuple(after), peak, final, kv_moves)
 
     def _check_peaks(self, peak: Mapping[int, int]) -> None:
         for device, num_pages in peak.items():

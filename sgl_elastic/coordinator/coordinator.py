@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, StepRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
-from sgl_elastic.coordinator.steps import Patience, Remainder, Steps, Task
+from sgl_elastic.coordinator.steps import PostSwitchTasks, RetryPolicy, Steps, Task
 from sgl_elastic.errors import BusyError, ClosingError, ElasticError, EngineFailedError
 from sgl_elastic.plan.planner import is_empty, placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 
-__all__ = ["Clock", "Coordinator", "Patience", "Remainder", "Task"]
+__all__ = ["Clock", "Coordinator", "PostSwitchTasks", "RetryPolicy", "Task"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Coordinator:
         describe: Describe,
         journal: Journal | None = None,
         *,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         clock: Clock | None = None,
         new_id: Callable[[], str] = lambda: f"scale-{uuid.uuid4().hex[:12]}",
     ) -> None:
@@ -65,7 +65,7 @@ class Coordinator:
         self._make_plan = make_plan
         self._describe = describe
         self.journal = journal or Journal()
-        self._patience = patience or Patience()
+        self._retry_policy = retry_policy or RetryPolicy()
         self._clock = clock or Clock()
         self._new_id = new_id
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Coordinator:
         self._idle = threading.Event()  # nothing runs, and the last one's listeners have heard
         self._idle.set()
         self._running = ""  # the id of the operation that runs
-        self._remainder: Remainder | None = None
+        self._post_switch: PostSwitchTasks | None = None
         self._replaced_by: dict[str, str] = {}  # lost instances
         self._listeners: tuple[Listener, ...] = ()
         self._serving = instances.serving()
@@ -130,8 +130,8 @@ class Coordinator:
 
         They stay as they are until the operation has ended, or now if none begins.
         """
-        if self._front.settle(self._patience.settle_s):
-            self._instances.hear_out(self._patience.hear_s)
+        if self._front.settle(self._retry_policy.settle_s):
+            self._instances.drain_messages(self._retry_policy.drain_messages_s)
         try:
             yield
         except BaseException:
@@ -176,7 +176,7 @@ class Coordinator:
         error: Exception | None = None
         try:
             self._finish_former()
-            self._steps.settle()
+            self._steps.flush_pending()
             if not is_empty(plan):
                 self.scale(progress, plan)
         except Exception as caught:  # nobody is above a thread's main loop
@@ -225,8 +225,8 @@ class Coordinator:
         progress.enter("prepare")
         self._hold(progress)
         self._memory.require(placement.device_ids)
-        self._instances.hear_out(self._patience.hear_s)
-        self._memory.mend(placement)
+        self._instances.drain_messages(self._retry_policy.drain_messages_s)
+        self._memory.drop_partial_adapters(placement)
         for device_id, num_tokens in zip(placement.device_ids, placement.kv_tokens, strict=True):
             # It may have been lost while its KV was growing or shrinking.
             self._memory.execute(Step(StepKind.MAP_KV, device_id, num_tokens=num_tokens))
@@ -239,16 +239,16 @@ class Coordinator:
             self._instances.activate(new, lost, {})
             stack.pop_all()
         progress.switched()
-        self._steps.forget_owed()
+        self._steps.forget_pending()
         self._replaced_by[lost] = new
-        if self._remainder is not None:  # its switch is this one
-            rest = (task for task in self._remainder.tasks if task.phase != "switch")
-            self._remainder.tasks = deque(rest)
+        if self._post_switch is not None:  # its switch is this one
+            rest = (task for task in self._post_switch.tasks if task.phase != "switch")
+            self._post_switch.tasks = deque(rest)
         self._note_serving(new, placement)
-        self._patiently(partial(self._front.switch, new, placement))
+        self._retry(partial(self._front.switch, new, placement))
         self._release(progress)
         progress.enter("retire")
-        self._patiently(partial(self._instances.retire, lost))
+        self._retry(partial(self._instances.retire, lost))
 
     def scale(self, progress: Progress, plan: Plan) -> None:
         """Carry a plan out. Raises what stopped it; before the switch everything is undone then."""
@@ -263,10 +263,10 @@ class Coordinator:
             self._instances.freeze(old)
             undo(self._instances.resume, old)
             self._instances.activate(new, old, plan.kv_moves)
-            self._remainder = self._after_the_switch(progress, old, new, placement, plan)
+            self._post_switch = self._after_the_switch(progress, old, new, placement, plan)
             stack.pop_all()
             progress.switched()
-            self._go_on(self._remainder)
+            self._go_on(self._post_switch)
 
     def _prepared(
         self, progress: Progress, plan: Plan, placement: Placement, undo: Callable[..., object]
@@ -283,7 +283,7 @@ class Coordinator:
 
     def _after_the_switch(
         self, progress: Progress, old: str, new: str, placement: Placement, plan: Plan
-    ) -> Remainder:
+    ) -> PostSwitchTasks:
         """All that follows the point of no return, in order."""
         first = len(plan.before)
         tasks = [
@@ -297,31 +297,31 @@ class Coordinator:
             ),
             Task("after", partial(self._note_serving, new, plan.new)),
         ]
-        return Remainder(progress, deque(tasks))
+        return PostSwitchTasks(progress, deque(tasks))
 
     def _note_serving(self, instance: str, placement: Placement) -> None:
         while instance in self._replaced_by:
             instance = self._replaced_by[instance]
         self._serving = (instance, placement)
 
-    def _go_on(self, remainder: Remainder) -> None:
+    def _go_on(self, post_switch: PostSwitchTasks) -> None:
         """Do the tasks in order. Raises when one fails in every attempt; it and the rest stay."""
-        while remainder.tasks:
-            task = remainder.tasks[0]
-            remainder.progress.enter(task.phase)
-            self._patiently(task.act)
-            remainder.tasks.popleft()
+        while post_switch.tasks:
+            task = post_switch.tasks[0]
+            post_switch.progress.enter(task.phase)
+            self._retry(task.act)
+            post_switch.tasks.popleft()
         self._memory.commit()
-        self._remainder = None
+        self._post_switch = None
 
     def _expected(self) -> tuple[str, Placement]:
-        """What serves, as the plans see it: what is owed is given back before they begin."""
+        """What serves, as the plans see it: what is pending is given back before they begin."""
         name, placement = self._instances.serving()
-        return name, self._steps.with_owed(placement)
+        return name, self._steps.with_pending(placement)
 
     def _finish_former(self) -> None:
         """What a degraded operation left; its pages must be free before the next plan's steps."""
-        former = self._remainder
+        former = self._post_switch
         if former is not None:
             self._go_on(former)
             former.progress.finish(OperationState.SUCCEEDED, None)
@@ -345,7 +345,7 @@ class Coordinator:
     def _or_noted(self, progress: Progress, action: Callable[..., None], *args: Any) -> None:
         """Try an action patiently; a failure is noted in the operation and goes no further."""
         try:
-            self._patiently(partial(action, *args))
+            self._retry(partial(action, *args))
         except ElasticError as error:
             logger.error("Scale %s: undo failed: %s", progress.operation.operation_id, error)
             progress.undo_failed(error)
@@ -377,13 +377,13 @@ class Coordinator:
             return
         progress.enter("drain")
         try:
-            self._instances.drain(old, self._patience.drain_timeout_s)
+            self._instances.drain(old, self._retry_policy.drain_timeout_s)
         except EngineFailedError as error:
             logger.warning("Drain of %s given up: %s", old, error)
         progress.enter("switch")
 
-    def _patiently(self, act: Callable[[], None]) -> None:
-        self._patience.insist(act, self._clock.sleep)
+    def _retry(self, act: Callable[[], None]) -> None:
+        self._retry_policy.retry(act, self._clock.sleep)
 
     def _announce(self, operation: Operation) -> None:
         for listener in self._listeners:

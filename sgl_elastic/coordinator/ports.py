@@ -29,7 +29,7 @@ class Memory(Protocol):
     def require(self, device_ids: Iterable[int]) -> None:
         """Raises MemoryLostError when the memory of one of these devices is gone."""
 
-    def mend(self, placement: Placement) -> None:
+    def drop_partial_adapters(self, placement: Placement) -> None:
         """A rank was lost, perhaps in an adapter's change: only whole adapters stay."""
 
     def execute(self, step: Step) -> None:
@@ -48,7 +48,7 @@ class Instances(Protocol):
     def serving(self) -> tuple[str, Placement]:
         """The instance that serves, and its placement."""
 
-    def hear_out(self, timeout_s: float) -> None:
+    def drain_messages(self, timeout_s: float) -> None:
         """What the serving instance's ranks have said is known, unless they hang."""
 
     def prepare(self, placement: Placement) -> str:
@@ -102,7 +102,7 @@ class Front(Protocol):
 
 
 class Wire(Protocol):
-    """SGLang's messages and sockets; sglang_wire.py is the real one. For the switchboard."""
+    """SGLang's messages and sockets; sglang_wire.py is the real one. For the router."""
 
     def open(self, address: str) -> Any: ...
     def close(self, socket: Any) -> None: ...

@@ -1,7 +1,7 @@
 """Faults are looked for all the time, and a lost instance is replaced.
 
-    [Guard, thread 1] --check--> instances, memory workers   every 0.1 s
-    [Guard, thread 2] --recover--> coordinator               when the instance that serves is lost
+    [Watchdog, thread 1] --check--> instances, memory workers  every 0.1 s
+    [Watchdog, thread 2] --recover--> coordinator              when the serving instance is lost
 
 Two threads, because a replacement that must be started takes long, and may be lost too.
 """
@@ -40,7 +40,7 @@ class WatchedMemory(Protocol):
 
 
 @dataclass(frozen=True)
-class Vigilance:
+class WatchdogConfig:
     """How often is looked, and how long is waited."""
 
     hang_s: float = 20.0  # a rank or a supervisor that does nothing for so long is lost
@@ -49,7 +49,7 @@ class Vigilance:
     first_pause_s: float = 0.5  # doubled after each failed attempt
 
 
-class Guard:
+class Watchdog:
     """`on_fault` hears "instance" or "memory" for each that is lost, "recovery" for each recovery.
 
     `on_hopeless` is called once, when every attempt to replace the serving instance has failed.
@@ -61,7 +61,7 @@ class Guard:
         memory: WatchedMemory,
         recover: Callable[[], Operation | None],
         *,
-        vigilance: Vigilance | None = None,
+        config: WatchdogConfig | None = None,
         on_fault: Callable[[str], None] = lambda kind: None,
         on_hopeless: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +69,7 @@ class Guard:
         self._instances = instances
         self._memory = memory
         self._recover = recover
-        self._vigilance = vigilance or Vigilance()
+        self._config = config or WatchdogConfig()
         self._on_fault = on_fault
         self._on_hopeless = on_hopeless
         self._clock = clock
@@ -87,7 +87,7 @@ class Guard:
 
     def look(self) -> None:
         """One round: who is lost?"""
-        for _ in self._instances.check(self._clock(), self._vigilance.hang_s):
+        for _ in self._instances.check(self._clock(), self._config.hang_s):
             self._on_fault("instance")
         dead = frozenset(self._memory.dead_workers())
         for device_id in sorted(dead - self._dead_workers):
@@ -97,7 +97,7 @@ class Guard:
 
     def replace(self) -> None:
         """Replace the instance that serves if it is lost; gives up after some attempts."""
-        for attempt in range(self._vigilance.attempts):
+        for attempt in range(self._config.attempts):
             if not self._instances.is_lost() or self._stopping.is_set():
                 return
             operation = self._recover()
@@ -106,14 +106,14 @@ class Guard:
             if operation.state is not OperationState.ROLLED_BACK:
                 self._on_fault("recovery")
                 return
-            self._stopping.wait(self._vigilance.first_pause_s * 2**attempt)
+            self._stopping.wait(self._config.first_pause_s * 2**attempt)
         if self._instances.is_lost() and not self._stopping.is_set():
             logger.critical("elastic: the lost instance cannot be replaced")
             self._stopping.set()
             self._on_hopeless()
 
     def _repeat(self, turn: Callable[[], None]) -> None:
-        while not self._stopping.wait(self._vigilance.period_s):
+        while not self._stopping.wait(self._config.period_s):
             try:
                 turn()
             except ElasticError:

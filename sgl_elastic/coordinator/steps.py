@@ -5,8 +5,8 @@
 
 A rank that shrinks its KV first stops using it, then asks for its pages to be taken back. If the
 memory worker hangs meanwhile nobody knows whether they are gone, so the rank goes on with less.
-What it cannot be given again at once is owed: the next operation plans with it, and gives it back
-before anything else.
+What it cannot be given again at once is pending: the next operation plans with it, and gives it
+back before anything else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Steps:
     def __init__(self, memory: Memory, instances: Instances) -> None:
         self._memory = memory
         self._instances = instances
-        self._owed_kv: dict[int, int] = {}  # KV capacity in tokens, by device
+        self._pending_kv: dict[int, int] = {}  # KV capacity in tokens, by device
 
     def do(self, step: Step) -> None:
         """Raises StepFailedError."""
@@ -40,30 +40,30 @@ class Steps:
             self._memory.execute(step)
 
     def take_back(self, step: Step, old: Placement) -> None:
-        """A step that failed, or was not done, too. Raises StepFailedError; KV is owed then."""
+        """A step that failed, or was not done, too. Raises StepFailedError; KV is pending then."""
         if step.kind in ENGINE_STEPS:
             self._give_back(step.device_id, old.kv_tokens_of(step.device_id))
         else:
             self._memory.undo(step)
 
-    def settle(self) -> None:
-        """Give back all that is owed. Raises StepFailedError while that is impossible."""
-        for device_id, num_tokens in list(self._owed_kv.items()):
+    def flush_pending(self) -> None:
+        """Give back all that is pending. Raises StepFailedError while that is impossible."""
+        for device_id, num_tokens in list(self._pending_kv.items()):
             self._give_back(device_id, num_tokens)
 
-    def with_owed(self, placement: Placement) -> Placement:
-        """What serves, as it is once all that is owed is given back."""
+    def with_pending(self, placement: Placement) -> Placement:
+        """What serves, as it is once all that is pending is given back."""
         tokens = zip(placement.device_ids, placement.kv_tokens, strict=True)
-        return replace(placement, kv_tokens=tuple(self._owed_kv.get(d, n) for d, n in tokens))
+        return replace(placement, kv_tokens=tuple(self._pending_kv.get(d, n) for d, n in tokens))
 
-    def forget_owed(self) -> None:
+    def forget_pending(self) -> None:
         """Another instance has come in its place, with all of its KV."""
-        self._owed_kv.clear()
+        self._pending_kv.clear()
 
     def _give_back(self, device_id: int, num_tokens: int) -> None:
-        self._owed_kv[device_id] = num_tokens
+        self._pending_kv[device_id] = num_tokens
         self._instances.resize_kv(device_id, num_tokens)
-        del self._owed_kv[device_id]
+        del self._pending_kv[device_id]
 
 
 # How long the coordinator waits, and how often it tries.
@@ -72,16 +72,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How often what cannot be taken back is tried, and how long a drain may take."""
 
     attempts: int = 4
     first_pause_s: float = 0.1  # doubled after each attempt
     drain_timeout_s: float = 30.0
     settle_s: float = 5.0  # for an adapter's change that is on its way to the ranks
-    hear_s: float = 1.0  # for what the ranks have said
+    drain_messages_s: float = 1.0  # for what the ranks have said
 
-    def insist(self, act: Callable[[], None], sleep: Callable[[float], None]) -> None:
+    def retry(self, act: Callable[[], None], sleep: Callable[[float], None]) -> None:
         """Try an action that is harmless to repeat. Raises the last attempt's error."""
         for attempt in range(self.attempts - 1):
             try:
@@ -94,7 +94,7 @@ class Patience:
 
 # What follows a switch: it must happen, and is tried until it does.
 #
-# coordinator.py --> [Remainder] --tasks, in order--> done, or kept for the next operation
+# coordinator.py --> [PostSwitchTasks] --tasks, in order--> done, or kept for the next operation
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Task:
 
 
 @dataclass
-class Remainder:
+class PostSwitchTasks:
     """What an operation still has to do after its switch."""
 
     progress: Progress

@@ -3,8 +3,8 @@
     ranks --beat--> DIRECTORY/INSTANCE.beats --> [ElasticEngine] --> GET /readyz
     coordinator, instance table ------------------'
 
-A lost rank is the guard's (recovery.py): the server goes on, and is not ready until a replacement
-serves.
+A lost rank is the watchdog's (recovery.py): the server goes on, and is not ready until a
+replacement serves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_esft.health.engine import children_of, leave_children_to_us
-from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from sgl_esft.health.readiness import Loop
 
 
@@ -46,7 +46,7 @@ class ElasticEngine:
         self._instances = instances
         self._close = close
         self._manager = manager
-        self._boards: dict[str, Board] = {}
+        self._heartbeats: dict[str, HeartbeatTable] = {}
 
     def ranks(self) -> Sequence[Loop]:
         """Of all instances that serve, which is one but for replicas; of the first while none does.
@@ -77,25 +77,25 @@ class ElasticEngine:
         return children_of(self._manager())
 
     async def end(self) -> None:
-        """Instances, memory workers, the guard that would replace them."""
+        """Instances, memory workers, the watchdog that would replace them."""
         await asyncio.to_thread(self._close)
 
     def _loop(self, instance: str, rank: int) -> Loop:
-        board = self._board(instance)
+        heartbeats = self._table_of(instance)
         return Loop(
             f"rank {rank} of instance {instance}",
-            board.read(rank_slot(rank)) if board is not None else None,
+            heartbeats.read(rank_slot(rank)) if heartbeats is not None else None,
         )
 
-    def _board(self, instance: str) -> Board | None:
+    def _table_of(self, instance: str) -> HeartbeatTable | None:
         path = board_path(self._directory, instance)
-        if instance not in self._boards and path.exists():
-            self._boards[instance] = Board.open(path)
-        return self._boards.get(instance)
+        if instance not in self._heartbeats and path.exists():
+            self._heartbeats[instance] = HeartbeatTable.open(path)
+        return self._heartbeats.get(instance)
 
     def _forget_others(self, known: set[str]) -> None:
-        for name in self._boards.keys() - known:
-            self._boards.pop(name).close()
+        for name in self._heartbeats.keys() - known:
+            self._heartbeats.pop(name).close()
 
 
 def board_path(directory: Path, instance: str) -> Path:

@@ -1,8 +1,8 @@
-"""The switchboard: between SGLang's tokenizer manager and the ranks of whichever instance serves.
+"""The router: between SGLang's tokenizer manager and the ranks of whichever instance serves.
 
-    TokenizerManager --dispatch--> [Switchboard] --> the serving instance's socket
-    detokenizer --on_output--> [Switchboard]   (who runs where, what was sent)
-    scale() --hold, pause, switch, release--> [Switchboard]
+    TokenizerManager --dispatch--> [RequestRouter] --> the serving instance's socket
+    detokenizer --on_output--> [RequestRouter]   (who runs where, what was sent)
+    scale() --hold, pause, switch, release--> [RequestRouter]
 
 It remembers each request as it was sent, and its tokens, so that a request whose instance goes
 away is sent again, under the same id: the tokenizer manager, the detokenizer and the client see one
@@ -52,8 +52,8 @@ class _InFlight:
     output_ids: array[int] = field(default_factory=lambda: array("q"))  # those tokens
 
 
-class Switchboard:
-    """`Front` of coordinator/ports.py and `Courier` of instance/manager.py."""
+class RequestRouter:
+    """`Front` of coordinator/ports.py and `EngineLink` of instance/manager.py."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Switchboard:
         self._book = LoadBook(1)
         self.routing = Routing()
 
-    # ---- Courier: the way to each instance ----
+    # ---- EngineLink: the way to each instance ----
 
     def connect(self, instance: str, input_ipc: str) -> None:
         with self._lock:
@@ -185,7 +185,7 @@ class Switchboard:
     def attainment(self, now_s: float) -> Attainment:
         """How the window's requests met their targets. Raises ElasticInternalError without one."""
         if self._window is None:
-            raise ElasticInternalError("the switchboard has no SLO window")
+            raise ElasticInternalError("the router has no SLO window")
         with self._lock:
             return self._window.attainment(now_s)
 

@@ -1,4 +1,4 @@
-"""SGLang's own messages and sockets, as the switchboard uses them. The one file that names them.
+"""SGLang's own messages and sockets, as the router uses them. The one file that names them.
 
 Imported in the process that serves HTTP.
 """
@@ -51,7 +51,7 @@ def note_who_asks(
 
 
 class SglangWire:
-    """`Wire` of switchboard.py."""
+    """`Wire` of router.py."""
 
     def __init__(self) -> None:
         self._context = zmq.Context(2)

@@ -82,7 +82,7 @@ class RankLink:
         pinged_s = self._pinged_s
         return 0.0 if pinged_s is None else now_s - pinged_s
 
-    def hear_out(self, deadline: float) -> bool:
+    def drain_messages(self, deadline: float) -> bool:
         """Wait until all that the rank has sent so far is read; False if it says nothing more."""
         for _ in range(2):  # a Ping may be on its way that was sent before
             with contextlib.suppress(EngineFailedError):

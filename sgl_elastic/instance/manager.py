@@ -1,7 +1,7 @@
 """The instance manager (IMM): engines that start, park, attach, serve and leave.
 
     coordinator --[Instances]--> [InstanceManager] --> table.py: processes, ranks, how they end
-                                        |--> Courier: what travels SGLang's own way (switchboard)
+                                        |--> EngineLink: what travels SGLang's own way (router)
                                         '--> Hmm: sockets, the adapter table
 
 A parked instance has been warmed up on scratch memory: to attach is to map pages, nothing else.
@@ -25,7 +25,7 @@ from sgl_elastic.instance import messages as m
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.links import RankLink, expect_all, send_all
 from sgl_elastic.instance.messages import shape_from_json
-from sgl_elastic.instance.running import Courier, Patience, Running
+from sgl_elastic.instance.running import EngineLink, Running, Timeouts
 from sgl_elastic.instance.standbys import likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.supervise import EngineSettings
@@ -33,7 +33,7 @@ from sgl_elastic.instance.table import InstanceTable
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
 
-__all__ = ["Courier", "EngineSettings", "HandedOver", "InstanceManager", "Patience"]
+__all__ = ["EngineLink", "EngineSettings", "HandedOver", "InstanceManager", "Timeouts"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +51,22 @@ class InstanceManager(InstanceTable):
         self,
         settings: EngineSettings,
         hmm: Hmm,
-        courier: Courier,
+        engine_link: EngineLink,
         *,
         standby_ranks: int,
         max_devices: int,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         on_adapters: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or Timeouts()
         super().__init__(
-            settings, courier, standby_ranks, self._note_adapters, clock, self._patience.silent_s
+            settings,
+            engine_link,
+            standby_ranks,
+            self._note_adapters,
+            clock,
+            self._timeouts.silent_s,
         )
         self._hmm = hmm
         self._max_devices = max_devices
@@ -82,12 +87,12 @@ class InstanceManager(InstanceTable):
         placement = place(shape)
         self._hmm.map_placement(placement)
         self._attach_all(running, placement, must_load=True)
-        deadline = time.monotonic() + self._patience.start_s
+        deadline = time.monotonic() + self._timeouts.start_s
         loaded = [link.expect(m.Loaded, deadline) for link in running.links]
         logger.info("elastic: %d bytes read from disk", sum(x.num_disk_bytes for x in loaded))
         self._spread_trunk(placement)
         send_all(running.links, [m.Run()] * len(running.links))
-        expect_all(running.links, m.Started, self._patience.start_s)
+        expect_all(running.links, m.Started, self._timeouts.start_s)
         self._advance(running, _S.ATTACHED, placement)
         self._advance(running, _S.WARM)
         self._advance(running, _S.ACTIVE)
@@ -140,9 +145,9 @@ class InstanceManager(InstanceTable):
         shape = self._declared(running)
         self._hmm.define(shape)  # refuses another shape
         send_all(running.links, [m.Park()] * len(running.links))
-        expect_all(running.links, m.Started, self._patience.start_s)
+        expect_all(running.links, m.Started, self._timeouts.start_s)
         name, num_ranks = running.record.instance_id, running.record.num_ranks
-        self._courier.warm_up(name, num_ranks, self._patience.start_s)
+        self._engine_link.warm_up(name, num_ranks, self._timeouts.start_s)
         self._pause(running)
 
     def _put_away(self, running: Running) -> None:
@@ -201,7 +206,7 @@ class InstanceManager(InstanceTable):
             if not self._is_alive(name):
                 raise EngineFailedError(f"{name} has ended")
             self._attach_all(running, placement, must_load=False)
-            expect_all(running.links, m.Done, self._patience.step_s)
+            expect_all(running.links, m.Done, self._timeouts.step_s)
         except StepFailedError:
             self.stop(name)
             raise
@@ -221,12 +226,12 @@ class InstanceManager(InstanceTable):
         try:
             if not running.lost:
                 self._pause(running)
-                self._courier.wait_for_outputs(handover.num_sent(running.frozen))
+                self._engine_link.wait_for_outputs(handover.num_sent(running.frozen))
                 self._advance(running, _S.FROZEN)
                 return
         except EngineFailedError as error:
             self.lose(instance, str(error))
-        running.frozen = handover.frozen_of(self._courier.states(), running.record.num_ranks)
+        running.frozen = handover.frozen_of(self._engine_link.states(), running.record.num_ranks)
 
     def resume(self, instance: str) -> None:
         running = self._running[instance]
@@ -238,7 +243,7 @@ class InstanceManager(InstanceTable):
 
     def drain(self, instance: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self._courier.num_running() > 0:
+        while self._engine_link.num_running() > 0:
             if self._running[instance].lost:
                 raise EngineFailedError(f"{instance} is lost: {self._running[instance].lost}")
             if time.monotonic() > deadline:
@@ -261,7 +266,7 @@ class InstanceManager(InstanceTable):
         """Tell an instance what it takes over; it runs when its requests are on their way."""
         try:
             send_all(new.links, activations)
-            expect_all(new.links, m.Done, self._patience.step_s)
+            expect_all(new.links, m.Done, self._timeouts.step_s)
         except StepFailedError as error:
             self._end_unless_done(new, str(error))
             raise
@@ -301,7 +306,7 @@ class InstanceManager(InstanceTable):
         try:
             with running.process.in_background():
                 send_all(running.links, [m.Detach()] * len(running.links))
-                expect_all(running.links, m.Done, self._patience.step_s)
+                expect_all(running.links, m.Done, self._timeouts.step_s)
         except StepFailedError as error:
             logger.warning("elastic: %s could not be parked, so it ends: %s", instance, error)
             self.stop(instance)
@@ -321,7 +326,7 @@ class InstanceManager(InstanceTable):
             raise EngineFailedError(f"instance {name} is lost: {running.lost}")
         try:
             running.links[rank].send(m.ResizeKv(num_tokens))
-            running.links[rank].expect(m.Done, time.monotonic() + self._patience.step_s)
+            running.links[rank].expect(m.Done, time.monotonic() + self._timeouts.step_s)
         finally:
             if shrinks:
                 self.resume(name)
@@ -342,7 +347,7 @@ class InstanceManager(InstanceTable):
     def _spawn(self, device_ids: tuple[int, ...], more_argv: tuple[str, ...]) -> str:
         name = f"i{next(self._names)}"
         settings = self._settings
-        self._courier.connect(name, settings.input_ipc(name))
+        self._engine_link.connect(name, settings.input_ipc(name))
         process = supervise.start_instance(settings, name, device_ids, more_argv)
         record = Instance(name, device_ids, pid=process.pid, since_s=self._clock())
         with self._lock:
@@ -353,7 +358,7 @@ class InstanceManager(InstanceTable):
     def _declared(self, running: Running) -> MemoryShape:
         """The shape that all ranks declare. Raises EngineFailedError when they disagree."""
         record = running.record
-        deadline = time.monotonic() + self._patience.start_s
+        deadline = time.monotonic() + self._timeouts.start_s
         running.links = self._server.wait_for(
             record.instance_id,
             record.num_ranks,
@@ -376,12 +381,12 @@ class InstanceManager(InstanceTable):
     def _pause(self, running: Running) -> None:
         for link in running.links:
             link.forget_answers()
-        self._courier.pause(running.record.instance_id)
-        running.frozen = expect_all(running.links, m.Frozen, self._patience.freeze_s)
+        self._engine_link.pause(running.record.instance_id)
+        running.frozen = expect_all(running.links, m.Frozen, self._timeouts.freeze_s)
 
     def _run(self, running: Running) -> None:
         send_all(running.links, [m.Run()] * len(running.links))
-        expect_all(running.links, m.Done, self._patience.step_s)
+        expect_all(running.links, m.Done, self._timeouts.step_s)
 
     def _note_adapters(self, link: RankLink, adapters: tuple[m.Adapter, ...]) -> None:
         """Every rank of the serving instance reports the same table; the first one's counts."""

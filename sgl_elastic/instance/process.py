@@ -52,7 +52,7 @@ def main() -> int:
     spec = InstanceSpec.from_json(sys.stdin.readline())
     os.environ[engine_config.VARIABLE] = spec.engine
     engine = engine_config.EngineConfig.from_json(spec.engine)
-    os.environ[env.HEALTH_BOARD] = f"{engine.directory}/{engine.instance}.beats"
+    os.environ[env.HEARTBEAT_TABLE] = f"{engine.directory}/{engine.instance}.beats"
     os.environ.update(devices.rank_environment(engine.backend, engine.device_ids, os.environ))
     ending.ignore_ends()  # a terminal's, a service manager's; the front says when to end
     return _run(spec, devices.start_method(engine.backend))

@@ -20,7 +20,7 @@ from sgl_elastic.types import Placement
 _PINGS = 4  # in the time after which a silent rank counts as hung
 
 
-class Courier(Protocol):
+class EngineLink(Protocol):
     """What reaches an instance by SGLang's own messages."""
 
     def connect(self, instance: str, input_ipc: str) -> None:
@@ -49,7 +49,7 @@ class Courier(Protocol):
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long the manager waits for what, in seconds."""
 
     start_s: float = 300.0

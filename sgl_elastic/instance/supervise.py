@@ -121,6 +121,6 @@ def clean(settings: EngineSettings, instance: str) -> None:
 
 
 def remove_sockets(directory: Path, instance: str) -> None:
-    """What an instance's sockets, and its ranks' board, leave behind in the file system."""
+    """What an instance's sockets, and its ranks' heartbeats, leave behind in the file system."""
     for path in (*directory.glob(f"{instance}.in*"), directory / f"{instance}.beats"):
         path.unlink(missing_ok=True)

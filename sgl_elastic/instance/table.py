@@ -1,7 +1,7 @@
 """All instances of one server: who is there, who is lost, how each of them ends.
 
     manager.py (what instances do) --is a--> [InstanceTable] <--check-- watch.py
-                                                  |--> supervise.py, links.py, Courier
+                                                  |--> supervise.py, links.py, EngineLink
 A lost instance's processes are ended at once. Of the one that serves, everything else stays until
 a replacement has its memory and its requests.
 """
@@ -18,7 +18,7 @@ from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.links import RankLink, RankServer, send_all
-from sgl_elastic.instance.running import Courier, Running
+from sgl_elastic.instance.running import EngineLink, Running
 from sgl_elastic.instance.standbys import Standbys
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.supervise import EngineSettings
@@ -35,14 +35,14 @@ class InstanceTable:
     def __init__(
         self,
         settings: EngineSettings,
-        courier: Courier,
+        engine_link: EngineLink,
         standby_ranks: int,
         on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None],
         clock: Callable[[], float] = time.time,
         silent_s: float = 0.0,
     ) -> None:
         self._settings = settings
-        self._courier = courier
+        self._engine_link = engine_link
         self._clock = clock
         self._running: dict[str, Running] = {}
         self._standbys = Standbys(standby_ranks)
@@ -61,7 +61,7 @@ class InstanceTable:
         except EngineFailedError as error:
             logger.warning("elastic: %s was not woken: %s", instance, error)
 
-    def hear_out(self, timeout_s: float) -> None:
+    def drain_messages(self, timeout_s: float) -> None:
         """What the serving instance's ranks have said is known, unless they hang.
 
         Of one that is lost, what they said before they ended.
@@ -73,7 +73,7 @@ class InstanceTable:
         if not running.lost:
             self.wake(self._active)
         for link in running.links:
-            heard = link.read_to_the_end if running.lost else link.hear_out
+            heard = link.read_to_the_end if running.lost else link.drain_messages
             if not heard(deadline):
                 logger.warning("elastic: %s was not heard out: the scale goes on", link.name)
 
@@ -114,10 +114,10 @@ class InstanceTable:
             is_parked = instance in dict(self._standbys.parked).values()
         logger.error("elastic: instance %s is lost: %s", instance, reason)
         if instance == self._active:
-            self._courier.lose(instance)
+            self._engine_link.lose(instance)
         running.lose(reason)
         if running.record.state is _S.STARTING:
-            self._courier.disconnect(instance)  # whoever waits for its warm-up hears of it
+            self._engine_link.disconnect(instance)  # whoever waits for its warm-up hears of it
         self._advance(running, _S.FAILED)
         if is_parked:
             self.stop(instance)
@@ -132,7 +132,7 @@ class InstanceTable:
             return
         running.process.kill_group()
         self._server.forget(instance)
-        self._courier.disconnect(instance)
+        self._engine_link.disconnect(instance)
         supervise.clean(self._settings, instance)
 
     def close(self) -> None:

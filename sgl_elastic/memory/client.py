@@ -26,8 +26,8 @@ from sgl_elastic import errors, wire
 from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.messages import Answered, Message, Pages, Reply, Request, Usage
+from sgl_elastic.memory.request_fence import LivenessProbe, is_readable
 from sgl_elastic.memory.runs import Run, Runs, Slots
-from sgl_elastic.memory.turns import Pulse, is_readable
 from sgl_elastic.types import MemoryShape
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class DeviceClient:
         self._backend: sgl_vmm.Backend | None = None  # all handles are of this one
         self._lock = threading.RLock()
         self._handles: dict[int, sgl_vmm.Handle] = {}  # by the worker's page id
-        self._pulse = Pulse(self._path)
+        self._liveness_probe = LivenessProbe(self._path)
         self._name = uuid.uuid4().hex
         self._number = 0  # of the last request; a new connection goes on counting
         self._channel, self.info = self._connect()
@@ -69,7 +69,7 @@ class DeviceClient:
         """Close the connection; imported pages stay."""
         with self._lock:
             self._channel.close()
-            self._pulse.close()
+            self._liveness_probe.close()
 
     def __enter__(self) -> Self:
         return self
@@ -215,12 +215,12 @@ class DeviceClient:
             return channel, self._ask(channel, messages.AskHello(), messages.Hello, None)
         except ElasticError:
             channel.close()
-            self._pulse.close()
+            self._liveness_probe.close()
             raise
 
     def _open_channel(self) -> wire.Channel[Answered]:
         """The connection, made again if it broke. Raises MemoryWorkerError for another worker."""
-        if self._pulse.is_asked:  # it hung, and would do what it is asked who knows when
+        if self._liveness_probe.is_asked:  # it hung, and would do what it is asked who knows when
             self._check_pulse(self._channel, _LOOK_S)
         if not self._channel.is_closed and is_readable(self._channel.fileno()):
             self._channel.close()  # its end, or an answer that nobody awaits
@@ -305,7 +305,7 @@ class DeviceClient:
 
         One that goes on again has `wait_s` to show it.
         """
-        if self._pulse.silent_s(time.monotonic(), wait_s) >= HANG_S:
+        if self._liveness_probe.silent_s(time.monotonic(), wait_s) >= HANG_S:
             channel.close()
             raise MemoryWorkerError(
                 f"the memory worker at {self._path} hangs: no sign of life for {HANG_S:g} s"

@@ -5,7 +5,7 @@
 Undo takes back exactly what `execute` changed: pages that were there before a step stay. What a
 device was told to do is remembered until it is undone, unmapped, or `commit` says that it stands.
 What could not be taken back because the worker hangs, or may have been done although no answer
-came, is owed: nothing else is done on that device before.
+came, is pending: nothing else is done on that device before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
-from sgl_elastic.memory import mending, processes
+from sgl_elastic.memory import partial_adapters, processes
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Usage
 from sgl_elastic.memory.processes import Here, Launcher, Worker, WorkerOptions
@@ -71,7 +71,7 @@ class Hmm:
         self._workers: dict[int, Worker] = {}
         self._workers_lock = threading.Lock()  # starting and ending workers
         self._changes: dict[Step, Changes] = {}  # what executed steps changed
-        self._owed: dict[int, Changes] = {}  # slots that are to be unmapped, by device
+        self._pending_unmap: dict[int, Changes] = {}  # slots that are to be unmapped, by device
         self._actions: Mapping[StepKind, Callable[[Step], Changes]] = {
             StepKind.ADD_DEVICE: self._add,
             StepKind.MAP_TRUNK: lambda s: self._map(s, trunk_slots(self.shape())),
@@ -108,12 +108,14 @@ class Hmm:
         """From now on these; their pages are mapped and loaded by the engines' ranks."""
         self._adapters = adapters
 
-    def mend(self, placement: Placement) -> None:
+    def drop_partial_adapters(self, placement: Placement) -> None:
         """A rank was lost: adapters that are whole stay, and the pages of others are taken back.
 
         No rank may be attached. Raises MemoryWorkerError.
         """
-        self._adapters = mending.mend(self.shape(), placement, self._adapters, self.client)
+        self._adapters = partial_adapters.drop_partial_adapters(
+            self.shape(), placement, self._adapters, self.client
+        )
 
     def device_ids(self) -> tuple[int, ...]:
         """Devices that have a worker, ascending; dead ones too, until they are removed."""
@@ -198,7 +200,7 @@ class Hmm:
         dead = set(self.dead_workers())
         for device_id in dead - set(device_ids):
             self.remove_device(device_id)
-        for device_id in set(self._owed) - dead:
+        for device_id in set(self._pending_unmap) - dead:
             self._settle_if_possible(device_id)
         lost = sorted(dead & set(device_ids))
         if lost:
@@ -230,7 +232,7 @@ class Hmm:
                 processes.end(worker)
             self._launcher.clean(device_id)
         self._changes = {s: c for s, c in self._changes.items() if s.device_id != device_id}
-        self._owed.pop(device_id, None)
+        self._pending_unmap.pop(device_id, None)
 
     def close(self) -> None:
         """End all workers."""
@@ -346,17 +348,18 @@ class Hmm:
 
     def _owe(self, device_id: int, slots: Slots) -> None:
         """These slots must be unmapped before anything else happens on the device."""
-        owed = self._owed.get(device_id, {})
-        self._owed[device_id] = {
-            name: merge((*owed.get(name, ()), *slots.get(name, ()))) for name in {**owed, **slots}
+        pending = self._pending_unmap.get(device_id, {})
+        self._pending_unmap[device_id] = {
+            name: merge((*pending.get(name, ()), *slots.get(name, ())))
+            for name in {**pending, **slots}
         }
 
     def _settle(self, device_id: int) -> None:
-        """Unmap what is owed. Raises MemoryWorkerError while that is impossible."""
-        owed = self._owed.get(device_id)
-        if owed:
-            self.client(device_id).unmap_slots(owed, self._copy_timeout_s)
-            self._forget(device_id, owed)
+        """Unmap what is pending. Raises MemoryWorkerError while that is impossible."""
+        pending = self._pending_unmap.get(device_id)
+        if pending:
+            self.client(device_id).unmap_slots(pending, self._copy_timeout_s)
+            self._forget(device_id, pending)
 
     def _settle_if_possible(self, device_id: int) -> None:
         try:
@@ -369,8 +372,8 @@ class Hmm:
         for step, changes in self._changes.items():
             if step.device_id == device_id:
                 self._changes[step] = _less(changes, slots)
-        if device_id in self._owed:
-            self._owed[device_id] = _less(self._owed[device_id], slots)
+        if device_id in self._pending_unmap:
+            self._pending_unmap[device_id] = _less(self._pending_unmap[device_id], slots)
 
     def _experts(self, step: Step) -> dict[str, Runs]:
         return expert_slots(self.shape(), self._adapters, step.expert_ids)

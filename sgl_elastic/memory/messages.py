@@ -10,7 +10,8 @@ changed nothing.
 A client numbers its requests 1, 2, .. over all its connections, and an answer repeats the number of
 its request, in each of its parts. An answer to an earlier request is late or doubled: the client
 drops it. A request that comes again by the same connection is answered again, and not carried out
-again; one with a number that its client has passed, by whatever connection, is refused (turns.py).
+again; one with a number that its client has passed, by whatever connection, is refused
+(request_fence.py).
 """
 
 from __future__ import annotations

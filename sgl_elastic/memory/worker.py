@@ -35,8 +35,8 @@ from sgl_elastic.memory import messages
 from sgl_elastic.memory.copying import Copier
 from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.memory.messages import Asked, Message, PageExport, PageRun, Pages, Reply, Request
+from sgl_elastic.memory.request_fence import FencedRequest, RequestFence
 from sgl_elastic.memory.runs import PART_BYTES
-from sgl_elastic.memory.turns import Turn, Turns
 from sgl_elastic.memory.window import PageSpans
 from sgl_elastic.wire import Channel
 
@@ -75,7 +75,7 @@ class Worker:
         self._memory = memory
         self._info = info
         self._stop = stop
-        self._turns = Turns()
+        self._fence = RequestFence()
         self._handlers: Mapping[type[Message], Callable[[Any], Reply]] = {
             messages.AskHello: lambda _: self._info,
             messages.Define: self._define,
@@ -106,17 +106,17 @@ class Worker:
         finally:
             channel.close()
             if client.name:
-                self._turns.leave(client.name)
+                self._fence.leave(client.name)
 
-    def _turn(self, client: _Client, asked: Asked) -> Turn | None:
+    def _turn(self, client: _Client, asked: Asked) -> FencedRequest | None:
         """None, and it is refused, when its client has gone on since. Raises WireError."""
         if not client.name:
             client.name = asked.client
-            self._turns.join(client.name)
+            self._fence.join(client.name)
         if asked.client != client.name:
             raise WireError(f"{client.name} and {asked.client} ask by one connection")
         try:
-            turn = self._turns.next(client.name, asked.number, client.channel.has_left)
+            turn = self._fence.next(client.name, asked.number, client.channel.has_left)
         except MemoryWorkerError as error:
             logger.warning("%s", error)
             client.channel.send(messages.Answered(asked.number, _failure(error)))
@@ -124,7 +124,7 @@ class Worker:
         client.begin(asked.number)
         return turn
 
-    def _serve_one(self, client: _Client, request: Request, turn: Turn) -> None:
+    def _serve_one(self, client: _Client, request: Request, turn: FencedRequest) -> None:
         if isinstance(request, messages.AskPages | messages.AskScratch):
             self._send_pages(client, request, turn)
             return
@@ -137,7 +137,7 @@ class Worker:
         if isinstance(request, messages.Stop) and isinstance(client.answer, messages.Done):
             self._stop()
 
-    def _answer(self, request: Request, turn: Turn) -> Reply:
+    def _answer(self, request: Request, turn: FencedRequest) -> Reply:
         try:
             if isinstance(request, messages.CopyFrom):
                 return messages.Changed(Copier(self._memory, turn).copy_from(request))
@@ -155,7 +155,7 @@ class Worker:
         return messages.Done()
 
     def _send_pages(
-        self, client: _Client, request: messages.AskPages | messages.AskScratch, turn: Turn
+        self, client: _Client, request: messages.AskPages | messages.AskScratch, turn: FencedRequest
     ) -> None:
         try:
             with turn:
@@ -171,7 +171,7 @@ class Worker:
             self._send_part(client, runs if is_last else (), part, is_last)
             sent.update(handle.value for handle in part)
 
-    def _send_bytes(self, client: _Client, request: messages.AskBytes, turn: Turn) -> None:
+    def _send_bytes(self, client: _Client, request: messages.AskBytes, turn: FencedRequest) -> None:
         """Part by part, so that others get the lock in between."""
         position, is_last = 0, False
         while not is_last:
@@ -182,7 +182,7 @@ class Worker:
             position, is_last = position + len(answer.data), answer.is_last
 
     def _part(
-        self, request: messages.AskBytes, position: int, turn: Turn
+        self, request: messages.AskBytes, position: int, turn: FencedRequest
     ) -> messages.Part | messages.Failure:
         slots = request.slots
         try:

@@ -29,7 +29,7 @@ from sgl_elastic.memory.processes import Here
 from sgl_elastic.nodes.remote import BeatState, NodeStates, ProcessState
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import Process
-from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from sgl_esft.ports import pick_free_port
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class NodeAgent:
         self._numbers = itertools.count(1)
         self._children: dict[int, Process] = {}
         self._ranks: dict[int, tuple[str, int]] = {}  # number -> instance, rank
-        self._boards: dict[str, Board] = {}
+        self._heartbeats: dict[str, HeartbeatTable] = {}
 
     def where(self) -> tuple[str, str, int]:
         """The node's folder; the address of its gateway."""
@@ -101,9 +101,9 @@ class NodeAgent:
         """Remove what an instance that has ended leaves behind."""
         self.shut(f"{instance}.in")
         with self._lock:
-            board = self._boards.pop(instance, None)
-        if board is not None:
-            board.close()
+            heartbeats = self._heartbeats.pop(instance, None)
+        if heartbeats is not None:
+            heartbeats.close()
         remove_sockets(self._directory, instance)
 
     def free_port(self) -> int:
@@ -170,16 +170,16 @@ class NodeAgent:
     def _beats(self) -> Iterator[BeatState]:
         now_ns = time.monotonic_ns()
         for number, (instance, rank) in self._ranks.items():
-            board = self._board(instance)
-            beat = board.read(rank_slot(rank)) if board is not None else None
+            heartbeats = self._table_of(instance)
+            beat = heartbeats.read(rank_slot(rank)) if heartbeats is not None else None
             if beat is not None and self._children[number].poll() is None:
                 yield instance, rank, beat.age_s(now_ns), beat.pid
 
-    def _board(self, instance: str) -> Board | None:
+    def _table_of(self, instance: str) -> HeartbeatTable | None:
         path = Path(self._directory, f"{instance}.beats")
-        if instance not in self._boards and path.exists():
-            self._boards[instance] = Board.open(path)
-        return self._boards.get(instance)
+        if instance not in self._heartbeats and path.exists():
+            self._heartbeats[instance] = HeartbeatTable.open(path)
+        return self._heartbeats.get(instance)
 
 
 def _let_children_find_this_code() -> None:

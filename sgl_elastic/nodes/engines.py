@@ -25,7 +25,7 @@ from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.nodes.cluster import Cluster
 from sgl_elastic.nodes.remote import BeatState, Node
 from sgl_elastic.processes import Process
-from sgl_esft.health.heartbeat import Beat, Board, rank_slot
+from sgl_esft.health.heartbeat import Beat, HeartbeatTable, rank_slot
 
 _TOKENIZER, _DETOKENIZER = "tokenizer.sock", "detokenizer.sock"
 # What this process was told, or has decided, that ranks on other nodes must know too.
@@ -95,14 +95,14 @@ class SpreadEngines:
     """How instances are started on a cluster, and what they leave there. Safe to use from any
     thread.
 
-    `directory` has the front's sockets, and gets the boards that /readyz reads.
+    `directory` has the front's sockets, and gets the heartbeat tables that /readyz reads.
     """
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
         self._cluster = cluster
         self._directory = directory
         self._lock = threading.Lock()
-        self._boards: dict[str, Board] = {}  # of instances that have not been cleaned up
+        self._heartbeats: dict[str, HeartbeatTable] = {}  # until they are cleaned up
         self._nodes: dict[str, frozenset[Node]] = {}
         cluster.on_beats(self.note_beats)
 
@@ -127,7 +127,7 @@ class SpreadEngines:
         """A supervisor for each rank. Raises EngineFailedError, and then none runs."""
         nodes = [self._cluster.node_of(device_id) for device_id in device_ids]
         with self._lock:
-            self._boards[name] = Board.open(self._directory / f"{name}.beats")
+            self._heartbeats[name] = HeartbeatTable.open(self._directory / f"{name}.beats")
             self._nodes[name] = frozenset(nodes)
         members: list[Process] = []
         try:
@@ -152,9 +152,9 @@ class SpreadEngines:
         self._cluster.withdraw(f"{instance}.in")
         with self._lock:
             nodes = self._nodes.pop(instance, frozenset())
-            board = self._boards.pop(instance, None)
-        if board is not None:
-            board.close()
+            heartbeats = self._heartbeats.pop(instance, None)
+        if heartbeats is not None:
+            heartbeats.close()
         supervise.remove_sockets(self._directory, instance)
         for node in nodes:
             with contextlib.suppress(NodeLostError):
@@ -165,9 +165,9 @@ class SpreadEngines:
         now_ns = time.monotonic_ns()
         with self._lock:
             for instance, rank, age_s, pid in beats:
-                board = self._boards.get(instance)
-                if board is not None:
-                    board.put(rank_slot(rank), Beat(now_ns - int(age_s * 1e9), pid))
+                heartbeats = self._heartbeats.get(instance)
+                if heartbeats is not None:
+                    heartbeats.put(rank_slot(rank), Beat(now_ns - int(age_s * 1e9), pid))
 
     def _meeting(self, nodes: Sequence[Node]) -> tuple[str, ...]:
         """SGLang's flags for ranks on several nodes; none for one rank."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from sgl_esft.health.processes import is_there
 from sgl_esft.health.readiness import Loop
 
@@ -49,15 +49,15 @@ class PlainEngine:
     replaces_ranks = False
 
     def __init__(
-        self, board: Board, num_ranks: Callable[[], int], manager: Callable[[], Any]
+        self, heartbeats: HeartbeatTable, num_ranks: Callable[[], int], manager: Callable[[], Any]
     ) -> None:
-        self._board = board
+        self._heartbeats = heartbeats
         self._num_ranks = num_ranks
         self._manager = manager
 
     def ranks(self) -> Sequence[Loop]:
         return [
-            Loop(f"rank {rank}", self._board.read(rank_slot(rank)))
+            Loop(f"rank {rank}", self._heartbeats.read(rank_slot(rank)))
             for rank in range(self._num_ranks())
         ]
 

@@ -1,6 +1,6 @@
-"""The board on which loops write that they turn: a page of memory that processes share.
+"""The heartbeat table, in which loops write that they turn: a page of memory that processes share.
 
-    front --[create]--> memory without a name; its path goes to the children by ESFT_HEALTH_BOARD
+    front --[create]--> memory without a name; its path goes to the children by ESFT_HEARTBEAT_TABLE
     rank  --[open_slot, beat]--> its slot: when its loop last turned, and its process id
     front --[read]--> Beat
 
@@ -53,7 +53,7 @@ class Slot:
         self._words[self._at] = self._clock_ns()
 
 
-class Board:
+class HeartbeatTable:
     """All slots. `path` opens the same memory in another process of the same user."""
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -64,14 +64,14 @@ class Board:
         self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("q")
 
     @classmethod
-    def create(cls) -> Board:
-        """A new board that is gone when its last user is."""
+    def create(cls) -> HeartbeatTable:
+        """A new table that is gone when its last user is."""
         fd = os.memfd_create("sgl_esft-health", os.MFD_CLOEXEC)
         return cls(fd, Path(f"/proc/{os.getpid()}/fd/{fd}"))
 
     @classmethod
-    def open(cls, path: Path) -> Board:
-        """The board at `path`, which is made where there is none. Raises OSError."""
+    def open(cls, path: Path) -> HeartbeatTable:
+        """The table at `path`, which is made where there is none. Raises OSError."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return cls(fd, path)
 
@@ -102,8 +102,8 @@ def rank_slot(rank: int) -> int:
 
 # Where loops beat. The hook is called on each turn of a scheduler's loop, idle or busy.
 #
-#     Scheduler.ingest_requests --> [beat_rank] --> board
-#     detokenizer's receive --> [BeatingSocket] --> board
+#     Scheduler.ingest_requests --> [beat_rank] --> heartbeats
+#     detokenizer's receive --> [BeatingSocket] --> heartbeats
 #
 # An idle scheduler sleeps for a second at most, an idle detokenizer here for half a one.
 
@@ -123,11 +123,11 @@ def beat_rank(scheduler: Any) -> None:
 
 
 def slot_of(index: int) -> Slot:
-    """This process's slot on the board that the front made. Raises InvariantError."""
+    """This process's slot in the table that the front made. Raises InvariantError."""
     path = env.health_board()
     if path is None:
-        raise InvariantError(f"{env.HEALTH_BOARD} is not set, and there is a hook that needs it")
-    return Board.open(path).slot(index)
+        raise InvariantError(f"{env.HEARTBEAT_TABLE} is not set, and there is a hook that needs it")
+    return HeartbeatTable.open(path).slot(index)
 
 
 class BeatingSocket:

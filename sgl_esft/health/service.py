@@ -27,7 +27,7 @@ from sgl_esft.errors import (
 )
 from sgl_esft.health import phases, readiness
 from sgl_esft.health.engine import Engine
-from sgl_esft.health.heartbeat import DETOKENIZER, Board
+from sgl_esft.health.heartbeat import DETOKENIZER, HeartbeatTable
 from sgl_esft.health.phases import Act, Event, Life, Phase
 from sgl_esft.health.processes import kill_children
 from sgl_esft.health.readiness import Loop, Readiness
@@ -56,7 +56,7 @@ class Service:
     def __init__(
         self,
         times: Times,
-        board: Board,
+        heartbeats: HeartbeatTable,
         engine: Engine,
         stop_server: Callable[[], None],
         *,
@@ -65,7 +65,7 @@ class Service:
     ) -> None:
         self.life = Life()
         self._times = times
-        self._board = board
+        self._heartbeats = heartbeats
         self._engine = engine
         self._stop_server = stop_server
         self._exit = exit_
@@ -116,7 +116,7 @@ class Service:
 
     def detokenizer(self) -> Loop:
         """Its loop. From any thread."""
-        return Loop("the detokenizer", self._board.read(DETOKENIZER))
+        return Loop("the detokenizer", self._heartbeats.read(DETOKENIZER))
 
     def readiness(self) -> Readiness:
         """The answer of GET /readyz. From any thread."""

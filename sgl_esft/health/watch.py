@@ -1,6 +1,6 @@
 """A thread that looks after the processes of the server.
 
-    /proc, board --every 0.25 s--> [Watch] --first fault--> service (in the event loop)
+    /proc, heartbeats --every 0.25 s--> [Watch] --first fault--> service (in the event loop)
                                       '--> no end within 5 s: kill everything, exit
 
 It does not need the event loop, which may hang too.

@@ -26,7 +26,7 @@ _PROBES_OF_WORK = frozenset({"/health", "/health_generate", "/ready"})
 _READ_ONLY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class Desk(Protocol):
+class AdmissionControl(Protocol):
     """What a request meets; service.py is the real one."""
 
     def begin(self) -> None:
@@ -52,28 +52,28 @@ def is_work(method: str, path: str) -> bool:
 class Admission:
     """An ASGI application around the server's."""
 
-    def __init__(self, app: App, desk: Desk) -> None:
+    def __init__(self, app: App, control: AdmissionControl) -> None:
         self._app = app
-        self._desk = desk
+        self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            self._desk.begin()
+            self._control.begin()
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], routed_path(scope)
-        refusal = self._desk.refusal()
+        refusal = self._control.refusal()
         if refusal is not None and is_refused_when_ending(method, path):
             await send_error(send, refusal)
         elif is_work(method, path):
-            with self._desk.in_flight() as over:
+            with self._control.in_flight() as over:
                 await run_until(over, self._app, scope, receive, send, _GRACE_S)
         else:
             await self._app(scope, receive, send)
 
 
-def install(app: object, desk: Desk) -> None:
+def install(app: object, control: AdmissionControl) -> None:
     """Put it around all of a FastAPI application, and inside whatever is put around later."""
     build: Callable[[], App] = app.build_middleware_stack  # type: ignore[attr-defined]
-    app.build_middleware_stack = lambda: Admission(build(), desk)  # type: ignore[attr-defined]
+    app.build_middleware_stack = lambda: Admission(build(), control)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """What the process that serves HTTP asks of the ranks besides a plain load or unload.
 
-    sglang_engine.py --[Command] as the path of SGLang's load message--> lora_seat.py, every rank
+    sglang_engine.py --[Command] as the path of SGLang's load message--> lora_manager.py, every rank
                      <--[Reply] as the answer's table of adapters--
 
 SGLang sends a load message to all ranks, between the same two steps of each, and the elastic

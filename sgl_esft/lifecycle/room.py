@@ -6,7 +6,8 @@
 Loads that find no room take turns: first come, first served. Where all that could leave is in use,
 the adapter that has been there longest takes no new requests and leaves when those it has have
 ended; who asks for it queues like the others. So none waits for ever, however busy the others are:
-at most, for each load before it, a stay (`Turns.stay_s`) and the longest request of one adapter.
+at most, for each load before it, a stay (`LoadTimeouts.stay_s`) and the longest request of one
+adapter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Turns:
+class LoadTimeouts:
     """How long one waits for another."""
 
     wait_s: float = 30.0  # a load, for others to leave
@@ -47,7 +48,7 @@ class Tenants(Protocol):
     def num_bytes_of(self, ref: Any) -> int:
         """Of host memory, over all ranks."""
 
-    def see_off(self, ref: Any) -> asyncio.Task[None]:
+    def unload_when_idle(self, ref: Any) -> asyncio.Task[None]:
         """Unload what no name means any more once nobody uses it. It drains from now on."""
 
     async def num_kept_slots(self) -> int | None:
@@ -58,14 +59,14 @@ class Room:
     """The room of one engine. All methods belong to its event loop."""
 
     def __init__(
-        self, registry: Registry, tenants: Tenants, limits: HostLimits, turns: Turns
+        self, registry: Registry, tenants: Tenants, limits: HostLimits, timeouts: LoadTimeouts
     ) -> None:
         self.num_evictions = 0  # adapters that left for others
         self.loading = asyncio.Lock()  # one adapter is read at a time, and none leaves meanwhile
         self._registry = registry
         self._tenants = tenants
         self._limits = limits
-        self._turns = turns
+        self._timeouts = timeouts
         self._knows_slots = False
         self._queue = asyncio.Lock()  # fair: who came first is first
         self._came_s: dict[str, float] = {}  # adapter id -> when, by the monotonic clock
@@ -99,7 +100,7 @@ class Room:
         came_s = time.monotonic()
         async with self._queue:
             await self._learn_about_slots()
-            deadline = max(came_s + self._turns.wait_s, time.monotonic() + self._turns.turn_s)
+            deadline = max(came_s + self._timeouts.wait_s, time.monotonic() + self._timeouts.turn_s)
             while True:
                 async with self.loading:
                     if await self._has_room(name, num_bytes, deadline):
@@ -161,7 +162,7 @@ class Room:
     def _is_expected(self, ref: Any) -> bool:
         """Whether the request that it was loaded for may still be on its way to it."""
         is_used = self._registry.last_used_s(ref.lora_id) is not None
-        return not is_used and self._age_s(ref) < self._turns.stay_s
+        return not is_used and self._age_s(ref) < self._timeouts.stay_s
 
     def _age_s(self, ref: Any) -> float:
         """How long it has been there; what was loaded at launch, for ever."""
@@ -173,7 +174,7 @@ class Room:
         if ref is None:
             return False
         logger.info("adapter %s leaves host memory for another one", name)
-        await self._tenants.see_off(ref)
+        await self._tenants.unload_when_idle(ref)
         self.num_evictions += 1
         return True
 
@@ -182,11 +183,11 @@ class Room:
         if self._leaving is not None and not self._leaving.done():
             return
         others = [ref for name, ref in self._registry.refs().items() if name != coming]
-        stayed_s = self._turns.stay_s
+        stayed_s = self._timeouts.stay_s
         had_turn = [ref for ref in others if not ref.pinned and self._age_s(ref) >= stayed_s]
         oldest = max(had_turn, key=self._age_s, default=None)
         if oldest is None or await self._registry.take(oldest.lora_name) is None:
             return
         logger.info("adapter %s makes room for %s after its requests", oldest.lora_name, coming)
-        self._leaving = self._tenants.see_off(oldest)
+        self._leaving = self._tenants.unload_when_idle(oldest)
         self.num_evictions += 1

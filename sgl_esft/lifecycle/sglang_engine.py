@@ -48,7 +48,7 @@ from sgl_esft.lifecycle.engine import (
 from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
-from sgl_esft.lifecycle.room import Room, Turns
+from sgl_esft.lifecycle.room import LoadTimeouts, Room
 from sgl_esft.lifecycle.transfer import transfer
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,14 @@ class SglangEngine:
         ranks: Ranks,
         check: Check,
         limits: HostLimits,
-        turns: Turns | None = None,
+        timeouts: LoadTimeouts | None = None,
     ) -> None:
         self._counters = EngineCounters()
         self._manager = manager
         self._registry = Registry(manager)
         self._ranks = ranks
         self._check = check
-        self._room = Room(self._registry, self, limits, turns or Turns())
+        self._room = Room(self._registry, self, limits, timeouts or LoadTimeouts())
         self._content: dict[str, AdapterContent] = {}  # by adapter id
         self._draining: dict[str, Any] = {}  # adapter id -> ref
         self._name_locks: dict[str, asyncio.Lock] = {}
@@ -192,7 +192,7 @@ class SglangEngine:
             known = self._manager.lora_ref_cache.pop(name, None)
             ref = await self._registry.take(name)
             if ref is not None:
-                await self.see_off(ref)
+                await self.unload_when_idle(ref)
             elif known is None:
                 raise UnknownAdapterError(f"adapter {name!r} is not loaded")
             while any(ref.lora_name == name for ref in self._draining.values()):
@@ -258,7 +258,7 @@ class SglangEngine:
         old = await self._registry.put(ref)
         if old is not None:
             self._counters.num_replacements += 1
-            self.see_off(old)
+            self.unload_when_idle(old)
         elif name in self._manager.lora_ref_cache:
             self._counters.num_reloads += 1
         self._manager.lora_ref_cache[name] = ref
@@ -281,7 +281,7 @@ class SglangEngine:
     def num_bytes_of(self, ref: Any) -> int:
         return self._content_of(ref).num_bytes
 
-    def see_off(self, ref: Any) -> asyncio.Task[None]:
+    def unload_when_idle(self, ref: Any) -> asyncio.Task[None]:
         self._draining[ref.lora_id] = ref  # at once: it takes room until the ranks forget it
         task = self._start(self._forgotten(ref))
         task.add_done_callback(_log_failure)

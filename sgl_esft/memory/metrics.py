@@ -1,6 +1,6 @@
 """Expert memory as Prometheus gauges, beside SGLang's own at /metrics (with --enable-metrics).
 
-lora_seat.py (an adapter came or went) -> [MemoryMetrics.set] ---> SGLang's /metrics
+lora_manager.py (an adapter came or went) -> [MemoryMetrics.set] ---> SGLang's /metrics
 the elastic front (a scale ended) -> [MemoryMetrics.zero_from] ->
 """
 

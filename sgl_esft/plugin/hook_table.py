@@ -217,7 +217,7 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         kind=HookKind.REPLACE,
         function=weave_hooks.install_esft_manager,
         parameters=("self",),
-        why="the ESFT manager takes LoRA's seat in SGLang's adapter machinery",
+        why="the ESFT manager takes LoRA's place in SGLang's adapter machinery",
         remove_when="SGLang lets a plugin supply the adapter manager class",
     ),
     Hook(

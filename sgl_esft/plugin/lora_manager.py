@@ -1,4 +1,4 @@
-"""EsftManager: the adapter plane in the seat SGLang built for LoRA.
+"""EsftManager: the adapter plane in the place SGLang built for LoRA.
 
     SGLang scheduler / model runner --LoRA manager's calls--> [EsftManager] -> adapters.py
                                                                             -> batch_tags.py
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from sgl_esft.errors import EsftError, UnsupportedModelError
-from sgl_esft.lifecycle.command_desk import ALONE, CommandDesk, RankGroup
 from sgl_esft.lifecycle.commands import Command, decode, is_command, named, reply_table
+from sgl_esft.lifecycle.rank_command_handler import ALONE, RankCommandHandler, RankGroup
 from sgl_esft.weave.batch_tags import BASE, BatchTags, tag_tokens
 from sgl_esft.weave.heat import HeatSampler
 from sgl_esft.weave.plane import AdapterPlane, AdapterSource
@@ -68,7 +68,7 @@ class EsftManager:
         self._gather_tags = gather_tags
         self._publish = publish
         self._num_dp_ranks = num_dp_ranks
-        self._desk = CommandDesk(plane, group)
+        self._command_handler = RankCommandHandler(plane, group)
         self.heat = heat  # None = experts are not counted
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
@@ -91,11 +91,11 @@ class EsftManager:
         """
         if is_command(lora_ref.lora_path):
             return self._carry_out(decode(lora_ref.lora_path or ""))
-        return self._report(lambda: self._desk.take_in(_source_of(lora_ref)))
+        return self._report(lambda: self._command_handler.take_in(_source_of(lora_ref)))
 
     def _carry_out(self, command: Command) -> Any:
         try:
-            reply = self._desk.answer(command)
+            reply = self._command_handler.answer(command)
         except EsftError as error:
             return self._make_result(False, named(error), self.plane.names)
         self._publish_changes()

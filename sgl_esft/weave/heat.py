@@ -1,6 +1,6 @@
 """Which experts work for whom: tokens by adapter, MoE layer and expert id, of sampled steps.
 
-    lora_seat.py: a step begins --> [HeatSampler.begin_step] -> sampled, or not
+    lora_manager.py: a step begins --> [HeatSampler.begin_step] -> sampled, or not
     reroute.py: a layer's top-k --> [LayerHeat]  expert ids and tags, before rerouting
     GET /v1/heat               <-- [HeatSampler.report]
 

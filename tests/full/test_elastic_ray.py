@@ -20,7 +20,7 @@ import requests
 
 from bench.elasticmoe.load import Ask, Stream, make_asks, scale, steady
 from sgl_esft import zoo
-from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from tests.server.test_elastic import (
     assert_all_equal,
     assert_gone,
@@ -145,11 +145,11 @@ async def kill_amid(server: Server, asks: list[Ask]) -> tuple[list[Stream], str]
 
 
 def rank_pid(instance: str, rank: int) -> int:
-    """A rank's process id, as it writes it on the board of its node; no other server's."""
+    """A rank's process id, as it writes it on the heartbeats of its node; no other server's."""
     own = family(os.getpid())
     for path in Path(tempfile.gettempdir()).glob(f"sgl-elastic-*/{instance}.beats"):
-        with contextlib.closing(Board.open(path)) as board:
-            beat = board.read(rank_slot(rank))
+        with contextlib.closing(HeartbeatTable.open(path)) as heartbeats:
+            beat = heartbeats.read(rank_slot(rank))
         if beat is not None and beat.pid in own:
             return beat.pid
     raise AssertionError(f"rank {rank} of {instance} does not beat")

@@ -159,7 +159,7 @@ def test_a_memory_worker_hangs_while_kv_shrinks(elastic: Elastic) -> None:
     assert operation["finished_s"] - operation["created_s"] < WORKER_HANG_S + SOON_S
     assert elastic.placement() == before
     with elastic.load():
-        assert elastic.scaled(2)["state"] == "succeeded", "it gives back what is owed, no more"
+        assert elastic.scaled(2)["state"] == "succeeded", "it gives back what is pending, no more"
         assert elastic.num_kv_slots(0) == num_slots
         assert elastic.scaled(1)["state"] == "succeeded"
     assert elastic.num_kv_slots(0) < num_slots

@@ -110,9 +110,9 @@ def weaving_off() -> Any:
 
 @scenario
 def our_launcher_without_weaving() -> Any:
-    """It names a board on which loops show that they turn."""
+    """It names a heartbeat table in which loops show that they turn."""
     os.environ["ESFT_PLATFORM"] = "cpu"
-    os.environ["ESFT_HEALTH_BOARD"] = "/nowhere"
+    os.environ["ESFT_HEARTBEAT_TABLE"] = "/nowhere"
     load()
     return {"in_place": everything_in_place(), "complaint": complaint()}
 
@@ -123,7 +123,7 @@ def where_ranks_meet() -> Any:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     os.environ["ESFT_PLATFORM"] = "cpu"
-    os.environ["ESFT_HEALTH_BOARD"] = "/nowhere"
+    os.environ["ESFT_HEARTBEAT_TABLE"] = "/nowhere"
     load()
     given: list[dict[str, Any]] = [{"port": 29990}, {"port": 29990}, {"nccl_port": 12345}]
     servers = [ServerArgs(model_path="unused", device="cpu", **more) for more in given]

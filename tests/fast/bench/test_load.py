@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.common import load
-from bench.common.load import Arrival, LoadError, LoadFigures, Seat, Workload
+from bench.common.load import Arrival, LoadError, LoadFigures, Target, Workload
 
 NAMES = [f"a{i:02}" for i in range(20)]
 MANY = Workload(num_requests=4000)
@@ -169,8 +169,8 @@ def tokenizer_folder(folder: Path) -> Path:
 
 def test_sglangs_client_sends_each_request_to_its_seat(url: str, tmp_path: Path) -> None:
     trace = (Arrival(0.0, "a", "abc", 3), Arrival(0.05, None, "de", 2))
-    seats = {"a": Seat(url, "adapter"), None: Seat(url)}
-    found = load.play(trace, seats, tokenizer_folder(tmp_path))
+    targets = {"a": Target(url, "adapter"), None: Target(url)}
+    found = load.play(trace, targets, tokenizer_folder(tmp_path))
     assert [(b["text"], b["lora_path"]) for b in Answers.bodies] == [
         ("abc", "adapter"),
         ("de", None),
@@ -189,10 +189,10 @@ def test_a_bad_answer_is_an_error_and_not_a_figure(
 ) -> None:
     trace = (Arrival(0.0, adapter, "abc", 3),)
     with pytest.raises(LoadError, match=said):
-        load.play(trace, {adapter: Seat(url, adapter)}, tokenizer_folder(tmp_path))
+        load.play(trace, {adapter: Target(url, adapter)}, tokenizer_folder(tmp_path))
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    seats = {None: Seat("http://127.0.0.1:9")}
+    targets = {None: Target("http://127.0.0.1:9")}
     with pytest.raises(LoadError, match="for the base failed"):
-        load.play((Arrival(0.0, None, "abc", 3),), seats, tokenizer_folder(tmp_path))
+        load.play((Arrival(0.0, None, "abc", 3),), targets, tokenizer_folder(tmp_path))

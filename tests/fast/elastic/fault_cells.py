@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sgl_elastic.coordinator.coordinator import Coordinator, Patience
+from sgl_elastic.coordinator.coordinator import Coordinator, RetryPolicy
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient
@@ -71,7 +71,7 @@ class MemoryScale:
             self.world,
             plan_for,
             lambda plan: {},
-            patience=Patience(attempts=3, first_pause_s=0.05),
+            retry_policy=RetryPolicy(attempts=3, first_pause_s=0.05),
         )
 
     def step(self, at: int) -> Step:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sgl_elastic.coordinator.coordinator import Clock, Coordinator, Patience
+from sgl_elastic.coordinator.coordinator import Clock, Coordinator, RetryPolicy
 from sgl_elastic.coordinator.operations import Journal
 from sgl_elastic.errors import MemoryLostError, StepFailedError
 from sgl_elastic.instance.state import Instance, InstanceState
@@ -144,8 +144,8 @@ class World:
         if self.lost_devices & set(device_ids):
             raise MemoryLostError(f"devices {self.lost_devices} are lost")
 
-    def mend(self, placement: Placement) -> None:
-        self.call("mend", placement)
+    def drop_partial_adapters(self, placement: Placement) -> None:
+        self.call("drop_partial_adapters", placement)
 
     def execute(self, step: Step) -> None:
         self.call("execute", step)
@@ -161,8 +161,8 @@ class World:
         """Nothing is undone by the same step in a later operation here."""
 
     # Instances
-    def hear_out(self, timeout_s: float) -> None:
-        self.call("hear_out")
+    def drain_messages(self, timeout_s: float) -> None:
+        self.call("drain_messages")
 
     def serving(self) -> tuple[str, Placement]:
         self.call("serving")
@@ -265,7 +265,7 @@ def make_coordinator(
         plan,
         lambda made: {"copied_bytes": made.copied_bytes},
         journal,
-        patience=Patience(attempts=3, first_pause_s=0.5, drain_timeout_s=7.0),
+        retry_policy=RetryPolicy(attempts=3, first_pause_s=0.5, drain_timeout_s=7.0),
         clock=(ticks or Ticks()).clock(),
         new_id=lambda: f"op{next(numbers)}",
     )

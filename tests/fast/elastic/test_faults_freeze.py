@@ -1,6 +1,6 @@
 """An instance that dies within milliseconds of publishing its freeze, its last outputs with it.
 
-The real instance manager with the real switchboard's wait; ranks are threads. Three tokens of
+The real instance manager with the real router's wait; ranks are threads. Three tokens of
 request `a` were sent, as the frozen rank says, and two of them ever came by.
 """
 
@@ -24,12 +24,12 @@ KV = m.KvSequence(b"", b"", None, None, 0.0)
 
 @pytest.fixture
 def bench(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """A switchboard that has seen two tokens; rank 1 publishes three."""
+    """A router that has seen two tokens; rank 1 publishes three."""
     monkeypatch.setattr(module, "_OUTPUT_TIMEOUT_S", 0.05)
     bench = Bench()
     bench.dispatch("a")
     bench.output("a", 2)
-    monkeypatch.setattr(scene, "wait_for_outputs", bench.board.wait_for_outputs)
+    monkeypatch.setattr(scene, "wait_for_outputs", bench.router.wait_for_outputs)
     return bench
 
 

@@ -24,7 +24,7 @@ from sgl_elastic import wire
 from sgl_elastic.errors import EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance import messages as m
 from sgl_elastic.instance import supervise
-from sgl_elastic.instance.manager import EngineSettings, InstanceManager, Patience
+from sgl_elastic.instance.manager import EngineSettings, InstanceManager, Timeouts
 from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.processes import LocalProcess
 from sgl_elastic.types import Placement
@@ -119,7 +119,7 @@ class FakeMemory:
 
 
 class Scene:
-    """A manager whose instances are `sleep` and threads. Also its courier."""
+    """A manager whose instances are `sleep` and threads. Also its engine_link."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory / "sockets"
@@ -134,7 +134,7 @@ class Scene:
             self,
             standby_ranks=6,
             max_devices=3,
-            patience=Patience(start_s=5.0, step_s=1.0, freeze_s=0.3),
+            timeouts=Timeouts(start_s=5.0, step_s=1.0, freeze_s=0.3),
         )
 
     def start_process(self, spec: Any, environment: object) -> LocalProcess:
@@ -145,7 +145,7 @@ class Scene:
         self.ranks[name] = [FakeRank(path, name, rank) for rank in range(count)]
         return process
 
-    # Courier
+    # EngineLink
     def connect(self, instance: str, input_ipc: str) -> None: ...
     def disconnect(self, instance: str) -> None: ...
     def warm_up(self, instance: str, num_ranks: int, timeout_s: float) -> None: ...

@@ -36,8 +36,8 @@ def test_another_instance_gets_memory_and_requests() -> None:
     assert world.calls[count:] == [
         ("serving",),
         ("hold",),
-        ("hear_out",),
-        ("mend", OLD),
+        ("drain_messages",),
+        ("drop_partial_adapters", OLD),
         *MAP_KV,
         ("prepare", OLD),
         ("freeze", "i0"),
@@ -68,7 +68,10 @@ def test_what_runs_can_be_read_from_its_first_moment(monkeypatch: pytest.MonkeyP
     assert [each.operation_id for each in seen[1:3] if each] == ["op1", "op1"]
 
 
-@pytest.mark.parametrize("name", ["hold", "mend", "execute", "prepare", "freeze", "activate"])
+@pytest.mark.parametrize(
+    "name",
+    ["hold", "drop_partial_adapters", "execute", "prepare", "freeze", "activate"],
+)
 def test_a_recovery_that_fails_may_be_tried_again(name: str) -> None:
     world = World()
     coordinator = make_coordinator(world)

@@ -44,7 +44,7 @@ class Paused:
 
 def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:
     runtime = Runtime.__new__(Runtime)  # without its workers and folders
-    runtime.coordinator, runtime.autoscaler, runtime._guard = coordinator, None, None
+    runtime.coordinator, runtime.autoscaler, runtime._watchdog = coordinator, None, None
     runtime._stopping, runtime._wanted = threading.Event(), threading.Event()
     runtime.manager = Parts(ends, "instances")  # type: ignore[assignment]
     runtime.hmm = Parts(ends, "memory")  # type: ignore[assignment]

@@ -9,23 +9,23 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_esft.health.heartbeat import DETOKENIZER, Board, rank_slot
+from sgl_esft.health.heartbeat import DETOKENIZER, HeartbeatTable, rank_slot
 from sgl_esft.health.readiness import Loop
 from sgl_esft.health.service import Service, Times
 
 
 @dataclass
 class Engine:
-    """Two ranks on a board; `events` is what was asked of it."""
+    """Two ranks in a heartbeat table; `events` is what was asked of it."""
 
-    board: Board
+    heartbeats: HeartbeatTable
     replaces_ranks: bool = False
     is_bad: str | None = None
     events: list[str] = field(default_factory=list)
     end_s: float = 0.0
 
     def ranks(self) -> Sequence[Loop]:
-        return [Loop(f"rank {n}", self.board.read(rank_slot(n))) for n in range(2)]
+        return [Loop(f"rank {n}", self.heartbeats.read(rank_slot(n))) for n in range(2)]
 
     def trouble(self) -> str | None:
         return self.is_bad
@@ -51,7 +51,7 @@ class Harness:
 
     def beat(self) -> None:
         for index in (DETOKENIZER, rank_slot(0), rank_slot(1)):
-            self.engine.board.slot(index).beat()
+            self.engine.heartbeats.slot(index).beat()
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
         async with asyncio.timeout(timeout_s):
@@ -69,11 +69,11 @@ def run(
     has_started: bool = True,
 ) -> Harness:
     """Run a test's coroutine with a service that has begun and, if not told else, started."""
-    engine = Engine(Board.create())
+    engine = Engine(HeartbeatTable.create())
     statuses: list[int] = []
     service = Service(
         Times(ready_s=2.0, drain_s=drain_s, hang_s=60.0),
-        engine.board,
+        engine.heartbeats,
         engine,
         lambda: engine.events.append("stop"),
         exit_=statuses.append,

@@ -1,4 +1,4 @@
-"""Every rank of a server has a place of its own on the board."""
+"""Every rank of a server has a place of its own on the heartbeats."""
 
 from __future__ import annotations
 

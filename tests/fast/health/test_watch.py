@@ -13,7 +13,7 @@ import pytest
 
 from sgl_esft.health import processes
 from sgl_esft.health.faults import STOPPED_S, ProcessState
-from sgl_esft.health.heartbeat import DETOKENIZER, Board, rank_slot
+from sgl_esft.health.heartbeat import DETOKENIZER, HeartbeatTable, rank_slot
 from sgl_esft.health.readiness import Loop
 from sgl_esft.health.watch import PERIOD_S, Watch
 from tests.fast.health.fakes import Engine
@@ -27,12 +27,12 @@ class World:
     def __init__(self, *, replaces_ranks: bool = False) -> None:
         self.now_ns = 100 * SECOND
         self.states: dict[int, ProcessState] = {}
-        self.board = Board.create()
-        self.engine = Engine(self.board, replaces_ranks)
+        self.heartbeats = HeartbeatTable.create()
+        self.engine = Engine(self.heartbeats, replaces_ranks)
         self.faults: list[str] = []
         self.watch = Watch(
             self.engine,
-            lambda: Loop("the detokenizer", self.board.read(DETOKENIZER)),
+            lambda: Loop("the detokenizer", self.heartbeats.read(DETOKENIZER)),
             self.faults.append,
             20.0,
             state_of=lambda pid: self.states.get(pid, ProcessState.ALIVE),
@@ -43,8 +43,8 @@ class World:
         self.beat(DETOKENIZER, 9)
 
     def beat(self, index: int, pid: int) -> None:
-        self.board.slot(index, lambda: self.now_ns).beat()
-        self.board._words[2 * index + 1] = pid
+        self.heartbeats.slot(index, lambda: self.now_ns).beat()
+        self.heartbeats._words[2 * index + 1] = pid
 
     def look_for(self, seconds: float, *, beating: bool = True) -> str | None:
         for _ in range(round(seconds / PERIOD_S)):

@@ -23,7 +23,7 @@ from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.lifecycle import commands, registry
 from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
-from sgl_esft.lifecycle.room import Turns
+from sgl_esft.lifecycle.room import LoadTimeouts
 from sgl_esft.lifecycle.sglang_engine import SglangEngine
 
 
@@ -100,5 +100,5 @@ def make_engine(
         Ranks(manager),
         lambda name, folder, taken: check_loadable(name, folder, taken, spec, config),
         limits or HostLimits(),
-        Turns(room_timeout_s, stay_s, turn_s),
+        LoadTimeouts(room_timeout_s, stay_s, turn_s),
     )

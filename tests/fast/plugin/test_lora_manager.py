@@ -1,4 +1,4 @@
-"""The manager in LoRA's seat: all that SGLang asks of it, with SGLang's own modes and results."""
+"""The manager in LoRA's place: all that SGLang asks of it, with SGLang's own modes and results."""
 
 from __future__ import annotations
 

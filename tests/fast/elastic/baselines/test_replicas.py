@@ -11,12 +11,12 @@ import pytest
 from sgl_elastic.baselines.horizontal import (
     ReplicaCoordinator,
     ReplicaPlanner,
-    ReplicaSwitchboard,
+    ReplicaRequestRouter,
     both,
     parts,
     replica_on,
 )
-from sgl_elastic.coordinator.coordinator import Patience
+from sgl_elastic.coordinator.coordinator import RetryPolicy
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import BadScaleError, EngineFailedError
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
@@ -125,7 +125,7 @@ def coordinator_of(world: ReplicaWorld) -> ReplicaCoordinator:
         world,
         planner.make_plan,
         planner.describe,
-        patience=Patience(attempts=2, first_pause_s=0.1),
+        retry_policy=RetryPolicy(attempts=2, first_pause_s=0.1),
         clock=Ticks().clock(),
     )
 
@@ -173,12 +173,12 @@ def test_a_drain_that_does_not_end_is_tried_again_by_the_next_scale() -> None:
     assert "end_second" not in names(world)
 
 
-# ---- the switchboard ----
+# ---- the router ----
 
 
 @dataclass
-class Board:
-    board: ReplicaSwitchboard
+class HeartbeatTable:
+    router: ReplicaRequestRouter
     wire: FakeWire
     woken: list[str]
 
@@ -187,60 +187,60 @@ class Board:
 
 
 @pytest.fixture
-def two() -> Board:
+def two() -> HeartbeatTable:
     wire, woken = FakeWire(), []
-    board = ReplicaSwitchboard(
+    router = ReplicaRequestRouter(
         wire,
         handed_over=lambda: HandedOver({}, {}),
         wake=woken.append,
         policy=RankPolicy(strategy=RankStrategy.ROUND_ROBIN),
     )
     for name in ("a", "b"):
-        board.connect(name, name)
-    board.begin("a", OLD)
-    board.dispatch(Request("r0"))
-    board.spread("a+b", both(OLD, SECOND))
+        router.connect(name, name)
+    router.begin("a", OLD)
+    router.dispatch(Request("r0"))
+    router.spread("a+b", both(OLD, SECOND))
     wire.sent.clear()
     woken.clear()
-    return Board(board, wire, woken)
+    return HeartbeatTable(router, wire, woken)
 
 
-def test_requests_are_shared_and_each_replica_counts_its_own_ranks(two: Board) -> None:
+def test_requests_are_shared_and_each_replica_counts_its_own_ranks(two: HeartbeatTable) -> None:
     for rank in range(4):
-        two.board.dispatch(Request(f"q{rank}", routed_dp_rank=rank))
+        two.router.dispatch(Request(f"q{rank}", routed_dp_rank=rank))
     assert [(m.rid, m.routed_dp_rank) for m in two.sent_to("a")] == [("q0", 0), ("q1", 1)]
     assert [(m.rid, m.routed_dp_rank) for m in two.sent_to("b")] == [("q2", 0), ("q3", 1)]
     assert two.woken == ["b"]  # `a` has r0 already, and b is awake after its first
 
 
-def test_what_is_no_request_goes_to_both(two: Board) -> None:
-    two.board.dispatch(Control("flush"))
+def test_what_is_no_request_goes_to_both(two: HeartbeatTable) -> None:
+    two.router.dispatch(Control("flush"))
     assert two.sent_to("a") == two.sent_to("b") == [Control("flush")]
 
 
-def test_narrow_waits_for_the_second_and_sends_it_nothing_new(two: Board) -> None:
-    two.board.dispatch(Request("late", routed_dp_rank=3))
+def test_narrow_waits_for_the_second_and_sends_it_nothing_new(two: HeartbeatTable) -> None:
+    two.router.dispatch(Request("late", routed_dp_rank=3))
     with pytest.raises(EngineFailedError, match="still runs"):
-        two.board.narrow(2, 0.02)
+        two.router.narrow(2, 0.02)
     for number in range(4):
-        two.board.dispatch(Request(f"n{number}", routed_dp_rank=number))
+        two.router.dispatch(Request(f"n{number}", routed_dp_rank=number))
     assert [m.rid for m in two.sent_to("b")] == ["late"]
     assert [m.routed_dp_rank for m in two.sent_to("a")] == [0, 1, 0, 1]
-    done = threading.Thread(target=two.board.narrow, args=(2, 5.0))
+    done = threading.Thread(target=two.router.narrow, args=(2, 5.0))
     done.start()
-    two.board.on_output(["late"], ["stop"], [3])
+    two.router.on_output(["late"], ["stop"], [3])
     done.join(5.0)
     assert not done.is_alive()
-    two.board.unite("a", OLD)
-    two.board.unite("a", OLD)
-    assert two.board.routing.table.placement == OLD
-    two.board.disconnect("b")
-    two.board.dispatch(Request("alone", routed_dp_rank=1))
+    two.router.unite("a", OLD)
+    two.router.unite("a", OLD)
+    assert two.router.routing.table.placement == OLD
+    two.router.disconnect("b")
+    two.router.dispatch(Request("alone", routed_dp_rank=1))
     assert two.sent_to("a")[-1].rid == "alone"
 
 
-def test_requests_that_ran_before_stay_where_they_are(two: Board) -> None:
+def test_requests_that_ran_before_stay_where_they_are(two: HeartbeatTable) -> None:
     assert two.sent_to("b") == []
-    assert two.board.num_running() == 1
-    two.board.spread("a+b", both(OLD, SECOND))  # harmless
-    assert two.board.routing.table.version == 2
+    assert two.router.num_running() == 1
+    two.router.spread("a+b", both(OLD, SECOND))  # harmless
+    assert two.router.routing.table.version == 2

@@ -19,7 +19,7 @@ from sgl_elastic.baselines.strategies import (
     ScaleStrategy,
     parse_switches,
 )
-from sgl_elastic.coordinator.coordinator import Coordinator, Patience
+from sgl_elastic.coordinator.coordinator import Coordinator, RetryPolicy
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.errors import BadScaleError, DoesNotFitError, ElasticConfigError
@@ -147,7 +147,7 @@ def restarted(world: CutOverWorld) -> tuple[Coordinator, Operation]:
         world,
         planner.make_plan,
         planner.describe,
-        patience=Patience(attempts=3, first_pause_s=0.5),
+        retry_policy=RetryPolicy(attempts=3, first_pause_s=0.5),
         clock=Ticks().clock(),
     )
     operation = coordinator.submit(request(3))

@@ -316,7 +316,7 @@ def test_a_plan_knows_the_adapters_that_are_there() -> None:
 
     def plan(request: ScaleRequest, old: Placement) -> Plan:
         assert world.are_adapters_settled is not request.dry_run
-        heard = ("hear_out",) in world.calls
+        heard = ("drain_messages",) in world.calls
         assert heard is not request.dry_run
         return PLAN
 

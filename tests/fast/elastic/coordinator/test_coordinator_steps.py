@@ -1,4 +1,4 @@
-"""KV that a scale has taken and cannot give back is owed, and comes before anything else."""
+"""KV that a scale has taken and cannot give back is pending, and comes before anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The switchboard when the instance that serves is gone: nothing is lost, nothing is sent twice."""
+"""The router when the instance that serves is gone: nothing is lost, nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def output(bench: Bench, rid: str, *new_ids: int, so_far: int, is_finished: bool = False) -> None:
     reason = "stop" if is_finished else None
-    bench.board.on_output([rid], [reason], [so_far], [array("q", new_ids)])
+    bench.router.on_output([rid], [reason], [so_far], [array("q", new_ids)])
 
 
 def states(bench: Bench) -> dict[str, tuple[int, list[int]]]:
     found = {}
-    for rank, state in bench.board.states():
+    for rank, state in bench.router.states():
         ids = array("q")
         ids.frombytes(state.output_ids)
         assert state.num_sent == len(ids)
@@ -59,21 +59,21 @@ def test_states_wait_for_the_last_outputs(bench: Bench, monkeypatch: pytest.Monk
 
 def test_requests_wait_until_a_replacement_serves(bench: Bench) -> None:
     bench.dispatch("a", "b")
-    bench.board.lose("i1")
+    bench.router.lose("i1")
     bench.dispatch("c")
-    bench.board.dispatch(Control("abort a"))
-    bench.board.release()  # as at the end of a scale that was rolled back
+    bench.router.dispatch(Control("abort a"))
+    bench.router.release()  # as at the end of a scale that was rolled back
     assert bench.sent_to("i1") == ["a@0", "b@1"]
     bench.handed = SAME
-    bench.board.switch("i2", TWO)
-    bench.board.release()
+    bench.router.switch("i2", TWO)
+    bench.router.release()
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@0", "abort a"]
     bench.dispatch("d")
     assert bench.sent_to("i2")[-1] == "d@1"
 
 
 def test_an_instance_that_does_not_serve_may_be_lost(bench: Bench) -> None:
-    bench.board.lose("i2")
+    bench.router.lose("i2")
     bench.dispatch("a")
     assert bench.sent_to("i1") == ["a@0"]
 
@@ -86,66 +86,66 @@ def test_what_cannot_be_sent_waits_too(bench: Bench) -> None:
 
     bench.wire.on_send = fail
     bench.dispatch("a", "b")
-    bench.board.dispatch(Control("flush"))
+    bench.router.dispatch(Control("flush"))
     bench.wire.on_send = lambda message: None
-    assert bench.board.num_running() == 1, "b has not been routed"
+    assert bench.router.num_running() == 1, "b has not been routed"
     bench.handed = SAME
-    bench.board.switch("i2", TWO)
-    bench.board.release()
+    bench.router.switch("i2", TWO)
+    bench.router.release()
     assert bench.sent_to("i2") == ["a@0", "b@1", "flush"]
 
 
 def test_a_replacement_that_dies_at_once_holds_requests_again(bench: Bench) -> None:
     bench.dispatch("a", "b")
-    bench.board.lose("i1")
+    bench.router.lose("i1")
     bench.handed = SAME
 
     def fail(message: object) -> None:
         raise EngineFailedError("nobody takes requests there")
 
     bench.wire.on_send = fail
-    bench.board.switch("i2", TWO)
-    bench.board.release()
+    bench.router.switch("i2", TWO)
+    bench.router.release()
     bench.wire.on_send = lambda message: None
-    bench.board.connect("i3", "i3.in")
-    bench.board.switch("i3", TWO)
-    bench.board.release()
+    bench.router.connect("i3", "i3.in")
+    bench.router.switch("i3", TWO)
+    bench.router.release()
     assert bench.sent_to("i3") == ["a@0", "b@1"]
 
 
 def test_requests_of_ranks_that_nobody_names_are_spread(bench: Bench) -> None:
-    """The new instance died between activation and switch: its ranks are not the board's."""
+    """The new instance died between activation and switch: its ranks are not the router's."""
     bench.dispatch("a", "b")
-    bench.board.lose("i1")
+    bench.router.lose("i1")
     bench.handed = HandedOver({}, {0: 0})
-    bench.board.switch("i2", ONE)
+    bench.router.switch("i2", ONE)
     assert bench.sent_to("i2") == ["a@0", "b@0"]
 
 
 def test_a_later_scale_is_strict_again(bench: Bench) -> None:
     bench.dispatch("a")
-    bench.board.lose("i1")
+    bench.router.lose("i1")
     bench.handed = SAME
-    bench.board.switch("i2", TWO)
-    bench.board.release()
-    bench.board.connect("i3", "i3.in")
+    bench.router.switch("i2", TWO)
+    bench.router.release()
+    bench.router.connect("i3", "i3.in")
     bench.handed = HandedOver({}, {1: 0})
-    bench.board.hold()
+    bench.router.hold()
     with pytest.raises(PlanError):
-        bench.board.switch("i3", THREE)
+        bench.router.switch("i3", THREE)
 
 
 def test_a_warm_up_ends_with_its_instance(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WARM_UP_POLL_S", 0.01)
-    threading.Timer(0.05, bench.board.disconnect, ("i2",)).start()
+    threading.Timer(0.05, bench.router.disconnect, ("i2",)).start()
     with pytest.raises(EngineFailedError, match="i2 ended while it warmed up"):
-        bench.board.warm_up("i2", 1, timeout_s=20)
+        bench.router.warm_up("i2", 1, timeout_s=20)
 
 
 def test_the_board_starts_with_a_placement_of_any_size() -> None:
     bench = Bench(Placement((4,), (4, 4), (10,)))
-    bench.board.dispatch(Request("a"))
-    bench.board.lose("i1")
+    bench.router.dispatch(Request("a"))
+    bench.router.lose("i1")
     bench.handed = HandedOver({}, {0: 0})
-    bench.board.switch("i2", Placement((4,), (4, 4), (10,)))
+    bench.router.switch("i2", Placement((4,), (4, 4), (10,)))
     assert bench.sent_to("i2") == ["a@0"]

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_elastic.front.readiness import ElasticEngine, board_path
 from sgl_elastic.instance.state import Instance, InstanceState
-from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 
 
 class Table:
@@ -34,10 +34,10 @@ class Setup:
             folder, lambda: self.table, lambda: self.closed.append(True), lambda: None
         )
 
-    def add(self, name: str, state: InstanceState, *devices: int) -> Board:
+    def add(self, name: str, state: InstanceState, *devices: int) -> HeartbeatTable:
         assert self.table is not None
         self.table.found.append(Instance(name, devices, state))
-        return Board.open(board_path(self.folder, name))
+        return HeartbeatTable.open(board_path(self.folder, name))
 
     def ages(self) -> dict[str, bool]:
         """Name of each rank's loop, and whether it has turned."""
@@ -57,11 +57,11 @@ def test_before_the_engine_is_there(setup: Setup) -> None:
 
 
 def test_ranks_are_those_that_serve(setup: Setup) -> None:
-    board = setup.add("i1", InstanceState.ACTIVE, 0, 1)
+    heartbeats = setup.add("i1", InstanceState.ACTIVE, 0, 1)
     setup.add("i2", InstanceState.PARKED, 0)
     assert setup.engine.trouble() is None
     assert setup.ages() == {"rank 0 of instance i1": False, "rank 1 of instance i1": False}
-    board.slot(rank_slot(1)).beat()
+    heartbeats.slot(rank_slot(1)).beat()
     assert setup.ages() == {"rank 0 of instance i1": False, "rank 1 of instance i1": True}
 
 
@@ -98,7 +98,7 @@ def test_boards_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
     setup.table.found.clear()
     setup.add("i2", InstanceState.ACTIVE, 0)
     setup.ages()
-    assert list(setup.engine._boards) == ["i2"]
+    assert list(setup.engine._heartbeats) == ["i2"]
 
 
 def test_it_ends_everything(setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""The switchboard over a wire that only records: order, ranks, switches, what waits for what."""
+"""The router over a wire that only records: order, ranks, switches, what waits for what."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.errors import BusyError, ElasticInternalError, EngineFailedError, PlanError
 from sgl_elastic.front import router as module
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
-from sgl_elastic.front.router import Switchboard
+from sgl_elastic.front.router import RequestRouter
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.types import Placement
 
@@ -95,14 +95,14 @@ class FakeWire:
 
 
 class Bench:
-    """A switchboard with two instances connected; the first serves on `placement`."""
+    """A router with two instances connected; the first serves on `placement`."""
 
     def __init__(self, placement: Placement = TWO, **more: Any) -> None:
         self.wire = FakeWire()
         self.handed = NOTHING
         self.now_s = 10.0
         self.placements: list[Placement] = []
-        self.board = Switchboard(
+        self.router = RequestRouter(
             self.wire,
             handed_over=lambda: self.handed,
             on_switch=self.placements.append,
@@ -110,8 +110,8 @@ class Bench:
             **more,
         )
         for name in ("i1", "i2"):
-            self.board.connect(name, f"{name}.in")
-        self.board.begin("i1", placement)
+            self.router.connect(name, f"{name}.in")
+        self.router.begin("i1", placement)
 
     def sent_to(self, instance: str) -> list[str]:
         """Names of what went there: of a request, with its rank."""
@@ -122,15 +122,15 @@ class Bench:
 
     def dispatch(self, *names: str) -> None:
         for name in names:
-            self.board.dispatch(Request(name))
+            self.router.dispatch(Request(name))
 
     def output(self, rid: str, num_tokens: int, *, is_finished: bool = False) -> None:
-        self.board.on_output([rid], ["stop" if is_finished else None], [num_tokens])
+        self.router.on_output([rid], ["stop" if is_finished else None], [num_tokens])
 
     def switch(self, placement: Placement = THREE, handed: HandedOver = NOTHING) -> None:
         self.handed = handed
-        self.board.hold()
-        self.board.switch("i2", placement)
+        self.router.hold()
+        self.router.switch("i2", placement)
 
 
 @pytest.fixture
@@ -140,45 +140,45 @@ def bench() -> Bench:
 
 def test_requests_are_dealt_to_ranks_and_the_rest_goes_as_it_is(bench: Bench) -> None:
     bench.dispatch("a", "b", "c")
-    bench.board.dispatch(Control("flush"))
+    bench.router.dispatch(Control("flush"))
     assert bench.sent_to("i1") == ["a@0", "b@1", "c@0", "flush"]
     assert bench.sent_to("i2") == []
     assert bench.placements == [TWO]
 
 
 def test_a_rank_that_the_client_chose_is_kept_if_there_is_one(bench: Bench) -> None:
-    bench.board.dispatch(Request("a", routed_dp_rank=1))
-    bench.board.dispatch(Request("b", routed_dp_rank=2))
+    bench.router.dispatch(Request("a", routed_dp_rank=1))
+    bench.router.dispatch(Request("b", routed_dp_rank=2))
     assert bench.sent_to("i1") == ["a@1", "b@1"], "b's turn is the second, rank 2 does not exist"
 
 
 def test_a_batch_is_split(bench: Bench) -> None:
-    bench.board.dispatch(Batch([Request("a"), Request("b"), Request("c", input_ids=None)]))
+    bench.router.dispatch(Batch([Request("a"), Request("b"), Request("c", input_ids=None)]))
     assert bench.sent_to("i1") == ["a@0", "b@1", "c@0"]
-    assert bench.board.num_running() == 3
-    assert bench.board.num_tokens() == 6, "one of them has embeddings, no token ids"
+    assert bench.router.num_running() == 3
+    assert bench.router.num_tokens() == 6, "one of them has embeddings, no token ids"
 
 
 def test_the_callers_message_stays_his(bench: Bench) -> None:
     """SGLang keeps using what it has sent, and a second send chooses a rank anew."""
     request = Request("a")
-    bench.board.dispatch(request)
+    bench.router.dispatch(request)
     assert request.routed_dp_rank is None
-    bench.board.hold()
-    bench.board.dispatch(request)
+    bench.router.hold()
+    bench.router.dispatch(request)
     request.rid = "changed"
-    bench.board.release()
+    bench.router.release()
     assert bench.sent_to("i1") == ["a@0", "a@1"]
 
 
 def test_held_messages_are_released_in_their_order(bench: Bench) -> None:
-    bench.board.hold()
+    bench.router.hold()
     bench.dispatch("a")
-    bench.board.dispatch(Control("abort a"))
+    bench.router.dispatch(Control("abort a"))
     bench.dispatch("b")
     assert bench.sent_to("i1") == []
-    assert bench.board.num_running() == 0
-    bench.board.release()
+    assert bench.router.num_running() == 0
+    bench.router.release()
     assert bench.sent_to("i1") == ["a@0", "abort a", "b@1"]
     bench.dispatch("c")
     assert bench.sent_to("i1")[-1] == "c@0"
@@ -187,12 +187,12 @@ def test_held_messages_are_released_in_their_order(bench: Bench) -> None:
 def test_what_waits_goes_to_the_new_instance_after_what_ran(bench: Bench) -> None:
     """A rolled-back hold sends it to the old one: the test above."""
     bench.dispatch("a", "b")
-    bench.board.hold()
+    bench.router.hold()
     bench.dispatch("c")
-    bench.board.dispatch(Control("abort a"))
+    bench.router.dispatch(Control("abort a"))
     bench.handed = NOTHING
-    bench.board.switch("i2", THREE)
-    bench.board.release()
+    bench.router.switch("i2", THREE)
+    bench.router.release()
     assert bench.sent_to("i1") == ["a@0", "b@1"]
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@2", "abort a"]
     assert bench.placements == [TWO, THREE]
@@ -205,28 +205,28 @@ def test_a_switch_sends_each_request_once_to_where_its_kv_went(bench: Bench) -> 
     handed = HandedOver(ranks={"a": 2}, rank_of_old={0: 1, 1: 0})
     bench.switch(THREE, handed)
     assert bench.sent_to("i2") == ["a@2", "b@0", "c@1"], "a by its KV, the others by their rank"
-    bench.board.switch("i2", THREE)  # retried
+    bench.router.switch("i2", THREE)  # retried
     assert len(bench.sent_to("i2")) == 3
-    bench.board.release()
+    bench.router.release()
     bench.output("a", 9, is_finished=True)
-    assert bench.board.num_running() == 2
+    assert bench.router.num_running() == 2
 
 
 def test_a_second_switch_starts_from_the_ranks_of_the_first(bench: Bench) -> None:
     bench.dispatch("a", "b")
     bench.switch(THREE, HandedOver({}, {0: 2, 1: 0}))
-    bench.board.release()
-    bench.board.connect("i3", "i3.in")
+    bench.router.release()
+    bench.router.connect("i3", "i3.in")
     bench.handed = HandedOver({}, {0: 0, 1: 0, 2: 1})
-    bench.board.hold()
-    bench.board.switch("i3", TWO)
+    bench.router.hold()
+    bench.router.switch("i3", TWO)
     assert bench.sent_to("i3") == ["a@1", "b@0"]
 
 
 def test_tokens_that_are_on_their_way_are_waited_for(bench: Bench) -> None:
     bench.dispatch("a", "b")
     bench.output("a", 3)
-    thread = threading.Thread(target=bench.board.wait_for_outputs, args=({"a": 5, "gone": 9},))
+    thread = threading.Thread(target=bench.router.wait_for_outputs, args=({"a": 5, "gone": 9},))
     thread.start()
     try:
         thread.join(0.05)
@@ -243,7 +243,7 @@ def test_outputs_that_never_come_end_the_wait(
     monkeypatch.setattr(module, "_OUTPUT_TIMEOUT_S", 0.02)
     bench.dispatch("a")
     with pytest.raises(EngineFailedError, match="outputs of 1 requests"):
-        bench.board.wait_for_outputs({"a": 1})
+        bench.router.wait_for_outputs({"a": 1})
 
 
 def test_the_new_instance_runs_when_its_requests_have_been_sent() -> None:
@@ -260,7 +260,7 @@ def test_a_switch_whose_instance_did_not_run_is_tried_again() -> None:
     bench.dispatch("a")
     with pytest.raises(EngineFailedError):
         bench.switch()
-    bench.board.switch("i2", THREE)
+    bench.router.switch("i2", THREE)
     assert bench.sent_to("i2") == ["a@0"], "once, though the switch was tried twice"
 
 
@@ -272,23 +272,23 @@ def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> Non
     bench.dispatch("a", "b")
     with pytest.raises(PlanError):
         bench.switch(ONE, HandedOver({}, {0: 0}))
-    assert bench.board.routing.table.instance_id == "i1"
+    assert bench.router.routing.table.instance_id == "i1"
     assert bench.sent_to("i2") == []
 
 
 def test_a_change_on_its_way_ends_before_adapters_are_settled(bench: Bench) -> None:
-    assert not bench.board.settle(1.0), "none lately"
-    bench.board.scaling(False)
-    bench.board.dispatch(Control("load x", is_adapter_change=True))
+    assert not bench.router.settle(1.0), "none lately"
+    bench.router.scaling(False)
+    bench.router.dispatch(Control("load x", is_adapter_change=True))
     bench.wire.is_changing = True
     ending = threading.Timer(0.05, setattr, (bench.wire, "is_changing", False))
     ending.start()
-    assert bench.board.settle(10.0)
+    assert bench.router.settle(10.0)
     assert not bench.wire.is_changing
     ending.join()
-    bench.board.dispatch(Control("load y", is_adapter_change=True))
+    bench.router.dispatch(Control("load y", is_adapter_change=True))
     bench.wire.is_changing = True  # but it waits here
-    assert bench.board.settle(10.0)
+    assert bench.router.settle(10.0)
     assert bench.sent_to("i1") == ["load x"]
 
 
@@ -296,8 +296,8 @@ def test_a_change_that_does_not_end_keeps_no_other_waiting() -> None:
     bench = Bench(clock=itertools.count().__next__)
     bench.wire.is_changing = True
     with pytest.raises(BusyError, match="has not ended within 3 s"):
-        bench.board.settle(3.0)
-    bench.board.dispatch(Control("load x", is_adapter_change=True))
+        bench.router.settle(3.0)
+    bench.router.dispatch(Control("load x", is_adapter_change=True))
     assert bench.sent_to("i1") == ["load x"]
 
 
@@ -305,75 +305,75 @@ def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench
     """Those of the old one may have been more or fewer when it was asked."""
     expected: list[tuple[str, int]] = []
     bench.wire.on_expect = lambda message: expected.append((message.name, len(bench.placements)))
-    bench.board.scaling(True)
-    bench.board.dispatch(Control("load x", is_adapter_change=True))
-    bench.board.hold()
-    bench.board.dispatch(Control("flush"))
+    bench.router.scaling(True)
+    bench.router.dispatch(Control("load x", is_adapter_change=True))
+    bench.router.hold()
+    bench.router.dispatch(Control("flush"))
     assert expected == []
     bench.switch()
-    bench.board.release()
-    bench.board.scaling(False)
+    bench.router.release()
+    bench.router.scaling(False)
     assert bench.placements == [TWO, THREE]
     assert expected == [("flush", 2), ("load x", 2)]
     assert bench.sent_to("i2") == ["flush", "load x"]
 
 
 def test_adapter_changes_wait_for_the_end_of_a_scale(bench: Bench) -> None:
-    bench.board.scaling(True)
-    bench.board.dispatch(Control("load x", is_adapter_change=True))
-    bench.board.dispatch(Control("unload y", is_adapter_change=True))
+    bench.router.scaling(True)
+    bench.router.dispatch(Control("load x", is_adapter_change=True))
+    bench.router.dispatch(Control("unload y", is_adapter_change=True))
     bench.dispatch("a")
     bench.switch()
-    bench.board.release()
+    bench.router.release()
     assert bench.sent_to("i1") == ["a@0"]
-    bench.board.scaling(False)
+    bench.router.scaling(False)
     assert bench.sent_to("i2") == ["a@0", "load x", "unload y"]
-    bench.board.dispatch(Control("load z", is_adapter_change=True))
+    bench.router.dispatch(Control("load z", is_adapter_change=True))
     assert bench.sent_to("i2")[-1] == "load z"
 
 
 def test_adapter_changes_that_waited_still_wait_for_a_hold(bench: Bench) -> None:
-    bench.board.scaling(True)
-    bench.board.dispatch(Control("load x", is_adapter_change=True))
-    bench.board.hold()
-    bench.board.scaling(False)
+    bench.router.scaling(True)
+    bench.router.dispatch(Control("load x", is_adapter_change=True))
+    bench.router.hold()
+    bench.router.scaling(False)
     assert bench.sent_to("i1") == []
-    bench.board.release()
+    bench.router.release()
     assert bench.sent_to("i1") == ["load x"]
 
 
 def test_a_pause_goes_to_the_instance_that_is_meant(bench: Bench) -> None:
-    bench.board.pause("i2")
+    bench.router.pause("i2")
     assert (bench.sent_to("i1"), bench.sent_to("i2")) == ([], ["pause"])
 
 
 def test_warm_up_asks_one_rank_after_the_other(bench: Bench) -> None:
     def answer(message: Any) -> None:
-        bench.board.on_output([message.rid], [None], [1])
+        bench.router.on_output([message.rid], [None], [1])
 
     bench.wire.on_send = answer
-    bench.board.warm_up("i2", 3, timeout_s=5.0)
+    bench.router.warm_up("i2", 3, timeout_s=5.0)
     assert [name.partition("@")[2] for name in bench.sent_to("i2")] == ["0", "1", "2"]
     assert len({name.partition("@")[0] for name in bench.sent_to("i2")}) == 3
-    assert bench.board.num_running() == 0, "it is nobody's request"
+    assert bench.router.num_running() == 0, "it is nobody's request"
 
 
 def test_a_rank_that_does_not_warm_up_in_time(bench: Bench) -> None:
     with pytest.raises(EngineFailedError, match="rank 0 of i2 did not warm up"):
-        bench.board.warm_up("i2", 2, timeout_s=0.01)
+        bench.router.warm_up("i2", 2, timeout_s=0.01)
 
 
 def test_an_instance_that_is_gone(bench: Bench) -> None:
-    bench.board.disconnect("i2")
-    bench.board.disconnect("i2")
+    bench.router.disconnect("i2")
+    bench.router.disconnect("i2")
     assert bench.wire.closed == ["i2.in"]
     with pytest.raises(EngineFailedError, match="no way to instance i2"):
-        bench.board.pause("i2")
+        bench.router.pause("i2")
 
 
 def test_outputs_of_unknown_requests_are_passed_over(bench: Bench) -> None:
     bench.output("nobody's", 3, is_finished=True)
-    assert bench.board.num_running() == 0
+    assert bench.router.num_running() == 0
 
 
 def test_the_window_hears_of_arrivals_first_tokens_and_ends() -> None:
@@ -383,19 +383,19 @@ def test_the_window_hears_of_arrivals_first_tokens_and_ends() -> None:
     bench.dispatch("a")
     bench.output("a", 1)
     bench.output("a", 11, is_finished=True)
-    found = bench.board.attainment(13.0)
+    found = bench.router.attainment(13.0)
     assert (found.ttft, found.tpot, found.num_finished) == (1.0, 0.0, 1)
 
 
 def test_attainment_without_a_window(bench: Bench) -> None:
     with pytest.raises(ElasticInternalError, match="no SLO window"):
-        bench.board.attainment(0.0)
+        bench.router.attainment(0.0)
 
 
 def lose_and_replace(bench: Bench) -> None:
-    bench.board.lose("i1")
+    bench.router.lose("i1")
     bench.switch(TWO)
-    bench.board.release()
+    bench.router.release()
 
 
 def test_the_ranks_that_replace_lost_ones_are_asked_what_those_did_not_answer() -> None:
@@ -404,7 +404,7 @@ def test_the_ranks_that_replace_lost_ones_are_asked_what_those_did_not_answer() 
     expected: list[Any] = []
     bench.wire.on_expect = expected.append
     bench.wire.waiting = ("load",)
-    bench.board.dispatch(Control("load", is_adapter_change=True))
+    bench.router.dispatch(Control("load", is_adapter_change=True))
     bench.dispatch("a")
     lose_and_replace(bench)
     assert bench.sent_to("i2") == ["a@0", "load"]
@@ -413,7 +413,7 @@ def test_the_ranks_that_replace_lost_ones_are_asked_what_those_did_not_answer() 
 
 def test_what_was_answered_is_not_asked_again() -> None:
     bench = Bench()
-    bench.board.dispatch(Control("load", is_adapter_change=True))
+    bench.router.dispatch(Control("load", is_adapter_change=True))
     lose_and_replace(bench)
     assert bench.sent_to("i2") == []
 
@@ -421,12 +421,12 @@ def test_what_was_answered_is_not_asked_again() -> None:
 def test_what_came_meanwhile_is_asked_once() -> None:
     """The question before it, of the same kind, was answered: it is the later one that waits."""
     bench = Bench()
-    bench.board.dispatch(Control("first"))
-    bench.board.lose("i1")
+    bench.router.dispatch(Control("first"))
+    bench.router.lose("i1")
     bench.wire.waiting = ("first", "second")  # the wire knows kinds, and not messages
-    bench.board.dispatch(Control("second"))
+    bench.router.dispatch(Control("second"))
     bench.switch(TWO)
-    bench.board.release()
+    bench.router.release()
     assert bench.sent_to("i2") == ["second"]
 
 
@@ -434,7 +434,7 @@ def test_nothing_is_asked_again_after_a_scale() -> None:
     """The old ranks have answered, or will: they have seen it before they froze."""
     bench = Bench()
     bench.wire.waiting = ("flush",)
-    bench.board.dispatch(Control("flush"))
+    bench.router.dispatch(Control("flush"))
     bench.switch(THREE)
-    bench.board.release()
+    bench.router.release()
     assert bench.sent_to("i2") == []

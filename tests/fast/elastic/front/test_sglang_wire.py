@@ -1,4 +1,4 @@
-"""SGLang's own communicators under the switchboard's wire."""
+"""SGLang's own communicators under the router's wire."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages as m
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
-from sgl_elastic.memory.turns import Turns
+from sgl_elastic.memory.request_fence import RequestFence
 from tests.fast.elastic.memory_proxy import FAULTS, PAGES, Proxy, channel_of
 from tests.fast.elastic.memory_workers import (
     PAGE,
@@ -172,18 +172,18 @@ def test_two_clients_in_one_connection_end_it(one: Hmm, channel: wire.Channel[m.
 
 def test_what_waits_for_the_lock_is_given_up_too() -> None:
     """Not only what was unread when the client asked for more."""
-    turns, order = Turns(), list[str]()
-    turns.join("a")
-    early = turns.next("a", 1, lambda: False)
+    fence, order = RequestFence(), list[str]()
+    fence.join("a")
+    early = fence.next("a", 1, lambda: False)
 
     def wait() -> None:
         with pytest.raises(MemoryWorkerError, match="request 1 comes after request 2"), early:
             order.append("early")
 
-    with turns.memory_lock:
+    with fence.memory_lock:
         thread = threading.Thread(target=wait)
         thread.start()
-        late = turns.next("a", 2, lambda: False)
+        late = fence.next("a", 2, lambda: False)
     thread.join(5)
     assert not thread.is_alive()
     with late:
@@ -191,7 +191,7 @@ def test_what_waits_for_the_lock_is_given_up_too() -> None:
     with late:  # as often as it takes
         order.append("late")
     assert order == ["late", "late"]
-    assert not turns.memory_lock.locked()
+    assert not fence.memory_lock.locked()
 
 
 @pytest.mark.parametrize("number", [0, -1, None, "1", 1.5])

@@ -27,7 +27,7 @@ from sgl_elastic.nodes.engines import SpreadEngines
 from sgl_elastic.nodes.remote import Node
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import LocalProcess, is_stopped
-from sgl_esft.health.heartbeat import Board, rank_slot
+from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from tests.fast.elastic.instance.test_engine_config import settings as settings_at
 from tests.support.processes import stop_process
 
@@ -160,16 +160,16 @@ def test_priorities_are_harmless(scene: Scene) -> None:
 
 def test_beats_come_to_the_fronts_board(scene: Scene) -> None:
     process = scene.start("i1", 0, 2)
-    there = Board.open(scene.cluster.node_of(2).directory / "i1.beats")
+    there = HeartbeatTable.open(scene.cluster.node_of(2).directory / "i1.beats")
     there.slot(rank_slot(1)).beat()
-    here = Board.open(scene.settings.directory / "i1.beats")
+    here = HeartbeatTable.open(scene.settings.directory / "i1.beats")
     until(lambda: here.read(rank_slot(1)) is not None)
     beat = here.read(rank_slot(1))
     assert beat is not None
     assert (beat.pid, beat.age_s(time.monotonic_ns()) < 2.0) == (os.getpid(), True)
     assert here.read(rank_slot(0)) is None
-    for board in (there, here):
-        board.close()
+    for heartbeats in (there, here):
+        heartbeats.close()
     process.kill_group()
 
 
@@ -180,7 +180,7 @@ def test_what_has_ended_leaves_nothing(scene: Scene) -> None:
     supervise.clean(scene.settings, "i1")
     supervise.clean(scene.settings, "i1")
     assert [files(each.directory) for each in (*scene.cluster.nodes, scene.settings)] == before
-    time.sleep(0.3)  # a look at the nodes brings no board back
+    time.sleep(0.3)  # a look at the nodes brings no heartbeats back
     assert files(scene.settings.directory) == before[2]
 
 

@@ -1,6 +1,6 @@
 """Errors that no route has caught: whose they are, and what is answered.
 
-SGLang's route --ValueError--> [answer_unfit] --of SGLang's own code--> 400
+SGLang's route --ValueError--> [answer_invalid_value] --of SGLang's own code--> 400
                                      '--of ours--> [answer_defect] --> 500, traceback in the log
 
 SGLang checks some values where it uses them, and not all of its routes say so to the client: a
@@ -32,7 +32,7 @@ _DEFECT = InternalError(
 )
 
 
-async def answer_unfit(request: Request, error: Exception) -> Response:
+async def answer_invalid_value(request: Request, error: Exception) -> Response:
     """FastAPI's handler of a ValueError: 400 BadBodyError. Raises what is no client's error."""
     if isinstance(error, EsftError):  # of a hook: a ValueError too, so that SGLang's routes know it
         return as_response(error)

@@ -15,8 +15,8 @@ from sgl_esft import errors
 from sgl_esft.config import EsftConfig
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.lifecycle import staging
-from sgl_esft.lifecycle.command_desk import CommandDesk, RankGroup
 from sgl_esft.lifecycle.commands import Command, Verb, decode, is_command
+from sgl_esft.lifecycle.rank_command_handler import RankCommandHandler, RankGroup
 from sgl_esft.weave.plane import AdapterSource
 from tests.support.adapter_factory import write_random_adapter, write_random_base
 from tests.support.random_layers import Rank
@@ -29,7 +29,7 @@ TIMEOUT_S = 20.0
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("desk")
+    root = tmp_path_factory.mktemp("handler")
     write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
     for seed, name in enumerate(("math", "law", "code")):
         write_random_adapter(root / name, root / "base", seed=seed, max_experts=2)
@@ -49,8 +49,10 @@ class Ranks:
             Device(spec, config, Rank(ep_rank=r, ep_size=NUM_RANKS), is_resident=is_resident)
             for r in range(NUM_RANKS)
         ]
-        self.desks = [
-            CommandDesk(device.plane, RankGroup(rank, lambda told, r=rank: self._gather(r, told)))
+        self.handlers = [
+            RankCommandHandler(
+                device.plane, RankGroup(rank, lambda told, r=rank: self._gather(r, told))
+            )
             for rank, device in enumerate(self.devices)
         ]
 
@@ -64,13 +66,13 @@ class Ranks:
     def ask(self, verb: Verb, folder: Path | None = None, *, adapter_id: str = "id") -> Any:
         path = "" if folder is None else str(folder)
         command = Command(verb, adapter_id, "math", path)
-        replies = list(self._pool.map(lambda desk: desk.answer(command), self.desks))
+        replies = list(self._pool.map(lambda handler: handler.answer(command), self.handlers))
         assert replies[0] == replies[1]
         return replies[0]
 
     def take_in(self, folder: Path, *, adapter_id: str = "id") -> None:
         source = AdapterSource(adapter_id, "math", str(folder))
-        list(self._pool.map(lambda desk: desk.take_in(source), self.desks))
+        list(self._pool.map(lambda handler: handler.take_in(source), self.handlers))
 
     def stage(self, folder: Path, *, adapter_id: str = "id") -> Any:
         self.ask("stage", folder, adapter_id=adapter_id)
@@ -196,7 +198,7 @@ def test_a_rank_that_cannot_take_it_in_speaks_for_all(
     last = list(ranks.devices[1].layers.values())[-1]
     monkeypatch.setattr(last, "place", fail)
     source = AdapterSource("id", "math", str(root / "math"))
-    for told in [ranks._pool.submit(desk.take_in, source) for desk in ranks.desks]:
+    for told in [ranks._pool.submit(handler.take_in, source) for handler in ranks.handlers]:
         with pytest.raises(errors.OutOfExpertMemoryError, match="no page"):
             told.result(TIMEOUT_S)
     assert ranks.snapshot() == before
@@ -209,7 +211,7 @@ def test_a_pin_that_is_refused_leaves_the_adapter(root: Path) -> None:
     before = ranks.snapshot()
     for name, error in (("math", None), ("law", errors.NoFreeSlotError)):
         source = AdapterSource(name, name, str(root / name), pinned=True)
-        for told in [ranks._pool.submit(desk.take_in, source) for desk in ranks.desks]:
+        for told in [ranks._pool.submit(handler.take_in, source) for handler in ranks.handlers]:
             assert type(told.exception(TIMEOUT_S)) is (error or type(None))
     assert ranks.snapshot() == before
 
@@ -244,7 +246,7 @@ def test_a_new_stage_drops_the_one_before(root: Path, monkeypatch: pytest.Monkey
     ranks.ask("stage", root / "math")
     while not ranks.ask("poll")["num_bytes"]:
         time.sleep(0.01)
-    before = [desk._stager.find("id") for desk in ranks.desks]
+    before = [handler._stager.find("id") for handler in ranks.handlers]
     ranks.ask("stage", root / "law", adapter_id="law")
     go_on.set()
     assert not ranks.ask("poll")["is_known"]

@@ -1,7 +1,7 @@
 """Whose turn it is: a request that its client has given up is not carried out any more.
 
-    Asked(client, number) --> [Turns.next] --> Turn --with--> the lock around the device's memory
-                                                '-- raises once nobody waits for the answer
+    Asked(client, number) --> [RequestFence.next] --> FencedRequest
+        --with--> the lock around the device's memory; raises once nobody waits for the answer
 
 A client that gives a request up (its worker hung) goes on by another connection, and where one has
 died somebody else tidies up. What was asked first still lies in the old connection then, or waits
@@ -24,7 +24,7 @@ from types import TracebackType
 from sgl_elastic.errors import MemoryWorkerError
 
 
-class Turns:
+class RequestFence:
     """The last request of each client that has a connection. Safe for many threads."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Turns:
                 del self._num_connections[client]
                 self._last.pop(client, None)
 
-    def next(self, client: str, number: int, has_left: Callable[[], bool]) -> Turn:
+    def next(self, client: str, number: int, has_left: Callable[[], bool]) -> FencedRequest:
         """The turn of a client's request. Raises MemoryWorkerError if it has asked for more.
 
         `has_left` says whether the connection that the request came by has been closed.
@@ -55,7 +55,7 @@ class Turns:
             last = self._last.get(client, 0)
             _check(number, last)
             self._last[client] = number
-            return Turn(self, client, number, has_left)
+            return FencedRequest(self, client, number, has_left)
 
     def check(self, client: str, number: int) -> None:
         """Raises MemoryWorkerError if the client has asked for more since."""
@@ -63,28 +63,28 @@ class Turns:
             _check(number, self._last.get(client, 0))
 
 
-class Turn:
+class FencedRequest:
     """The lock around the memory, for one request: `with turn:`, as often as it takes.
 
     Raises MemoryWorkerError, without the lock, once its client has left or asked for more.
     """
 
     def __init__(
-        self, turns: Turns, client: str, number: int, has_left: Callable[[], bool]
+        self, fence: RequestFence, client: str, number: int, has_left: Callable[[], bool]
     ) -> None:
-        self._turns = turns
+        self._fence = fence
         self._client = client
         self._number = number
         self._has_left = has_left
 
     def __enter__(self) -> None:
-        self._turns.memory_lock.acquire()
+        self._fence.memory_lock.acquire()
         try:
             if self._has_left():
                 raise MemoryWorkerError(f"nobody waits for request {self._number} any more")
-            self._turns.check(self._client, self._number)
+            self._fence.check(self._client, self._number)
         except MemoryWorkerError:
-            self._turns.memory_lock.release()
+            self._fence.memory_lock.release()
             raise
 
     def __exit__(
@@ -93,7 +93,7 @@ class Turn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._turns.memory_lock.release()
+        self._fence.memory_lock.release()
 
 
 def _check(number: int, last: int) -> None:
@@ -105,8 +105,8 @@ def _check(number: int, last: int) -> None:
 
 # Whether a memory worker is there at all, while an answer of its is awaited.
 #
-#     client.py, waiting --> [Pulse] --connect, leave--> worker accepts, sees that nobody is there
-#                               ^---- end of the connection = a sign of life ----'
+#     client.py, waiting --> [LivenessProbe] --connect, leave--> worker accepts, finds nobody there
+#                                   ^---- end of the connection = a sign of life ----'
 #
 # No request does for this: all of them wait for the lock around the device's memory, and a worker
 # that copies for minutes is well. Accepting and closing takes no lock, and a worker that is
@@ -114,7 +114,7 @@ def _check(number: int, last: int) -> None:
 # or stuck for good, does neither.
 
 
-class Pulse:
+class LivenessProbe:
     """Asks the worker at `path` for signs of life, one at a time. Used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,6 @@
 """Commands of lifecycle/commands.py, carried out on one rank.
 
-    lora_seat.py --Command--> [CommandDesk] -> staging.py (reader) -> adapter plane
+    lora_manager.py --Command--> [RankCommandHandler] -> staging.py (reader) -> adapter plane
                                             <-> the other ranks: one answer of all of them
 
 All ranks get the same commands between the same two steps. What one of them cannot know of the
@@ -42,7 +42,7 @@ class RankGroup:
 ALONE = RankGroup(0, lambda payload: [payload])
 
 
-class CommandDesk:
+class RankCommandHandler:
     """One rank's part of what sglang_engine.py asks for."""
 
     def __init__(self, plane: AdapterPlane, group: RankGroup) -> None:

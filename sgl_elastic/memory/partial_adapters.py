@@ -2,7 +2,7 @@
 
     adapters, what each device has --> [whole] --> adapters that every device has in full
                                    --> [surplus] --> slots with pages of adapters that are not
-    placement, devices --> [mend] --> whole adapters; no other adapter has a page
+    placement, devices --> [drop_partial_adapters] --> whole adapters; no other adapter has a page
 
 A rank maps an adapter's slots, fills them and says that they are valid; unloading, it takes them
 back before it says so. So the table of adapters, the pages and their content may each be ahead.
@@ -21,7 +21,7 @@ from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
 logger = logging.getLogger(__name__)
 
 
-def mend(
+def drop_partial_adapters(
     shape: MemoryShape,
     placement: Placement,
     adapters: Sequence[AdapterEntry],

@@ -9,7 +9,7 @@ import pytest
 
 from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory.control import Hmm
-from sgl_elastic.memory.mending import surplus, whole
+from sgl_elastic.memory.partial_adapters import surplus, whole
 from sgl_elastic.memory.slots import adapter_slots, expert_slots
 from sgl_elastic.types import Placement
 from tests.fast.elastic.memory_workers import ADAPTERS, SHAPE, all_slots, fill, hmm_of
@@ -41,7 +41,7 @@ def expected(adapters: tuple[object, ...], device: int) -> dict[str, object]:
 
 def test_what_is_whole_stays_as_it_is(hmm: Hmm) -> None:
     before = [of(hmm, device) for device in TWO.device_ids]
-    hmm.mend(TWO)
+    hmm.drop_partial_adapters(TWO)
     assert hmm.adapters() == ADAPTERS
     assert [of(hmm, device) for device in TWO.device_ids] == before
     assert before[0] == (expected(ADAPTERS, 0),) * 2
@@ -51,7 +51,7 @@ def test_what_is_whole_stays_as_it_is(hmm: Hmm) -> None:
 def test_an_unload_that_one_rank_had_begun_is_finished(hmm: Hmm, device: int) -> None:
     """The table still names it: a replacement would be told to map pages that are gone."""
     hmm.client(device).unmap_slots(adapter_slots(SHAPE, B, TWO.experts_of(device)))
-    hmm.mend(TWO)
+    hmm.drop_partial_adapters(TWO)
     assert hmm.adapters() == (A,)
     assert [of(hmm, each) for each in (0, 1)] == [(expected((A,), each),) * 2 for each in (0, 1)]
 
@@ -59,7 +59,7 @@ def test_an_unload_that_one_rank_had_begun_is_finished(hmm: Hmm, device: int) ->
 def test_a_load_of_which_the_table_knows_nothing_is_taken_back(hmm: Hmm) -> None:
     hmm.set_adapters((B,))
     hmm.client(1).mark_loaded(adapter_slots(SHAPE, A, TWO.experts_of(1)), is_loaded=False)
-    hmm.mend(TWO)
+    hmm.drop_partial_adapters(TWO)
     assert hmm.adapters() == (B,)
     assert [of(hmm, each)[0] for each in (0, 1)] == [expected((B,), each) for each in (0, 1)]
 
@@ -67,7 +67,7 @@ def test_a_load_of_which_the_table_knows_nothing_is_taken_back(hmm: Hmm) -> None
 def test_pages_without_content_are_not_served(hmm: Hmm) -> None:
     """All its slots have pages, one device's were not filled yet."""
     hmm.client(0).mark_loaded({W2: adapter_slots(SHAPE, B, (0, 1))[W2]}, is_loaded=False)
-    hmm.mend(TWO)
+    hmm.drop_partial_adapters(TWO)
     assert hmm.adapters() == (A,)
 
 
@@ -75,7 +75,7 @@ def test_a_dead_worker_is_named(hmm: Hmm) -> None:
     hmm._workers[1].process.kill()
     hmm._workers[1].process.wait(10)
     with pytest.raises(MemoryWorkerError, match="device 1"):
-        hmm.mend(TWO)
+        hmm.drop_partial_adapters(TWO)
     assert hmm.adapters() == ADAPTERS
 
 

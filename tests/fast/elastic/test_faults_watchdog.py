@@ -1,4 +1,4 @@
-"""The guard: what it counts, when it recovers, when it gives up."""
+"""The watchdog: what it counts, when it recovers, when it gives up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 import pytest
 
 from sgl_elastic.coordinator.operations import Operation
-from sgl_elastic.coordinator.recovery import Guard, Vigilance
+from sgl_elastic.coordinator.recovery import Watchdog, WatchdogConfig
 from sgl_elastic.types import OperationState, ScaleRequest
 
 DONE = Operation("r1", ScaleRequest(1), OperationState.SUCCEEDED)
 FAILED = Operation("r1", ScaleRequest(1), OperationState.ROLLED_BACK)
-QUICK = Vigilance(hang_s=3.0, period_s=0.001, attempts=3, first_pause_s=0.001)
+QUICK = WatchdogConfig(hang_s=3.0, period_s=0.001, attempts=3, first_pause_s=0.001)
 
 
 class Scene:
@@ -25,11 +25,11 @@ class Scene:
         self.outcomes: list[Operation | None] = []
         self.heard: list[str] = []
         self.asked: list[tuple[float, float]] = []
-        self.guard = Guard(
+        self.watchdog = Watchdog(
             self,
             self,
             self.recover,
-            vigilance=QUICK,
+            config=QUICK,
             on_fault=self.heard.append,
             on_hopeless=lambda: self.heard.append("hopeless"),
             clock=lambda: 7.0,
@@ -58,58 +58,58 @@ def scene() -> Scene:
 
 
 def test_a_quiet_round(scene: Scene) -> None:
-    scene.guard.look()
-    scene.guard.replace()
+    scene.watchdog.look()
+    scene.watchdog.replace()
     assert scene.heard == []
     assert scene.asked == [(7.0, 3.0)]
 
 
 def test_each_loss_is_heard_once(scene: Scene) -> None:
     scene.lost, scene.dead = ["i2", "i3"], (1,)
-    scene.guard.look()
+    scene.watchdog.look()
     scene.lost = []
-    scene.guard.look()
+    scene.watchdog.look()
     scene.dead = (0, 1)
-    scene.guard.look()
+    scene.watchdog.look()
     assert scene.heard == ["instance", "instance", "memory", "memory"]
 
 
 def test_a_device_that_comes_back_and_dies_again_is_heard_again(scene: Scene) -> None:
     for dead in ((1,), (), (1,)):
         scene.dead = dead
-        scene.guard.look()
+        scene.watchdog.look()
     assert scene.heard == ["memory", "memory"]
 
 
 def test_a_recovery_is_tried_again(scene: Scene) -> None:
     scene.is_serving_lost, scene.outcomes = True, [FAILED, FAILED, DONE]
-    scene.guard.replace()
+    scene.watchdog.replace()
     assert scene.heard == ["recovery"]
 
 
 def test_a_scale_that_runs_is_waited_for(scene: Scene) -> None:
     scene.is_serving_lost, scene.outcomes = True, [None, DONE]
-    scene.guard.replace()
+    scene.watchdog.replace()
     assert scene.heard == []
-    scene.guard.replace()
+    scene.watchdog.replace()
     assert scene.heard == ["recovery"]
 
 
 def test_after_some_attempts_it_gives_up_for_good(scene: Scene) -> None:
     scene.is_serving_lost, scene.outcomes = True, [FAILED] * 3
-    scene.guard.replace()
-    scene.guard.replace()
+    scene.watchdog.replace()
+    scene.watchdog.replace()
     assert scene.heard == ["hopeless"]
 
 
 def test_its_threads_notice_and_end(scene: Scene) -> None:
     scene.is_serving_lost, scene.outcomes, scene.dead = True, [DONE], (2,)
-    scene.guard.start()
+    scene.watchdog.start()
     deadline = time.monotonic() + 5
     while set(scene.heard) != {"recovery", "memory"}:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    scene.guard.stop()
+    scene.watchdog.stop()
     time.sleep(0.02)
     count = len(scene.asked)
     time.sleep(0.02)
