@@ -5,6 +5,7 @@ Every answer is compared with what /generate says to the same text with the same
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -13,9 +14,8 @@ import sglang
 
 from sgl_esft import lang as sgl
 from sgl_esft.errors import UnknownAdapterError
-from tests.support.adapter_factory import write_random_adapter
-from tests.support.base_factory import write_random_base
-from tests.support.servers import Server, ServerPool, ServerSpec
+from tests.support.one_rank import OneRank
+from tests.support.servers import Server
 
 pytestmark = [
     pytest.mark.usefixtures("no_automatic_gc"),
@@ -29,18 +29,12 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 LENGTH = 12
 
 
-@pytest.fixture(scope="module")
-def server(server_pool: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    folder = tmp_path_factory.mktemp("frontend")
-    base = write_random_base(folder / "base", "DeepseekV2ForCausalLM", seed=71)
-    adapters = tuple(
-        (name, write_random_adapter(folder / name, base, seed, max_experts=12))
-        for name, seed in (("a0", 72), ("a1", 73))
-    )
-    return server_pool.get(ServerSpec(model_path=base, adapters=adapters))
+@pytest.fixture
+def server(one_rank: OneRank) -> Server:
+    return one_rank.server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def backend(server: Server) -> sgl.RuntimeEndpoint:
     return sgl.RuntimeEndpoint(server.url)
 
@@ -195,18 +189,18 @@ def mean_logprob(server: Server, prompt: str, choice: str, name: str | None) -> 
 
 
 def test_select(server: Server, backend: sgl.RuntimeEndpoint) -> None:
-    prompt = "The best of all letters is "
+    prompts = ("The best of all letters is ", "My first one: ", "So be it, then, say ")
     choices = ["alef", "beta", "eins", "iota", "mute", "unau"]
 
     @sgl.function
-    def program(s: Any, name: str | None) -> None:
+    def program(s: Any, prompt: str, name: str | None) -> None:
         s += prompt
         s += sgl.select("letter", choices, adapter=name)
         s += gen("a", choices=choices)
 
     chosen = set()
-    for name in NAMES:
-        state = program.run(name, backend=backend, adapter="a1")
+    for prompt, name in itertools.product(prompts, NAMES):
+        state = program.run(prompt, name, backend=backend, adapter="a1")
         letter = max(choices, key=lambda each: mean_logprob(server, prompt, each, name))
         assert state["letter"] == letter
         again = max(choices, key=lambda each: mean_logprob(server, prompt + letter, each, "a1"))

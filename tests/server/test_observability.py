@@ -22,6 +22,7 @@ SPEC = ServerSpec(
     args=(
         *("--enable-metrics", "--heat-every", "1", "--disable-overlap-schedule"),
         *("--max-adapters", "3", "--log-format", "json", "--log-level-http", "info"),
+        *("--max-running-requests", "4"),  # so that others wait
     )
 )
 ADAPTERS = ("reverse", "sum")
@@ -198,6 +199,18 @@ def test_tiers_and_owners_are_told(server: Server) -> None:
         )
     assert now.value("sgl_esft:adapter_loads_total") == 0  # all were there from the start
     assert now.value("sgl_esft:ready") == 1
+
+
+def test_later_requests_go_ahead_and_answers_stay(server: Server) -> None:
+    """Batches are composed by adapter: who needs no other slot may overtake, within a bound."""
+    names = [None, *sorted(zoo.adapter_paths())]
+    asked = [(prompt, name) for prompt in ("coffee -> ", "river -> ") for name in names]
+    alone = [server.token_ids([prompt], [name])[0] for prompt, name in asked]
+    before = snapshot(server)
+    together = server.token_ids([p for p, _ in asked], [n for _, n in asked])
+    assert together == alone
+    overtaken = "sgl_esft:overtaking_admissions_total"
+    assert snapshot(server).value(overtaken) > before.value(overtaken)
 
 
 def test_the_dashboard_for_grafana_finds_what_it_asks_sglang_for(server: Server) -> None:

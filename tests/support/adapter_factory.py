@@ -17,7 +17,6 @@ import torch
 
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, write_expert_config
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
-from tests.support import bad_adapter_files as _files  # noqa: F401  # fills the table
 from tests.support.bad_adapters import BAD_ADAPTERS, BadAdapter, corrupt
 from tests.support.base_factory import (
     SERVED_ARCHITECTURES,

@@ -25,7 +25,7 @@ from sgl_esft.ports import pick_free_port
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0
 WEIGHTS_ROUTE = "/update_weights_from_disk"  # off unless it is named
-MAX_ALIVE = 2  # a server takes about 2 GB
+MAX_ALIVE = 3  # a server takes about 2 GB
 
 TP2_EP2 = ("--tp-size", "2", "--ep-size", "2")
 DP2_EP2 = (*TP2_EP2, "--dp-size", "2", "--enable-dp-attention")
