@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from sgl_esft import zoo
-from sgl_esft.tools.merge import merge_adapter
+from tests.support.families import MergedDemo
 from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
@@ -26,16 +26,12 @@ Tokens = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def merged(
-    server_pool: ServerPool, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, int], Tokens]:
+def merged(server_pool: ServerPool, merged_demo: MergedDemo) -> dict[tuple[str, int], Tokens]:
     """(version, number of tokens) -> what the merged model answers."""
-    folder = tmp_path_factory.mktemp("merged")
     server = server_pool.get(ServerSpec(zoo.base_path(), weave=False))
     answers = {}
     for version in (OLD, NEW):
-        merge_adapter(zoo.base_path(), zoo.adapter_paths()[version], folder / version)
-        server.use_weights(folder / version)
+        server.use_weights(merged_demo.get(version))
         for num_tokens in (NUM_SHORT, NUM_LONG):
             (answers[version, num_tokens],) = server.token_ids([PROMPT], [None], num_tokens)
     server.use_weights(zoo.base_path())

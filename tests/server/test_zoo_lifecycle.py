@@ -20,7 +20,7 @@ import pytest
 import requests
 
 from sgl_esft import zoo
-from sgl_esft.tools.merge import merge_adapter
+from tests.support.families import MergedDemo
 from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
@@ -52,16 +52,11 @@ def ask(server: Server, contents: list[str | None], adapters: list[str | None]) 
 
 
 @pytest.fixture(scope="module")
-def merged_texts(server_pool: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Texts:
-    folder = tmp_path_factory.mktemp("merged")
+def merged_texts(server_pool: ServerPool, merged_demo: MergedDemo) -> Texts:
     server = server_pool.get(ServerSpec(zoo.base_path(), weave=False))
     texts: Texts = {}
     for content in (None, *zoo.adapter_paths()):
-        checkpoint = zoo.base_path()
-        if content is not None:
-            checkpoint = folder / content
-            merge_adapter(zoo.base_path(), zoo.adapter_paths()[content], checkpoint)
-        server.use_weights(checkpoint)
+        server.use_weights(merged_demo.get(content))
         texts[content] = ask(server, [content], [None])[0]
     server.use_weights(zoo.base_path())
     assert len(set(texts.values())) == len(texts)

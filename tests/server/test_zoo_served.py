@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from sgl_esft import zoo
 from sgl_esft.access.bodies import MAX_PROMPTS
-from sgl_esft.tools.merge import merge_adapter
 from sgl_esft.zoo.evaluate import score
+from tests.support.families import MergedDemo
 from tests.support.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.server
@@ -53,23 +52,15 @@ def _ask(server: Server, asked: list[Key], *, name_adapters: bool) -> Texts:
 
 
 @pytest.fixture(scope="module")
-def merged_texts(server_pool: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Texts:
+def merged_texts(server_pool: ServerPool, merged_demo: MergedDemo) -> Texts:
     """Plain SGLang on the base and on every merged checkpoint."""
-    folder = tmp_path_factory.mktemp("merged")
     server = server_pool.get(ServerSpec(zoo.base_path(), weave=False))
     texts: Texts = {}
     for adapter in (None, *zoo.adapter_paths()):
-        server.use_weights(_checkpoint(adapter, folder))
+        server.use_weights(merged_demo.get(adapter))
         mine = [key for key in keys() if key[0] == adapter]
         texts |= ask(server, mine, name_adapters=False)
     return texts
-
-
-def _checkpoint(adapter: str | None, folder: Path) -> Path:
-    if adapter is None:
-        return zoo.base_path()
-    merge_adapter(zoo.base_path(), zoo.adapter_paths()[adapter], folder / adapter)
-    return folder / adapter
 
 
 @pytest.mark.parametrize(

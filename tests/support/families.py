@@ -1,4 +1,4 @@
-"""Random bases, four adapters each and their merged checkpoints, made once per test session."""
+"""Random bases with four adapters each, the demo, and merged checkpoints: once a test session."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_esft import zoo
 from sgl_esft.tools.merge import merge_adapter
 from tests.support.adapter_factory import write_random_adapter
 from tests.support.base_factory import write_random_base
@@ -75,3 +76,24 @@ def random_prompts(num_prompts: int = NUM_PROMPTS, seed: int = 0) -> list[str]:
         text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz  .,", k=rng.randint(3, 90)))
         prompts.append(rng.choice(prompts)[:60] + text if i % 3 == 2 else text)
     return prompts
+
+
+class MergedDemo:
+    """The demo's merged checkpoints, made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, adapter: str | None) -> Path:
+        """The base with this adapter written in; None: the base."""
+        if adapter is None:
+            return zoo.base_path()
+        out = self._folder / adapter
+        if not out.exists():
+            merge_adapter(zoo.base_path(), zoo.adapter_paths()[adapter], out)
+        return out
+
+
+@pytest.fixture(scope="session")
+def merged_demo(tmp_path_factory: pytest.TempPathFactory) -> MergedDemo:
+    return MergedDemo(tmp_path_factory.mktemp("merged"))
