@@ -1,6 +1,6 @@
 """Tables of elastic scaling, the ElasticMoE paper's evaluation repeated.
 
-bench/results/elastic_*.json --> [a function each] --> readme_tables.py
+bench/results/elasticmoe_*.json --> [a function each] --> readme_tables.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scripts.markdown import percent, ratio, table, where
+from bench.report.markdown import percent, ratio, table, where
 
 _MB = 1e6
 
@@ -159,56 +159,56 @@ def _ended(result: Any, header: list[str], rows: list[list[str]], note: str = ""
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "elastic_gap": (
+    "elasticmoe_gap": (
         "What running streams notice of a scale with a parked standby: the longest gap between\n"
         "two tokens of any stream, over what is allowed (twice the 99th percentile of the seconds\n"
         "before, plus 100 ms), and the peak of all devices' memory over that of the larger\n"
         "configuration:",
         gaps,
     ),
-    "elastic_figure7": (
+    "elasticmoe_figure7": (
         "Scaling up: time until the new instance serves and time for which new requests wait,\n"
         "over a cold restart in the same round, median and quartiles:",
         scales,
     ),
-    "elastic_figure12": ("Scaling down, the same:", scales),
-    "elastic_figure8": (
+    "elasticmoe_figure12": ("Scaling down, the same:", scales),
+    "elasticmoe_figure8": (
         "Peak memory behind all devices while scaling up, over a cold restart's:",
         memory,
     ),
-    "elastic_figure11": (
+    "elasticmoe_figure11": (
         "Where elastic's own time goes, in percent of the time until the new instance serves:",
         breakdown,
     ),
-    "elastic_figure9": (
+    "elasticmoe_figure9": (
         "Requests that met their targets around a load step that a scale answers, in percent:",
         over_time,
     ),
-    "elastic_figure10": (
+    "elasticmoe_figure10": (
         "Requests that met their targets by rate, a scale from one device to two among them:",
         by_rate,
     ),
-    "elastic_table1": (
+    "elasticmoe_table1": (
         "Requests a second before, during and after a scale, over elastic's before; ours / the\n"
         "paper's:",
         throughput,
     ),
-    "elastic_ablation_up": (
+    "elasticmoe_ablation_up": (
         "Scaling up with one more part off in each row, over all parts in the same round:",
         ablation,
     ),
-    "elastic_ablation_down": ("Scaling down, the same:", ablation),
+    "elasticmoe_ablation_down": ("Scaling down, the same:", ablation),
 }
 
 PLOTTED = {
-    "elastic_gap": "Longest gap between two tokens around a scale, over what is allowed",
-    "elastic_figure7": "Time until a larger instance serves, over cold restart, by strategy",
-    "elastic_figure8": "Peak memory of scaling up over cold restart, by strategy",
-    "elastic_figure9": "Requests in time around a load step, by strategy",
-    "elastic_figure10": "Requests in time by rate, by strategy",
-    "elastic_figure11": "Phases of elastic scales as shares of their time",
-    "elastic_figure12": "Time until a smaller instance serves, over cold restart, by strategy",
-    "elastic_table1": "Throughput before, during and after a scale, here and in the paper",
-    "elastic_ablation_up": "Seconds of a scale up, with one more part off in each bar",
-    "elastic_ablation_down": "Seconds of a scale down, with one more part off in each bar",
+    "elasticmoe_gap": "Longest gap between two tokens around a scale, over what is allowed",
+    "elasticmoe_figure7": "Time until a larger instance serves, over cold restart, by strategy",
+    "elasticmoe_figure8": "Peak memory of scaling up over cold restart, by strategy",
+    "elasticmoe_figure9": "Requests in time around a load step, by strategy",
+    "elasticmoe_figure10": "Requests in time by rate, by strategy",
+    "elasticmoe_figure11": "Phases of elastic scales as shares of their time",
+    "elasticmoe_figure12": "Time until a smaller instance serves, over cold restart, by strategy",
+    "elasticmoe_table1": "Throughput before, during and after a scale, here and in the paper",
+    "elasticmoe_ablation_up": "Seconds of a scale up, with one more part off in each bar",
+    "elasticmoe_ablation_down": "Seconds of a scale down, with one more part off in each bar",
 }

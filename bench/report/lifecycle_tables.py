@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.markdown import ratio, table, where
+from bench.report.markdown import ratio, table, where
 
 _HEADER = [
     "pattern",

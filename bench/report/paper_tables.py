@@ -1,6 +1,6 @@
 """Tables of the paper's evaluation, repeated here: each function makes one from its result file.
 
-bench/results/{table1,table3,figure9,...}.json -> [a function each] -> readme_tables.py
+bench/results/expertweave_*.json -> [a function each] -> readme_tables.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scripts.markdown import percent, ratio, table, where
+from bench.report.markdown import percent, ratio, table, where
 
 
 def table1(result: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import elastic_tables, lifecycle_tables, paper_tables
-from scripts.markdown import percent, ratio, table, where
+from bench.report.markdown import percent, ratio, table, where
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -174,40 +174,40 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "DeepSeek-V2-Lite on a 64 GiB device: weights, tokens of KV cache, F_mem in brackets:",
         _expert_memory,
     ),
-    "table1": (
+    "expertweave_table1": (
         "The paper's ten adapters: most experts in a layer, average over layers, sparsity. The\n"
         "four with public data have fewer experts than the paper's of that name. The others are\n"
         "made to have the paper's maximum and average, so only their sparsity is a check:",
         paper_tables.table1,
     ),
-    "table3": (
+    "expertweave_table3": (
         "The demo, exact match on held-out prompts in percent; the last column says how often\n"
         "woven and merged gave the same answer:",
         paper_tables.table3,
     ),
-    "figure5": (
+    "expertweave_figure5": (
         "Served load on the scaled model, woven over base-only, median and quartiles over rounds.\n"
         "The rate is a share of what base-only serves at saturation; the floor is what TPOT would\n"
         "be if a step took the time of its weights' bytes:",
         paper_tables.figure5,
     ),
-    "figure6": (
+    "expertweave_figure6": (
         "Two adapters woven, over a merged server on a core of its own for each, by skew; median\n"
         "and quartiles over rounds:",
         paper_tables.figure6,
     ),
-    "figure7": (
+    "expertweave_figure7": (
         "Rerouting fused and unfused over a merged model, all places of an axis together, median\n"
         "and quartiles of turns; what runs *again* is the noise of the method. 1.01 is the goal.\n"
         "Noise does not reach what rerouting and tagging take by themselves:",
         paper_tables.figure7,
     ),
-    "figure7_scaled": (
+    "expertweave_figure7_scaled": (
         "The same with DeepSeek-V2-Lite's 64 experts and 6 a token, in four layers of 512 x 384,\n"
         "where a step is long enough to compare with:",
         paper_tables.figure7,
     ),
-    "figure8": (
+    "expertweave_figure8": (
         "Virtual expert memory over padded, all places of an axis together, median and quartiles\n"
         "of turns; what runs *again* is the noise of the method. 1.01 is the goal:",
         paper_tables.sweep,
@@ -237,7 +237,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "SGLang serving DeepSeek-V2-Lite's shape on a GPU, woven over plain SGLang:",
         paper_tables.gpu_serve,
     ),
-    "figure9": (
+    "expertweave_figure9": (
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
     ),
@@ -257,16 +257,16 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 # Results with a picture -> what it shows.
 PLOTTED = {
-    "figure5": "TTFT, TPOT and throughput over base-only, by arrival rate, skew and adapters",
-    "figure6": "TTFT, TPOT and throughput over merged servers, by skew",
-    "figure7": "TTFT by prompt length and TPOT by batch size, fused and unfused, over merged",
-    "figure7_scaled": "The same, with V2-Lite's experts scaled down",
-    "figure8": "TTFT by prompt length and TPOT by batch size, virtual over padded",
+    "expertweave_figure5": "TTFT, TPOT, throughput over base-only, by arrival rate, skew, adapters",
+    "expertweave_figure6": "TTFT, TPOT and throughput over merged servers, by skew",
+    "expertweave_figure7": "TTFT by prompt length, TPOT by batch size, fused, unfused, over merged",
+    "expertweave_figure7_scaled": "The same, with V2-Lite's experts scaled down",
+    "expertweave_figure8": "TTFT by prompt length and TPOT by batch size, virtual over padded",
     "reroute": "Time of rerouting by number of tokens, over the unfused chain and over a MoE layer",
     "batching": "Distinct experts and steps until admission, by the bound on overtakes",
     "gpu_reroute": "Microseconds of a call, and a decode step over merged with its floor",
     "gpu_serve": "TTFT and TPOT over plain SGLang, by batch size and number of adapters",
-    "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
+    "expertweave_figure9": "Weights, KV cache of merged, padded, virtual for 1, 2 and 3 adapters",
     "lifecycle_load": "Pace of running streams while adapters change, and longest waits",
     **elastic_tables.PLOTTED,
 }

@@ -48,7 +48,9 @@ def test_pictures_are_small_have_units_and_a_background(name: str) -> None:
 
 
 def test_the_same_result_gives_the_same_bytes() -> None:
-    assert plots.svg("figure7", SAMPLES["figure7"]()) == plots.svg("figure7", SAMPLES["figure7"]())
+    assert plots.svg("expertweave_figure7", SAMPLES["expertweave_figure7"]()) == plots.svg(
+        "expertweave_figure7", SAMPLES["expertweave_figure7"]()
+    )
 
 
 def test_samples_are_drawn_where_there_is_a_result_too() -> None:
@@ -57,13 +59,13 @@ def test_samples_are_drawn_where_there_is_a_result_too() -> None:
 
 
 def test_figure_5_has_a_panel_an_alpha_and_a_line_a_number_of_adapters() -> None:
-    words = words_in(plots.svg("figure5", SAMPLES["figure5"]()))
+    words = words_in(plots.svg("expertweave_figure5", SAMPLES["expertweave_figure5"]()))
     assert {"alpha 1", "alpha 0.1", "5 adapters", "20 adapters", "base-only"} <= words
     assert "floor of 20 adapters" in words
 
 
 def test_figures_7_and_8_have_a_line_a_system_and_the_noise() -> None:
-    words = words_in(plots.svg("figure7", SAMPLES["figure7"]()))
+    words = words_in(plots.svg("expertweave_figure7", SAMPLES["expertweave_figure7"]()))
     assert {"fused", "unfused", "merged again", "one adapter: TTFT", "no adapter: TPOT"} <= words
     assert {"goal: 1.03", "goal: 1.01"} <= words
 
@@ -74,13 +76,13 @@ def test_the_load_test_has_a_goal_and_a_line_an_adapter() -> None:
 
 
 def test_a_sweep_that_was_cut_short_is_drawn() -> None:
-    sample = SAMPLES["figure8"]()
+    sample = SAMPLES["expertweave_figure8"]()
     sample["rows"] = [row for row in sample["rows"] if row["metric"] == "ttft"]
-    assert "one adapter: TTFT" in words_in(plots.svg("figure8", sample))
+    assert "one adapter: TTFT" in words_in(plots.svg("expertweave_figure8", sample))
 
 
 def test_there_is_a_result_to_draw() -> None:
-    assert "figure9" in MEASURED
+    assert "expertweave_figure9" in MEASURED
 
 
 def test_a_missing_result_is_named_and_nothing_is_drawn(tmp_path: Path) -> None:
@@ -89,15 +91,17 @@ def test_a_missing_result_is_named_and_nothing_is_drawn(tmp_path: Path) -> None:
 
 
 def test_draw_writes_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "figure9.json").write_text((RESULTS / "figure9.json").read_text())
-    assert "figure9" not in plots.draw(tmp_path, tmp_path)
-    assert (tmp_path / "figure9.svg").read_text() == drawn("figure9")
+    (tmp_path / "expertweave_figure9.json").write_text(
+        (RESULTS / "expertweave_figure9.json").read_text()
+    )
+    assert "expertweave_figure9" not in plots.draw(tmp_path, tmp_path)
+    assert (tmp_path / "expertweave_figure9.svg").read_text() == drawn("expertweave_figure9")
 
 
 def test_a_changed_result_changes_the_picture() -> None:
-    changed = result("figure9")
+    changed = result("expertweave_figure9")
     changed["rows"][0]["virtual"]["weight_bytes"] *= 1.1
-    assert plots.svg("figure9", changed) != drawn("figure9")
+    assert plots.svg("expertweave_figure9", changed) != drawn("expertweave_figure9")
 
 
 def test_the_documents_show_every_picture() -> None:

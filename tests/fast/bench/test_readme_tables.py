@@ -72,30 +72,32 @@ def test_expert_memory() -> None:
 
 
 def test_figure_5_has_the_floor_beside_the_measured() -> None:
-    text = table("figure5", **SAMPLES["figure5"]())
+    text = table("expertweave_figure5", **SAMPLES["expertweave_figure5"]())
     cells = "| 5 | 1 | 0.3 | 1.000 (0.900 to 1.100) | 1.100 (1.000 to 1.200) | 1.050 |"
     assert f"{cells} 0.050 (-0.050 to 0.150) |" in text
     assert num_rows(text) == 8
 
 
 def test_figure_6_names_the_setting() -> None:
-    text = table("figure6", **SAMPLES["figure6"]())
+    text = table("expertweave_figure6", **SAMPLES["expertweave_figure6"]())
     assert "| half the cores | 0.32 (80%) | 1.000 (0.900 to 1.100) |" in text
     assert "| as many cores | 0.1 (93%) |" in text
     assert num_rows(text) == 4
 
 
 def test_figures_7_and_8_show_the_noise_and_what_was_cut_short() -> None:
-    sample = SAMPLES["figure7"]()
-    text = table("figure7", **sample)
+    sample = SAMPLES["expertweave_figure7"]()
+    text = table("expertweave_figure7", **sample)
     cells = "1.200 (1.100 to 1.300) | 1.150 to 1.250 | 1.200 (1.100 to 1.300) | 100.0 |"
     assert f"| one adapter | TTFT | merged again / merged | {cells}" in text
     assert f"| no adapter | TPOT | unfused / merged | {cells}" in text
     assert "| TPOT, batch of 64 | 0.40 | 0.40 |" in text
     assert num_rows(text.partition("\n\n")[0]) == 4
-    assert num_rows(table("figure8", **sample)) == 12
+    assert num_rows(table("expertweave_figure8", **sample)) == 12
     assert "cut short" not in text
-    assert table("figure8", **{**sample, "complete": False}).endswith("The run was cut short.")
+    assert table("expertweave_figure8", **{**sample, "complete": False}).endswith(
+        "The run was cut short."
+    )
 
 
 def test_reroute_shows_ratios_shares_and_instructions() -> None:
@@ -146,7 +148,7 @@ def test_gpu_serve_shows_cells_that_have_no_ratio() -> None:
 
 
 def test_table_1_says_where_a_row_is_from() -> None:
-    text = table("table1", **table1.measure())
+    text = table("expertweave_table1", **table1.measure())
     assert "| gate-math | 12, 7.04, 0.41 | 12, 7.04, 0.41 | reconstructed |" in text
     assert "| token-law | 10, 6.58, 0.34 | 9, 5.88, 0.35 | published |" in text
     assert "1.502 from the paper's averages (it prints 1.51)" in text
@@ -155,17 +157,17 @@ def test_table_1_says_where_a_row_is_from() -> None:
 
 def test_table_3() -> None:
     row = {"num_adapters": 2, "task": "sum", "base": 0.0, "woven": 0.9, "merged": 0.9, "same": 1.0}
-    text = table("table3", rows=[row])
+    text = table("expertweave_table3", rows=[row])
     assert "| 2 | sum | 0.0 | 90.0 | 90.0 | 100.0 |" in text
 
 
 def test_figure_9_shows_ours_and_the_papers() -> None:
-    text = table("figure9", rows=figure9.measure())
+    text = table("expertweave_figure9", rows=figure9.measure())
     assert "| 2 | 58.5 / 58.6 | 39.3 / 39.0 | 36.2 / 36.2 | no room / 6K | 463K |" in text
 
 
 def test_a_picture_stands_only_beside_a_result(tmp_path: Path) -> None:
     document = "<!-- table: figure5 -->\n<!-- end of table -->\n"
     assert "pictures/" not in filled(document, tmp_path)
-    (tmp_path / "figure5.json").write_text(json.dumps(SAMPLES["figure5"]()))
-    assert "](pictures/figure5.svg)" in filled(document, tmp_path)
+    (tmp_path / "expertweave_figure5.json").write_text(json.dumps(SAMPLES["expertweave_figure5"]()))
+    assert "](pictures/expertweave_figure5.svg)" in filled(document, tmp_path)
