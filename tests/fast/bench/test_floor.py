@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from bench.expertweave.expert_memory import DATA, MODEL_CONFIG
+from bench.expertweave.expert_memory import MODEL_CONFIG
 from bench.expertweave.floor import (
     V2_LITE,
     FloorError,
@@ -17,10 +17,7 @@ from bench.expertweave.floor import (
     expected_touched,
     expected_touched_at_random,
     floor_over_base,
-    selection_from_scores,
-    uniform_selection,
 )
-from sgl_esft.tools.select import read_scores
 
 M, K = 64, 6
 TUNED = [set(range(6)), {3, 9, 40}, set(), {63}]
@@ -66,25 +63,6 @@ def test_monte_carlo_agrees_with_random_owners() -> None:
     assert found == pytest.approx(np.mean(drawn), rel=0.01)
 
 
-def test_one_token_touches_top_k() -> None:
-    assert expected_touched(TUNED, [0, 1, 0, 0, 0], num_experts=M, top_k=K) == pytest.approx(K)
-    shares = [0.2] * 5
-    found = expected_touched_at_random(TUNED, shares, 1, num_experts=M, top_k=K)
-    assert found == pytest.approx(K)
-
-
-def test_no_token_touches_nothing() -> None:
-    assert expected_touched(TUNED, [0] * 5, num_experts=M, top_k=K) == 0
-    assert expected_touched_at_random(TUNED, [0.2] * 5, 0, num_experts=M, top_k=K) == 0
-
-
-def test_many_tokens_touch_everything_there_is() -> None:
-    bound = M + sum(map(len, TUNED))
-    assert expected_touched(TUNED, [1000] * 5, num_experts=M, top_k=K) == pytest.approx(bound)
-    found = expected_touched_at_random(TUNED, [0.2] * 5, 10_000, num_experts=M, top_k=K)
-    assert found == pytest.approx(bound)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 256])
 def test_a_single_adapter_alone_adds_nothing(num_tokens: int) -> None:
     plain = expected_touched([], [num_tokens], num_experts=M, top_k=K)
@@ -94,26 +72,6 @@ def test_a_single_adapter_alone_adds_nothing(num_tokens: int) -> None:
         TUNED[:1], [0.0, 1.0], num_tokens, num_experts=M, top_k=K
     )
     assert at_random == pytest.approx(plain)
-
-
-def test_more_owners_never_touch_fewer() -> None:
-    experts = [set(range(i, i + 5)) for i in range(0, 40, 2)]
-    found = []
-    for count in (1, 2, 4, 10, 20):
-        shares = [0.0, *[1 / count] * count]
-        found.append(
-            expected_touched_at_random(experts[:count], shares, 64, num_experts=M, top_k=K)
-        )
-    assert found == sorted(found)
-    assert found[-1] > 1.3 * found[0]
-
-
-def test_scores_become_probabilities_of_the_published_domains() -> None:
-    scores = read_scores(DATA / "esft" / "law-scores.json", "token")
-    rows = [selection_from_scores(layer, M, K) for layer in scores.values()]
-    assert [row.sum() for row in rows] == pytest.approx([K] * 26)
-    assert max(row.max() for row in rows) > 6 * K / M
-    assert selection_from_scores({0: 0.9, 1: 0.1}, M, K)[0] == 1.0
 
 
 def test_v2_lite_is_counted_from_its_config() -> None:
@@ -160,13 +118,3 @@ def test_impossible_workloads_are_refused(change: dict[str, object], message: st
     }
     with pytest.raises(FloorError, match=message):
         expected_touched(**{**arguments, **change})  # type: ignore[arg-type]
-
-
-def test_impossible_shares_layers_and_scores_are_refused() -> None:
-    with pytest.raises(FloorError, match=r"sum to 0\.9"):
-        expected_touched_at_random([{1}], [0.5, 0.4], 8, num_experts=M, top_k=K)
-    with pytest.raises(FloorError, match="2 layers"):
-        decode_floor_bytes([1.0, 2.0])
-    with pytest.raises(FloorError, match="scores"):
-        selection_from_scores({0: -1.0}, M, K)
-    assert uniform_selection(2, M, K).shape == (2, M)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.common.layers import ExpertShape, Subject, make_layer, random_experts
+from bench.common.layers import ExpertShape, Subject, random_experts
 from bench.expertweave import adapter_load, expert_memory
 from bench.kernels import moe_layer, vmm
 
@@ -29,13 +29,6 @@ def test_a_call_on_a_run_counts_for_each_of_its_pages() -> None:
     timer.seconds = {vmm.MEMCPY: [2.0, 4.0, 6.0], "map": [1.0]}
     unit, figures = vmm._figures([timer])
     assert (unit, figures["map"]) == ("over_memcpy", [0.25])
-
-
-def test_without_reach_of_the_memory_figures_are_microseconds() -> None:
-    timer = vmm.Timer({"map": [2e-6]})
-    unit, figures = vmm._figures([timer])
-    assert unit == "microseconds"
-    assert round(figures["map"][0], 6) == 2.0
 
 
 def test_adapter_load_compares_every_kind_of_memory() -> None:
@@ -92,19 +85,6 @@ def test_moe_layer_refuses_to_time_unequal_outputs() -> None:
         moe_layer.compare(
             layers, lambda layer: moe_layer.cpu_forward(layer, batch), 2, wait=lambda: None
         )
-
-
-def test_tokens_go_to_different_mapped_slots() -> None:
-    batch = moe_layer.make_batch(7, [0, 2, 5, 9, 11, 12, 13], 8, "cpu")
-    assert batch.slot_ids.shape == (7, moe_layer.TOP_K)
-    assert set(batch.slot_ids.flatten().tolist()) <= {0, 2, 5, 9, 11, 12, 13}
-    assert all(len(set(row)) == moe_layer.TOP_K for row in batch.slot_ids.tolist())
-
-
-def test_v2_lite_experts_are_no_whole_number_of_pages() -> None:
-    assert [size / (2 << 20) for size in ExpertShape().slot_bytes] == [5.5, 2.75]
-    layer = make_layer(Subject(), moe_layer.SMALL.layout, TINY, None)
-    assert layer.w13.shape == (16, 96, 64)
 
 
 def test_expert_memory_is_figure_9_and_the_published_configs() -> None:
