@@ -14,13 +14,14 @@ import ast
 import xml.etree.ElementTree as ET
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache, partial
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.path import Path as Curve
 
 from bench.report.plot_style import BLUE, GREEN, ORANGE, VERMILION, to_svg
@@ -50,7 +51,7 @@ BOX, GAP, BEND = 1.65, 0.25, 0.2  # width of a box, space beside it, half the wi
 HEIGHT, LEVEL = 0.5, 1.0  # of a box, of a level
 ROUNDS = 30
 NOTE = """\
-An arrow: imports. Dashed: late imports alone. Red: closes a circle.
+An arrow: imports. Dashed: late imports alone.
 Not drawn: what others of these arrows imply,
 and the modules at a package's root that every room may import."""
 
@@ -132,40 +133,21 @@ def listed_in(svg: str) -> str:
     return "" if found is None else "\n".join(str(found.text).split(", "))
 
 
-def in_order(arrows: Arrows) -> tuple[Arrows, list[tuple[str, str]]]:
-    """(the arrows without those that close a circle, those)."""
+def levels(arrows: Arrows) -> dict[str, int]:
+    """Room -> its level: above all that it imports; near its importers if those are more.
+
+    Raises graphlib.CycleError, which names them, for rooms that import each other in a circle.
+    """
     below: dict[str, list[str]] = {}
     for a, b in sorted(arrows):
         below.setdefault(a, []).append(b)
-        below.setdefault(b, [])
-    closing, path, done = set(), [], set()
-
-    def visit(room: str) -> None:
-        path.append(room)
-        for each in below[room]:
-            if each in path:
-                closing.add((room, each))
-            elif each not in done:
-                visit(each)
-        done.add(path.pop())
-
-    for room in sorted(below):
-        if room not in done:
-            visit(room)
-    return {ends: kind for ends, kind in arrows.items() if ends not in closing}, sorted(closing)
-
-
-def levels(arrows: Arrows) -> dict[str, int]:
-    """Room -> its level: above all that it imports; near its importers if those are more."""
-
-    @cache
-    def height(room: str) -> int:
-        return max((1 + height(b) for a, b in arrows if a == room), default=0)
-
-    found = {room: height(room) for ends in sorted(arrows) for room in ends}
-    for room in sorted(found, key=lambda each: (-found[each], each)):
+    order = list(TopologicalSorter(below).static_order())
+    found: dict[str, int] = {}
+    for room in order:
+        found[room] = max((1 + found[each] for each in below.get(room, ())), default=0)
+    for room in reversed(order):
         above = [a for a, b in arrows if b == room]
-        if len(above) > sum(a == room for a, _ in arrows):
+        if len(above) > len(below.get(room, ())):
             found[room] = min(found[each] for each in above) - 1
     return found
 
@@ -242,9 +224,8 @@ def apart(a: str, b: str) -> float:
 
 
 def draw(arrows: Arrows) -> Figure:
-    """Boxes in levels, arrows downwards; dashed: late imports alone, red: what closes a circle."""
-    ordered, closing = in_order(arrows)
-    layout = Layout(ordered)
+    """Boxes in levels, arrows downwards; dashed are late imports alone."""
+    layout = Layout(arrows)
     left, right = min(layout.x.values()) - BOX, max(layout.x.values()) + BOX
     top = LEVEL * len(layout.lines)
     figure = Figure(figsize=((right - left) * 0.6, top * 0.62))
@@ -252,18 +233,15 @@ def draw(arrows: Arrows) -> Figure:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(left, right), ylim=(-1.2 * LEVEL, top))
     axes.axis("off")
-    for (a, b), way in layout.ways.items():
-        dashed = (0, (3, 2)) if ordered[a, b] == LATE else "-"
-        axes.add_patch(_arrow(layout, way, package_of(a).colour, dashed))
-    for a, b in closing:
-        axes.add_patch(_arrow(layout, [a, b], "red", "-"))
+    for ends, way in layout.ways.items():
+        axes.add_patch(_arrow(layout, way, "--" if arrows[ends] == LATE else "-"))
     for room in layout.level:
         _box(axes, layout.x[room], layout.y(room), room)
     axes.text(left + GAP, -1.15 * LEVEL, NOTE, fontsize=8, va="bottom")
     return figure
 
 
-def _arrow(layout: Layout, way: list[str], colour: str, style: object) -> FancyArrowPatch:
+def _arrow(layout: Layout, way: list[str], style: str) -> FancyArrowPatch:
     """Through all bends, upright at both ends."""
     points = [(layout.x[each], layout.y(each)) for each in way]
     points[0] = (points[0][0], points[0][1] - HEIGHT / 2)
@@ -281,7 +259,7 @@ def _arrow(layout: Layout, way: list[str], colour: str, style: object) -> FancyA
         path=Curve(corners, codes),
         arrowstyle="-|>",
         mutation_scale=8,
-        color=colour,
+        color=package_of(way[0]).colour,
         linestyle=style,
         linewidth=1.1,
         zorder=1,
@@ -289,26 +267,14 @@ def _arrow(layout: Layout, way: list[str], colour: str, style: object) -> FancyA
 
 
 def _box(axes: Axes, x: float, y: float, room: str) -> None:
-    package = package_of(room)
-    axes.add_patch(
-        FancyBboxPatch(
-            (x - BOX / 2 + 0.05, y - HEIGHT / 2),
-            BOX - 0.1,
-            HEIGHT,
-            boxstyle="round,pad=0,rounding_size=0.08",
-            facecolor="white",
-            edgecolor=package.colour,
-            linewidth=1.4,
-            zorder=2,
-        )
-    )
-    name = room.replace(room.partition(".")[0], package.folder, 1)
-    outer, _, inner = name.partition(".")
-    axes.text(x, y + 0.1 * bool(inner), inner or outer, ha="center", va="center", zorder=3)
-    if inner:
-        axes.text(
-            x, y - 0.13, outer, ha="center", va="center", fontsize=7, color="#555555", zorder=3
-        )
+    name, _, inner = room.partition(".")
+    folder, colour = PACKAGES[name].folder, PACKAGES[name].colour
+    size = (BOX - 0.1, HEIGHT)
+    corner = (x - size[0] / 2, y - HEIGHT / 2)
+    axes.add_patch(Rectangle(corner, *size, facecolor="white", edgecolor=colour, zorder=2))
+    words = {"ha": "center", "va": "center", "zorder": 3}
+    axes.text(x, y + 0.1 * bool(inner), inner or folder, **words)
+    axes.text(x, y - 0.13, folder if inner else "", fontsize=7, **words)
 
 
 def main() -> None:

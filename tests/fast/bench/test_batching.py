@@ -50,16 +50,6 @@ def test_expected_experts_are_the_floors(experts: str) -> None:
     assert routing.expected_touched(MIXED) == pytest.approx(np.mean(layers))
 
 
-def test_the_engine_never_runs_more_than_it_may_nor_idles() -> None:
-    engine = Engine(make_trace(SMALL), SMALL.max_running, 4)
-    for now in range(150):
-        engine.step(now)
-        num_running = int(engine.num_running.sum())
-        assert num_running <= SMALL.max_running
-        assert num_running == SMALL.max_running or not engine.queue
-    assert engine.queue
-
-
 def test_no_overtakes_is_first_come_first_served() -> None:
     engine = Engine(make_trace(SMALL), SMALL.max_running, 0)
     for now in range(600):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from bench.elasticmoe.load import Ask, Stream
 from bench.gpu import elastic
-from bench.gpu.elastic import Driven, Model, Swap
+from bench.gpu.elastic import Driven, Swap
 
 ASKS = [Ask(f"prompt {number}", None, 4) for number in range(3)]
 
@@ -63,24 +61,3 @@ def test_a_broken_stream_is_no_result() -> None:
     none = Driven(([], []), ([], []), [])
     with pytest.raises(ValueError, match="no swap in the time"):
         none.figures(20.0, 1)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
-    for name, size in (("base", 100), ("math", 7)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(bytes(size))
-        (tmp_path / name / "config.json").write_text("{}")
-    return elastic.own_model(tmp_path / "base", {"math": tmp_path / "math"}, tmp_path / "own")
-
-
-def test_weights_are_not_there_while_hidden(model: Model, tmp_path: Path) -> None:
-    assert elastic.within_reach(model, []) == 107
-    with model.hidden():
-        assert model.weights() == []
-        assert elastic.within_reach(model, []) == 0
-        assert (model.base / "config.json").exists()
-    assert [path.stat().st_size for path in model.weights()] == [100, 7]
-    assert (tmp_path / "base" / "model.safetensors").stat().st_size == 100
-    again = elastic.own_model(tmp_path / "base", {}, tmp_path / "own")
-    assert len(again.weights()) == 1

@@ -19,7 +19,7 @@ from bench.common.recorded_client import (
 )
 from bench.soak import lifecycle_checks as checks
 from bench.soak.lifecycle_load import verdict
-from bench.soak.lifecycle_operator import CYCLE, Done, History, Operation, Planner
+from bench.soak.lifecycle_operator import Done, History, Operation
 from bench.soak.lifecycle_versions import Versions, clear_texts
 
 LIVE = {name: Versions(name, name, f"{name}.v2") for name in ("a", "b", "c")}
@@ -130,23 +130,6 @@ def test_growth_sees_a_leak_and_not_the_warm_up() -> None:
     assert checks.growth([*warm, *[400.0] * 70]).share == 0.0
     leak = checks.growth([*warm, *[400.0 + i for i in range(70)]])
     assert leak.share == pytest.approx(56 / 406, abs=0.01)
-
-
-def test_a_cycle_has_every_kind_and_leaves_nothing_behind() -> None:
-    planner = Planner(LIVE, ["x", "y"], seed=3)
-    for _ in range(20):
-        seen = []
-        for _ in CYCLE:
-            operation = planner.next()
-            assert operation.kind in ("load", "unload") or operation.name in LIVE
-            if operation.kind in ("replace", "load_live"):
-                assert operation.folder != planner.meaning[operation.name]
-            seen.append(operation.kind)
-            planner.took(operation)
-        assert tuple(seen) == CYCLE
-        assert planner.pinned is None
-        assert planner.absent is None
-        assert not planner._loaded
 
 
 ASKED = SimpleNamespace(lora_name="a", prompt="p")

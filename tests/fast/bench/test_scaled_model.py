@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 
 from bench.common import scaled_model
-from bench.common.load import Target
 from bench.common.scaled_model import ScaledModel, ScaledShape
 from bench.expertweave import figure5, figure6
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, read_expert_config
@@ -80,10 +79,3 @@ def test_figure6_gives_each_merged_server_a_core_and_woven_its_share(
     }
     assert str(model.merged(1)) in found["a01"].arguments
     assert ("--enable-dp-attention" in found["woven"].arguments) == (setting == "equal")
-
-
-def test_figure6_sends_each_adapter_to_its_merged_server(model: ScaledModel) -> None:
-    urls = {"a00": "first", "a01": "second", "woven": "both"}
-    stand = figure6.stand_of(figure6.QUICK, model, urls)
-    assert stand.merged == {"a00": Target("first"), "a01": Target("second")}
-    assert stand.woven == {"a00": Target("both", "a00"), "a01": Target("both", "a01")}

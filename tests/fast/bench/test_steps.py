@@ -21,7 +21,7 @@ from bench.common.sweep import (
     pooled,
     row,
 )
-from bench.expertweave import figure7, figure8
+from bench.expertweave import figure7
 from bench.expertweave.steps import (
     Point,
     StepError,
@@ -91,22 +91,6 @@ def test_partial_results_say_so_and_have_what_is_there(tmp_path: Path) -> None:
         *("woven", "plain"),
     ]
     assert only["wall"]["median"] == 1.5
-
-
-def test_figures_compare_the_same_requests_on_servers_that_there_are() -> None:
-    with open_model("demo") as model:
-        adapter, base = figure7.traffics(model)
-        memory = figure8.traffic(model)
-        assert model.spec.num_experts == 16
-        assert (model.merged / "config.json").read_bytes() == (
-            model.base / "config.json"
-        ).read_bytes()
-    assert adapter.compared == ["merged again", "fused", "unfused"]
-    assert base.compared == ["off again", "fused", "unfused"]
-    assert memory.compared == ["padded again", "virtual"]
-    assert {lane[1] for lane in base.lanes.values()} == {None}
-    assert adapter.lanes["fused"] == ("fused", model.adapter)
-    assert not model.base.exists()
 
 
 def test_estimate_is_a_share_of_the_step_and_only_of_woven_systems() -> None:
