@@ -1,6 +1,6 @@
 """docs/pictures/architecture.svg from the real imports: `python -m scripts.import_picture`.
 
-    sources -> [room_imports] -> arrows between rooms -> [layers] -> [draw] -> SVG, whose
+    sources -> [room_imports] -> arrows between rooms -> [levels] -> [draw] -> SVG, whose
     description lists every arrow (a test compares it with the code)
 
 A room is a folder of a package, the whole of `launch` or `kernels`, or a module at a package's

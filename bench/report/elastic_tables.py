@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.report.markdown import percent, ratio, table, where
+from bench.report.markdown import percent, ratio, result_table
 
 _MB = 1e6
 
@@ -27,7 +27,7 @@ def scales(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["devices", "strategy", "until it serves", "seconds", "requests held", "seconds"]
-    return _ended(result, header, rows)
+    return result_table(result, header, rows)
 
 
 def memory(result: Any) -> str:
@@ -41,7 +41,7 @@ def memory(result: Any) -> str:
         ]
         for row in result["rows"]
     ]
-    return _ended(result, ["devices", "strategy", "peak memory", "bytes"], rows)
+    return result_table(result, ["devices", "strategy", "peak memory", "bytes"], rows)
 
 
 def breakdown(result: Any) -> str:
@@ -55,7 +55,7 @@ def breakdown(result: Any) -> str:
         ]
         for row in result["rows"]
     ]
-    return _ended(result, ["devices", "seconds", *(f"{name}, %" for name in names)], rows)
+    return result_table(result, ["devices", "seconds", *(f"{name}, %" for name in names)], rows)
 
 
 def over_time(result: Any) -> str:
@@ -68,7 +68,7 @@ def over_time(result: Any) -> str:
         cells = [percent(_share([r for r in chosen if span(r["at_s"])])) for span in spans]
         rows.append([step, _words(strategy), *cells])
     header = ["scale", "strategy", "before, %", f"first {_SOON_S:g} s, %", "later, %"]
-    return _ended(result, header, rows)
+    return result_table(result, header, rows)
 
 
 _SOON_S = 30.0
@@ -86,7 +86,7 @@ def by_rate(result: Any) -> str:
     strategies = list(dict.fromkeys(row["strategy"] for row in result["rows"]))
     found = {(row["strategy"], row["rate"]): row["share"] for row in result["rows"]}
     rows = [[_words(s), *(percent(found.get((s, rate))) for rate in rates)] for s in strategies]
-    return _ended(result, ["strategy", *(f"rate {rate:g}, %" for rate in rates)], rows)
+    return result_table(result, ["strategy", *(f"rate {rate:g}, %" for rate in rates)], rows)
 
 
 def throughput(result: Any) -> str:
@@ -100,7 +100,7 @@ def throughput(result: Any) -> str:
             for window, paper in zip(("before", "during", "after"), theirs, strict=True)
         ]
         rows.append([_words(row["strategy"]), *cells])
-    return _ended(result, ["strategy", "before", "during", "after"], rows)
+    return result_table(result, ["strategy", "before", "during", "after"], rows)
 
 
 def ablation(result: Any) -> str:
@@ -116,7 +116,7 @@ def ablation(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["parts", "until it serves", "seconds", "requests held, seconds", "peak memory"]
-    return _ended(result, header, rows)
+    return result_table(result, header, rows)
 
 
 def gaps(result: Any) -> str:
@@ -138,7 +138,7 @@ def gaps(result: Any) -> str:
     header = ["devices", "scales", "longest gap, ms", "steady p99, ms", "over allowed"]
     header += ["later, ms", "requests held, ms", "peak memory", "copied"]
     note = f"{result['requests']:,} requests went on meanwhile, {result['failed']} failed. "
-    return _ended(result, header, rows, note)
+    return result_table(result, header, rows, note)
 
 
 def _milliseconds(spread: Mapping[str, float]) -> str:
@@ -151,11 +151,6 @@ def _words(strategy: str) -> str:
 
 def _seconds(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f}"
-
-
-def _ended(result: Any, header: list[str], rows: list[list[str]], note: str = "") -> str:
-    text = f"{table(header, rows)}\n\n{note}{where(result)}"
-    return text if result["is_complete"] else f"{text} The run was cut short."
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {

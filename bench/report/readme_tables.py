@@ -1,8 +1,7 @@
 """The documents' result tables, from bench/results: `python -m bench.report.readme_tables`.
 
     bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
-    the papers' evaluations: paper_tables.py, elastic_tables.py; the load test:
-    lifecycle_tables.py; pictures: bench/report/plots.py
+    the papers' evaluations: paper_tables.py, elastic_tables.py; pictures: plots.py
 
 A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
@@ -15,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.report import elastic_tables, lifecycle_tables, paper_tables
-from bench.report.markdown import percent, ratio, table, where
+from bench.report import elastic_tables, paper_tables
+from bench.report.markdown import percent, ratio, result_table, table, where
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -62,7 +61,7 @@ def _overhead(result: Any) -> str:
         wall, cpu = row["woven_over_plain"], row["woven_over_plain_cpu"]
         rows.append([str(row["num_requests"]), *map(ratio, (wall, cpu)), str(row["pairs"])])
     header = ["requests in the batch", "by the wall clock", "by processor time", "pairs of runs"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def _vmm(result: Any) -> str:
@@ -80,7 +79,7 @@ def _vmm(result: Any) -> str:
         cells += [cell("pooled", pooled, "page"), cell("pooled", pooled, "page of a run")]
         rows.append([raw.replace("_", " "), *cells])
     header = ["", "one page", "a page of a run", "pooled, one page", "pooled, a page of a run"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 # Operation of the backend -> what a virtual tensor on a pool has for it.
@@ -106,7 +105,7 @@ def _adapter_load(result: Any) -> str:
         if name in load
     ]
     header = ["memory", "load, by the wall clock", "load, by processor time", "unload"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 _PLACES = {
@@ -126,7 +125,7 @@ def _moe_layer(result: Any) -> str:
         rows.append([str(row["num_tokens"]), *map(ratio, cells)])
     header = ["tokens", "virtual", "virtual, by processor time", "virtual, 4 KiB pages"]
     header += ["plain, huge pages"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def _expert_memory(result: Any) -> str:
@@ -136,7 +135,7 @@ def _expert_memory(result: Any) -> str:
         who = f"{row['num_adapters']}{' published' if row['adapters'] == 'published' else ''}"
         rows.append([who, str(row["max_experts"]), *map(_footprint, ways)])
     header = ["adapters", "E_max", "merged", "padded", "virtual"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def _footprint(way: Mapping[str, Any]) -> str:
@@ -145,6 +144,52 @@ def _footprint(way: Mapping[str, Any]) -> str:
     room = "no room" if tokens is None else f"{tokens / 1e3:.0f}K"
     cell = f"{way['weight_bytes'] / 1e9:.1f} GB, {room}"
     return cell if way["fragmentation"] is None else f"{cell} ({way['fragmentation']:.3f})"
+
+
+def _load_test(result: Any) -> str:
+    """Below it: what twice as many adapters as slots cost in throughput."""
+    rows = [_load_row(row) for row in result["rows"]]
+    crowded = result["crowding"]
+    note = ""
+    if crowded:
+        note = (
+            f"Tokens a second with {crowded['adapters']} adapters on {result['slots']} slots, over "
+            f"{result['slots']} adapters on them: {ratio(crowded['all_over_slots'])}. "
+        )
+    return result_table(result, _LOAD_HEADER, rows, note)
+
+
+def _load_row(row: Mapping[str, Any]) -> list[str]:
+    waits = (row["wait_median_s"], row["wait_p99_s"], max(row["longest_wait_s"].values()))
+    growth = [_growth(row["memory"][name]) for name in ("rss_bytes", "num_fds", "num_threads")]
+    return [
+        row["pattern"].replace("_", " "),
+        str(row["requests"]),
+        str(row["failed"]),
+        str(row["wrong"]),
+        str(sum(row["operations"].values())),
+        f"{row['loads_over_none']:.2f}",
+        ratio(row["busy_over_quiet"]),
+        ", ".join(f"{seconds:.2f}" for seconds in waits),
+        ", ".join(growth),
+    ]
+
+
+def _growth(found: Mapping[str, float]) -> str:
+    return f"{100 * (found['late'] / found['early'] - 1):+.1f}%"
+
+
+_LOAD_HEADER = [
+    "pattern",
+    "requests",
+    "failed",
+    "wrong",
+    "operations",
+    "p99 during loads over without",
+    "busy over quiet windows",
+    "wait: median, p99, longest, s",
+    "memory, fds, threads: growth",
+]
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -245,12 +290,12 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "Eight adapters on three slots while adapters are loaded, replaced, unloaded and pinned;\n"
         "every answer is compared with its merged model's. 2 is the goal for the 99th percentile\n"
         "of the time per output token, during loads over without:",
-        lifecycle_tables.load_test,
+        _load_test,
     ),
     "lifecycle_load_elastic": (
         "The same on an elastic server, which besides is scaled between one and two devices; of\n"
         "eight adapters three are loaded at a time, and the others when they are asked for:",
-        lifecycle_tables.load_test,
+        _load_test,
     ),
     **elastic_tables.TABLES,
 }
