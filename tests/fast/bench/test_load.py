@@ -124,7 +124,7 @@ def tokenizer_folder(folder: Path) -> Path:
     return folder
 
 
-def test_sglangs_client_sends_each_request_to_its_seat(url: str, tmp_path: Path) -> None:
+def test_sglangs_client_sends_each_request_to_its_target(url: str, tmp_path: Path) -> None:
     trace = (Arrival(0.0, "a", "abc", 3), Arrival(0.05, None, "de", 2))
     targets = {"a": Target(url, "adapter"), None: Target(url)}
     found = load.play(trace, targets, tokenizer_folder(tmp_path))
