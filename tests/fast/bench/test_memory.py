@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.common.layers import ExpertShape, Subject, random_experts
+from bench.common.layers import ExpertShape, Subject
 from bench.expertweave import adapter_load, expert_memory
 from bench.kernels import moe_layer, vmm
 
@@ -31,14 +31,6 @@ def test_a_call_on_a_run_counts_for_each_of_its_pages() -> None:
     assert (unit, figures["map"]) == ("over_memcpy", [0.25])
 
 
-def test_adapter_load_compares_every_kind_of_memory() -> None:
-    figures = adapter_load.measure(SMALL_PAGES, TINY, num_layers=2, num_experts=3, rounds=2)
-    assert figures["adapter_bytes"] == 2 * 3 * 3 * 64 * 48 * 2
-    assert set(figures["over_memcpy"]) == {"warm", "cold", "lazy", "padded"}
-    assert set(figures["unload_over_memcpy"]) == {"warm", "cold", "lazy", "padded"}
-    assert "seconds" not in figures
-
-
 def test_loading_puts_the_experts_there_and_unloading_takes_them_back() -> None:
     adapter = adapter_load.make_adapter(SMALL_PAGES, TINY, 1, 3)
     place = adapter_load.make_place(SMALL_PAGES, TINY, 1, 3)
@@ -55,18 +47,6 @@ def test_loading_puts_the_experts_there_and_unloading_takes_them_back() -> None:
     created = cold.arena.pool.state().num_created
     cold.load(adapter)
     assert cold.arena.pool.state().num_created > created
-
-
-def test_the_copy_that_is_the_floor_copies_every_byte() -> None:
-    adapter = [random_experts(2, TINY, seed=1)]
-    copy = adapter_load.copier(adapter)
-    copy()
-    assert copy.__closure__ is not None
-    target = next(
-        c.cell_contents for c in copy.__closure__ if isinstance(c.cell_contents, torch.Tensor)
-    )
-    wanted = [w.flatten() for e in adapter[0].values() for w in (e.w13, e.w2)]
-    assert torch.equal(target, torch.cat(wanted))
 
 
 def test_moe_layer_has_holes_and_equal_outputs_on_every_kind_of_memory() -> None:
