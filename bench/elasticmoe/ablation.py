@@ -1,7 +1,7 @@
 """ElasticMoE's ablation tables: a scale up and down with one more part turned off in each row.
 
     rows of parts --[walk 3 -> 4 -> 3, under a light load]--> Scaled of each row and round
-    --> elastic_ablation_up.json, elastic_ablation_down.json
+    --> elasticmoe_ablation_up.json, elasticmoe_ablation_down.json
 
 Ratios are to the row with all parts, in the same round; the gap is in seconds, because that of all
 parts is nearly nothing. What each switch turns off here: docs/elastic.md.
@@ -73,7 +73,7 @@ def write(walks: Mapping[str, list[list[Scaled]]], num_rounds: int, options: Any
             "step": found[ALL][0].step,
             "rows": rows_of(found),
         }
-        write_result(f"elastic_ablation_{direction}", figures, folder=options.out)
+        write_result(f"elasticmoe_ablation_{direction}", figures, folder=options.out)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
         longest gap between two tokens of any stream around it, over what is allowed
         new requests held, failed streams, bytes copied, and the peak of all devices' memory over
         that of the larger configuration
-    --> elastic_gap.json
+    --> elasticmoe_gap.json
 
 Allowed are twice the 99th percentile of the gaps in the seconds before the scale, plus 100 ms.
 KV has no bound of its own: it takes what experts leave of a device, as it does by default.
@@ -153,7 +153,7 @@ async def walked(url: str, sizes: Sequence[int]) -> tuple[list[Seen], list[Strea
 def write(
     seen: Sequence[tuple[Seen, Gaps]], num_streams: int, failed: int, options: Any, done: int
 ) -> None:
-    """bench/results/elastic_gap.json, with the rounds so far."""
+    """bench/results/elasticmoe_gap.json, with the rounds so far."""
     figures = {
         "what": "What running streams notice of an elastic scale",
         "rounds": done,
@@ -163,7 +163,7 @@ def write(
         "failed": failed,
         "rows": rows_of(seen),
     }
-    write_result("elastic_gap", figures, folder=options.out)
+    write_result("elasticmoe_gap", figures, folder=options.out)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """ElasticMoE's figures 7, 8, 11 and 12: seconds and memory of scales up and down, by strategy.
 
     strategies, sizes --[walk, under a light load]--> Scaled of each step and round
-    --> elastic_figure7 (up), elastic_figure12 (down), elastic_figure8 (memory), elastic_figure11
-        (where elastic's own time goes) .json
+    --> elasticmoe_figure7.json (up), _figure12 (down), _figure8 (memory), _figure11 (where
+        elastic's own time goes)
 
 Each round starts a server for each strategy and walks 1 -> 2 -> 3 -> 2 -> 4 -> 2 -> 1; horizontal
 scaling can only double and halve. Ratios are to cold restart in the same round. The paper's latency
@@ -122,10 +122,10 @@ def write(rounds: Rounds, num_rounds: int, options: argparse.Namespace) -> None:
     }
     up, down = rounds.rows(is_up), rounds.rows(lambda scale: not is_up(scale))
     results: dict[str, tuple[str, list[dict[str, Any]]]] = {
-        "elastic_figure7": ("Time until a larger instance serves", up),
-        "elastic_figure12": ("Time until a smaller instance serves", down),
-        "elastic_figure8": ("Peak memory while scaling up", up),
-        "elastic_figure11": ("Where the time of an elastic scale goes", rounds.breakdown()),
+        "elasticmoe_figure7": ("Time until a larger instance serves", up),
+        "elasticmoe_figure12": ("Time until a smaller instance serves", down),
+        "elasticmoe_figure8": ("Peak memory while scaling up", up),
+        "elasticmoe_figure11": ("Where the time of an elastic scale goes", rounds.breakdown()),
     }
     for name, (what, rows) in results.items():
         write_result(name, {"what": what, **common, "rows": rows}, folder=options.out)

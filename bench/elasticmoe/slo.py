@@ -1,8 +1,8 @@
 """ElasticMoE's figures 9 and 10: requests in time around a load step, and by rate, by strategy.
 
     a server of each strategy, load that steps up (or down) --[scale at that moment]-->
-    share of requests in time, by time    --> elastic_figure9.json
-    the same by request rate              --> elastic_figure10.json
+    share of requests in time, by time    --> elasticmoe_figure9.json
+    the same by request rate              --> elasticmoe_figure10.json
 
 Each device has KV for a few requests only (`--max-total-tokens`), so that more devices serve more
 though the machine's cores stay the same. Of the scaled model they do; of the demo's, whose steps
@@ -210,8 +210,8 @@ def main() -> None:
         over_time += more_over_time
         by_rate += more_by_rate
         done = {**common, "is_complete": name == names[-1]}
-        write("elastic_figure9", "Requests in time around a load step", over_time, done)
-        write("elastic_figure10", "Requests in time by request rate", by_rate, done)
+        write("elasticmoe_figure9", "Requests in time around a load step", over_time, done)
+        write("elasticmoe_figure10", "Requests in time by request rate", by_rate, done)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """ElasticMoE's table 1: requests a second before, during and after a scale, by strategy.
 
     a server of each strategy, as many streams as it can serve --[scale]--> when answers ended
-    --[three windows, the same for all strategies]--> elastic_table1.json
+    --[three windows, the same for all strategies]--> elasticmoe_table1.json
 
 "Before" begins five seconds after the load does; "during" is from five seconds before the scale
 until five after the longest scale of all strategies has ended, as in the paper. Ratios are to what
@@ -117,7 +117,7 @@ async def one_run(
 
 
 def main() -> None:
-    """Measure and write bench/results/elastic_table1.json, after each round."""
+    """Measure and write bench/results/elasticmoe_table1.json, after each round."""
     options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS, has_models=True)
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
     options.rounds = 1 if options.quick else options.rounds
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def write(rounds: Sequence[Mapping[str, Run]], options: argparse.Namespace) -> None:
-    """elastic_table1.json, or elastic_table1_demo.json, with the rounds so far."""
+    """elasticmoe_table1.json, or elasticmoe_table1_demo.json, with the rounds so far."""
     figures = {
         "what": "Requests a second before, during and after a scale",
         "model": options.model,
@@ -147,7 +147,7 @@ def write(rounds: Sequence[Mapping[str, Run]], options: argparse.Namespace) -> N
         "is_complete": len(rounds) == options.rounds,
         "rows": rows_of(rounds),
     }
-    write_result(result_name("elastic_table1", options.model), figures, folder=options.out)
+    write_result(result_name("elasticmoe_table1", options.model), figures, folder=options.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     base-only server (plain SGLang) and a woven one, by turns, the same trace -> ratios by round
     - the floor that the adapters' bytes set (bench/expertweave/floor.py) ->
-    bench/results/figure5.json
+    bench/results/expertweave_figure5.json
 
 ExpertWeave 5.2, scaled down: one CPU core a server instead of 8 NPUs, the model of
 bench/common/scaled_model.py, the load of bench/common/load.py, traces of some seconds. Base-only
@@ -189,7 +189,7 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
             saturated = saturated or warm  # the same rates for every number of adapters
             for rate in plan.rates:
                 rows += _printed(stand.rows(rate, rate * saturated))
-                write_rows("figure5", WHAT, plan, rows, num_wanted, out, reroute)
+                write_rows("expertweave_figure5", WHAT, plan, rows, num_wanted, out, reroute)
 
 
 def commands(model: ScaledModel, count: int, reroute: Sequence[str]) -> dict[str, ServerCommand]:
@@ -216,7 +216,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write bench/results/figure5.json."""
+    """Measure and write bench/results/expertweave_figure5.json."""
     run(__doc__.partition("\n")[0], measure, Plan(), QUICK)
 
 

@@ -1,7 +1,7 @@
 """Figure 6, served: two adapters woven on half the cores, against a merged server for each.
 
     woven server, and two merged ones with a core each, by turns, the same trace
-    -> ratios by round, by skew -> bench/results/figure6.json
+    -> ratios by round, by skew -> bench/results/expertweave_figure6.json
 
 ExpertWeave 5.2, scaled down: a core where the paper has two NPUs, the model of
 bench/common/scaled_model.py, the load of bench/common/load.py. Merged models cannot share: as the
@@ -173,7 +173,7 @@ def measure(plan: Plan, reroute: Sequence[str], out: Path) -> None:
             warm = stand.warm_up()
             saturated = saturated or warm  # the same rate in both settings
             rows += _printed(stand.rows(name, plan.rate * saturated))
-        write_rows("figure6", WHAT, plan, rows, num_wanted, out, reroute)
+        write_rows("expertweave_figure6", WHAT, plan, rows, num_wanted, out, reroute)
 
 
 def stand_of(plan: Plan, model: ScaledModel, urls: Mapping[str, str]) -> Stand:
@@ -196,7 +196,7 @@ def _printed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and write bench/results/figure6.json."""
+    """Measure and write bench/results/expertweave_figure6.json."""
     run(__doc__.partition("\n")[0], measure, Plan(), QUICK)
 
 

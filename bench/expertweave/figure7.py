@@ -138,11 +138,11 @@ class Estimates:
 
 
 def main() -> None:
-    """Measure and write bench/results/figure7.json, or figure7_scaled.json."""
+    """Measure and write expertweave_figure7.json, or expertweave_figure7_scaled.json."""
     options = options_of(__doc__.partition("\n")[0])
     with open_model(options.model) as model:
         sweep = Sweep(
-            "figure7" if options.model == "demo" else "figure7_scaled",
+            "expertweave_figure7" if options.model == "demo" else "expertweave_figure7_scaled",
             plan_of(options, Plan()),
             traffics(model),
             {

@@ -22,11 +22,11 @@ def traffic(model: Model) -> Traffic:
 
 
 def main() -> None:
-    """Measure and write bench/results/figure8.json."""
+    """Measure and write bench/results/expertweave_figure8.json."""
     options = options_of(__doc__.partition("\n")[0])
     with open_model(options.model) as model:
         sweep = Sweep(
-            "figure8",
+            "expertweave_figure8",
             plan_of(options, PLAN),
             [traffic(model)],
             {

@@ -1,7 +1,7 @@
 """The paper's figure 9: weights and KV tokens of merged, padded and virtual, ours beside theirs.
 
     config.json, three adapters of table 1 -> bench/expertweave/expert_memory.py ->
-    bench/results/figure9.json
+    bench/results/expertweave_figure9.json
 
 Counted on one device of 64 GiB, not timed: the numbers are the same on every machine. The paper's
 text lists token-math second, but its 36.2 GB for two adapters are gate-math's and gate-intent's
@@ -48,14 +48,14 @@ def _paper(place: int) -> dict[str, dict[str, float | None]]:
 
 
 def main() -> None:
-    """Count and write bench/results/figure9.json."""
+    """Count and write bench/results/expertweave_figure9.json."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     rows = measure()
     for row in rows:
         weights = [f"{way} {row[way]['weight_bytes'] / (1 << 30):.1f}" for way in PAPER]
         print(f"{row['num_adapters']} adapters, weights in GiB: {', '.join(weights)}")
     path = write_result(
-        "figure9",
+        "expertweave_figure9",
         {
             "what": "bytes of weights and tokens of KV cache; merged, padded and virtual",
             "model": MODEL_CONFIG.name,

@@ -1,6 +1,6 @@
 """The paper's table 1: experts and sparsity of ten adapters, theirs beside those we have; F_mem.
 
-    expert configs, table 1 -> [measure] -> a row an adapter -> bench/results/table1.json
+    expert configs, table 1 -> [measure] -> a row an adapter -> expertweave_table1.json
 
 Of the ten adapters two expert configs are public and two more follow from public scores
 (tests/data/esft/README.md); all four have fewer experts than the paper's adapters of that name, so
@@ -110,7 +110,7 @@ def _row(shape: AdapterShape, num_layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Count and write bench/results/table1.json."""
+    """Count and write bench/results/expertweave_table1.json."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     found = measure()
     for row in found["rows"]:
@@ -121,7 +121,9 @@ def main() -> None:
         ]
         print(f"{row['adapter']:17} {cells[0]}   {cells[1]}   {row['source']}")
     print("F_mem:", ", ".join(f"{k} {v:.3f}" for k, v in found["fragmentation"].items()))
-    path = write_result("table1", {"what": "experts a layer, sparsity, F_mem by padding", **found})
+    path = write_result(
+        "expertweave_table1", {"what": "experts a layer, sparsity, F_mem by padding", **found}
+    )
     print(f"wrote {path.name}")
 
 

@@ -1,7 +1,7 @@
 """The paper's table 3 on the demo: two adapters woven, then all six, against base and merged.
 
     held-out prompts -> merged server of each adapter, woven server of each set -> [rows_of]
-    -> bench/results/table3.json
+    -> bench/results/expertweave_table3.json
 
 The paper serves a math and an intent adapter; here `sum` and `intent` stand for them. Woven must
 equal merged in every task, or the bench fails after it has written what it saw. Real servers;
@@ -85,13 +85,13 @@ def measure(count: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Evaluate, write bench/results/table3.json, fail where woven is not merged."""
+    """Evaluate, write bench/results/expertweave_table3.json, fail where woven is not merged."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--examples", type=int, default=200, help="held-out prompts per task")
     count = parser.parse_args().examples
     rows = measure(count)
     path = write_result(
-        "table3",
+        "expertweave_table3",
         {
             "what": "exact match on held-out prompts; `same`: woven and merged answered alike",
             "examples_per_task": count,

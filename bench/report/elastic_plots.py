@@ -1,6 +1,6 @@
 """Pictures of elastic scaling's results; registered in plots.py.
 
-bench/results/elastic_*.json --> [latency, gap, figure8, .., figure11] --> plots.DRAWERS
+bench/results/elasticmoe_*.json --> [latency, gap, figure8, .., figure11] --> plots.DRAWERS
 """
 
 from __future__ import annotations

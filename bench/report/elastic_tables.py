@@ -1,6 +1,6 @@
 """Tables of elastic scaling, the ElasticMoE paper's evaluation repeated.
 
-bench/results/elastic_*.json --> [a function each] --> readme_tables.py
+bench/results/elasticmoe_*.json --> [a function each] --> readme_tables.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scripts.markdown import percent, ratio, table, where
+from bench.report.markdown import percent, ratio, result_table
 
 _MB = 1e6
 
@@ -27,7 +27,7 @@ def scales(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["devices", "strategy", "until it serves", "seconds", "requests held", "seconds"]
-    return _ended(result, header, rows)
+    return result_table(result, header, rows)
 
 
 def memory(result: Any) -> str:
@@ -41,7 +41,7 @@ def memory(result: Any) -> str:
         ]
         for row in result["rows"]
     ]
-    return _ended(result, ["devices", "strategy", "peak memory", "bytes"], rows)
+    return result_table(result, ["devices", "strategy", "peak memory", "bytes"], rows)
 
 
 def breakdown(result: Any) -> str:
@@ -55,7 +55,7 @@ def breakdown(result: Any) -> str:
         ]
         for row in result["rows"]
     ]
-    return _ended(result, ["devices", "seconds", *(f"{name}, %" for name in names)], rows)
+    return result_table(result, ["devices", "seconds", *(f"{name}, %" for name in names)], rows)
 
 
 def over_time(result: Any) -> str:
@@ -68,7 +68,7 @@ def over_time(result: Any) -> str:
         cells = [percent(_share([r for r in chosen if span(r["at_s"])])) for span in spans]
         rows.append([step, _words(strategy), *cells])
     header = ["scale", "strategy", "before, %", f"first {_SOON_S:g} s, %", "later, %"]
-    return _ended(result, header, rows)
+    return result_table(result, header, rows)
 
 
 _SOON_S = 30.0
@@ -86,7 +86,7 @@ def by_rate(result: Any) -> str:
     strategies = list(dict.fromkeys(row["strategy"] for row in result["rows"]))
     found = {(row["strategy"], row["rate"]): row["share"] for row in result["rows"]}
     rows = [[_words(s), *(percent(found.get((s, rate))) for rate in rates)] for s in strategies]
-    return _ended(result, ["strategy", *(f"rate {rate:g}, %" for rate in rates)], rows)
+    return result_table(result, ["strategy", *(f"rate {rate:g}, %" for rate in rates)], rows)
 
 
 def throughput(result: Any) -> str:
@@ -100,7 +100,7 @@ def throughput(result: Any) -> str:
             for window, paper in zip(("before", "during", "after"), theirs, strict=True)
         ]
         rows.append([_words(row["strategy"]), *cells])
-    return _ended(result, ["strategy", "before", "during", "after"], rows)
+    return result_table(result, ["strategy", "before", "during", "after"], rows)
 
 
 def ablation(result: Any) -> str:
@@ -116,7 +116,7 @@ def ablation(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["parts", "until it serves", "seconds", "requests held, seconds", "peak memory"]
-    return _ended(result, header, rows)
+    return result_table(result, header, rows)
 
 
 def gaps(result: Any) -> str:
@@ -138,7 +138,7 @@ def gaps(result: Any) -> str:
     header = ["devices", "scales", "longest gap, ms", "steady p99, ms", "over allowed"]
     header += ["later, ms", "requests held, ms", "peak memory", "copied"]
     note = f"{result['requests']:,} requests went on meanwhile, {result['failed']} failed. "
-    return _ended(result, header, rows, note)
+    return result_table(result, header, rows, note)
 
 
 def _milliseconds(spread: Mapping[str, float]) -> str:
@@ -153,62 +153,57 @@ def _seconds(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f}"
 
 
-def _ended(result: Any, header: list[str], rows: list[list[str]], note: str = "") -> str:
-    text = f"{table(header, rows)}\n\n{note}{where(result)}"
-    return text if result["is_complete"] else f"{text} The run was cut short."
-
-
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "elastic_gap": (
+    "elasticmoe_gap": (
         "What running streams notice of a scale with a parked standby: the longest gap between\n"
         "two tokens of any stream, over what is allowed (twice the 99th percentile of the seconds\n"
         "before, plus 100 ms), and the peak of all devices' memory over that of the larger\n"
         "configuration:",
         gaps,
     ),
-    "elastic_figure7": (
+    "elasticmoe_figure7": (
         "Scaling up: time until the new instance serves and time for which new requests wait,\n"
         "over a cold restart in the same round, median and quartiles:",
         scales,
     ),
-    "elastic_figure12": ("Scaling down, the same:", scales),
-    "elastic_figure8": (
+    "elasticmoe_figure12": ("Scaling down, the same:", scales),
+    "elasticmoe_figure8": (
         "Peak memory behind all devices while scaling up, over a cold restart's:",
         memory,
     ),
-    "elastic_figure11": (
+    "elasticmoe_figure11": (
         "Where elastic's own time goes, in percent of the time until the new instance serves:",
         breakdown,
     ),
-    "elastic_figure9": (
+    "elasticmoe_figure9": (
         "Requests that met their targets around a load step that a scale answers, in percent:",
         over_time,
     ),
-    "elastic_figure10": (
+    "elasticmoe_figure10": (
         "Requests that met their targets by rate, a scale from one device to two among them:",
         by_rate,
     ),
-    "elastic_table1": (
+    "elasticmoe_table1": (
         "Requests a second before, during and after a scale, over elastic's before; ours / the\n"
         "paper's:",
         throughput,
     ),
-    "elastic_ablation_up": (
+    "elasticmoe_ablation_up": (
         "Scaling up with one more part off in each row, over all parts in the same round:",
         ablation,
     ),
-    "elastic_ablation_down": ("Scaling down, the same:", ablation),
+    "elasticmoe_ablation_down": ("Scaling down, the same:", ablation),
 }
 
 PLOTTED = {
-    "elastic_gap": "Longest gap between two tokens around a scale, over what is allowed",
-    "elastic_figure7": "Time until a larger instance serves, over cold restart, by strategy",
-    "elastic_figure8": "Peak memory of scaling up over cold restart, by strategy",
-    "elastic_figure9": "Requests in time around a load step, by strategy",
-    "elastic_figure10": "Requests in time by rate, by strategy",
-    "elastic_figure11": "Phases of elastic scales as shares of their time",
-    "elastic_figure12": "Time until a smaller instance serves, over cold restart, by strategy",
-    "elastic_table1": "Throughput before, during and after a scale, here and in the paper",
-    "elastic_ablation_up": "Seconds of a scale up, with one more part off in each bar",
-    "elastic_ablation_down": "Seconds of a scale down, with one more part off in each bar",
+    "elasticmoe_gap": "Longest gap between two tokens around a scale, over what is allowed",
+    "elasticmoe_figure7": "Time until a larger instance serves, over cold restart, by strategy",
+    "elasticmoe_figure8": "Peak memory of scaling up over cold restart, by strategy",
+    "elasticmoe_figure9": "Requests in time around a load step, by strategy",
+    "elasticmoe_figure10": "Requests in time by rate, by strategy",
+    "elasticmoe_figure11": "Phases of elastic scales as shares of their time",
+    "elasticmoe_figure12": "Time until a smaller instance serves, over cold restart, by strategy",
+    "elasticmoe_table1": "Throughput before, during and after a scale, here and in the paper",
+    "elasticmoe_ablation_up": "Seconds of a scale up, with one more part off in each bar",
+    "elasticmoe_ablation_down": "Seconds of a scale down, with one more part off in each bar",
 }

@@ -1,6 +1,6 @@
 """Tables of the paper's evaluation, repeated here: each function makes one from its result file.
 
-bench/results/{table1,table3,figure9,...}.json -> [a function each] -> readme_tables.py
+bench/results/expertweave_*.json -> [a function each] -> readme_tables.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scripts.markdown import percent, ratio, table, where
+from bench.report.markdown import percent, ratio, result_table, table, where
 
 
 def table1(result: Any) -> str:
@@ -39,7 +39,7 @@ def table3(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["adapters woven together", "task", "base", "merged", "woven", "same answer"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def figure9(result: Any) -> str:
@@ -51,7 +51,7 @@ def figure9(result: Any) -> str:
         rows.append([str(row["num_adapters"]), *cells])
     header = ["adapters", "merged, GiB", "padded, GiB", "virtual, GiB"]
     header += ["merged, KV tokens", "padded, KV tokens", "virtual, KV tokens"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def _weights(row: Any, way: str) -> str:
@@ -75,7 +75,7 @@ def figure5(result: Any) -> str:
         rows.append([*cells, ratio(row["prefill_throughput"]), ratio(row["decode_throughput"])])
     header = ["adapters", "alpha", "rate", "TTFT", "TPOT", "floor of TPOT", "TPOT - floor"]
     header += ["prefill tokens/s", "decode tokens/s"]
-    return f"{table(header, rows)}\n\n{_ending(result)}"
+    return result_table(result, header, rows)
 
 
 def figure6(result: Any) -> str:
@@ -91,7 +91,7 @@ def figure6(result: Any) -> str:
         for row in result["rows"]
     ]
     header = ["woven on", "alpha (hot adapter)", "TTFT", "TPOT"]
-    return f"{table([*header, 'prefill tokens/s', 'decode tokens/s'], rows)}\n\n{_ending(result)}"
+    return result_table(result, [*header, "prefill tokens/s", "decode tokens/s"], rows)
 
 
 def sweep(result: Any) -> str:
@@ -110,7 +110,7 @@ def sweep(result: Any) -> str:
     ]
     header = ["requests", "", "systems", "by the wall clock", "95% interval of the median"]
     header += ["by processor time", "same answer, %"]
-    return f"{table(header, rows)}\n\n{_ending(result)}"
+    return result_table(result, header, rows)
 
 
 def figure7(result: Any) -> str:
@@ -130,12 +130,6 @@ def figure7(result: Any) -> str:
 
 
 _AXES = {"ttft": "TTFT, prompt of", "tpot": "TPOT, batch of"}
-
-
-def _ending(result: Any) -> str:
-    """Where a result is from, and whether its run came to its end."""
-    is_complete = result.get("complete", result.get("is_complete", True))
-    return where(result) + ("" if is_complete else " The run was cut short.")
 
 
 def reroute(result: Any) -> str:
@@ -187,7 +181,7 @@ def batching(result: Any) -> str:
             rows.append([*cells, *map(ratio, ratios), f"{row['queue']['median']:.2f}"])
     header = ["experts, popularity", "running", "load", "prefers the adapter of"]
     header += ["distinct experts", "distinct adapters", "p99 of steps until admission", "queue"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def batching_served(result: Any) -> str:
@@ -197,7 +191,7 @@ def batching_served(result: Any) -> str:
     cells += [ratio(result[f"{name}_over_fcfs"]) for name in names]
     header = ["--max-overtakes", "running", "rounds", "distinct adapters at once"]
     header += ["mean TTFT", "p99 TTFT", "time for all"]
-    return f"{table(header, [cells])}\n\n{where(result)}"
+    return result_table(result, header, [cells])
 
 
 def gpu_reroute(result: Any) -> str:
@@ -219,7 +213,7 @@ def gpu_serve(result: Any) -> str:
 
 def _evidence(result: Any) -> str:
     words = result["evidence"]
-    return f"{words[:1].upper()}{words[1:]}. {_ending(result)}"
+    return f"{words[:1].upper()}{words[1:]}. {where(result)}"
 
 
 def _part(steps: Any, name: str, make: Callable[[Any], str]) -> str:

@@ -124,11 +124,11 @@ def legend_below(figure: Figure, columns: int = 4) -> None:
     figure.legend(list(found.values()), list(found), **places)
 
 
-def to_svg(draw: Callable[[], Figure]) -> str:
+def to_svg(draw: Callable[[], Figure], **metadata: str) -> str:
     """The drawn figure as SVG text: no date, no random ids, nothing of the machine's own style."""
     with mpl.rc_context({**mpl.rcParamsDefault, **STYLE}):
         target = io.StringIO()
-        draw().savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+        draw().savefig(target, format="svg", metadata={"Date": None, "Creator": None, **metadata})
     text = with_plain_ids(target.getvalue())
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 

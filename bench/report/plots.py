@@ -19,9 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.common.record import RESULTS
-from bench.report import elastic_plots, lifecycle_plots
+from bench.report import elastic_plots
 from bench.report.plot_style import (
     COLOURS,
+    MARKERS,
     Spread,
     base_line,
     goal_line,
@@ -336,28 +337,57 @@ def _adapter_lines(
             axes.plot(at, floors, ":", color=COLOURS[place % len(COLOURS)], linewidth=1.1)
 
 
+def load_test(result: Result) -> Figure:
+    """Pace of running streams by pattern, and the longest wait of each adapter."""
+    rows = result["rows"]
+    figure, ((pace, waits),) = panels(2, width=3.9, height=2.7)
+    base_line(pace, "no operations")
+    goal_line(pace, 2.0, "goal: 2", at="left")
+    for place, row in enumerate(rows):
+        label = row["pattern"].replace("_", " ")
+        quartile_line(pace, [place], [row["busy_over_quiet"]], place, label)
+        adapters = list(row["longest_wait_s"])
+        waits.plot(
+            list(row["longest_wait_s"].values()),
+            range(len(adapters)),
+            color=COLOURS[place],
+            marker=MARKERS[place],
+            linestyle="",
+            label=label,
+        )
+        waits.set_yticks(range(len(adapters)), adapters)
+    pace.set_xticks([])
+    pace.set_xlim(-0.5, len(rows) - 0.5)
+    pace.set_ylim(bottom=0)
+    pace.set_ylabel("p99 between two tokens [ratio]")
+    waits.set_xlim(left=0)
+    waits.set_xlabel("longest wait [s]")
+    legend_below(figure)
+    return figure
+
+
 DRAWERS: dict[str, Callable[[Result], Figure]] = {
-    "figure5": figure5,
-    "figure6": figure6,
-    "figure7": sweep,
-    "figure7_scaled": sweep,
-    "figure8": sweep,
-    "figure9": figure9,
+    "expertweave_figure5": figure5,
+    "expertweave_figure6": figure6,
+    "expertweave_figure7": sweep,
+    "expertweave_figure7_scaled": sweep,
+    "expertweave_figure8": sweep,
+    "expertweave_figure9": figure9,
     "reroute": reroute,
     "batching": batching,
     "gpu_reroute": gpu_reroute,
     "gpu_serve": gpu_serve,
-    "lifecycle_load": lifecycle_plots.load_test,
-    "elastic_gap": elastic_plots.gap,
-    "elastic_figure7": elastic_plots.latency,
-    "elastic_figure8": elastic_plots.figure8,
-    "elastic_figure9": elastic_plots.figure9,
-    "elastic_figure10": elastic_plots.figure10,
-    "elastic_figure11": elastic_plots.figure11,
-    "elastic_figure12": elastic_plots.latency,
-    "elastic_table1": elastic_plots.table1,
-    "elastic_ablation_up": elastic_plots.ablation,
-    "elastic_ablation_down": elastic_plots.ablation,
+    "lifecycle_load": load_test,
+    "elasticmoe_gap": elastic_plots.gap,
+    "elasticmoe_figure7": elastic_plots.latency,
+    "elasticmoe_figure8": elastic_plots.figure8,
+    "elasticmoe_figure9": elastic_plots.figure9,
+    "elasticmoe_figure10": elastic_plots.figure10,
+    "elasticmoe_figure11": elastic_plots.figure11,
+    "elasticmoe_figure12": elastic_plots.latency,
+    "elasticmoe_table1": elastic_plots.table1,
+    "elasticmoe_ablation_up": elastic_plots.ablation,
+    "elasticmoe_ablation_down": elastic_plots.ablation,
 }
 
 

@@ -1,8 +1,7 @@
 """The documents' result tables, from bench/results: `python -m bench.report.readme_tables`.
 
     bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
-    the papers' evaluations: paper_tables.py, elastic_tables.py; the load test:
-    lifecycle_tables.py; pictures: bench/report/plots.py
+    the papers' evaluations: paper_tables.py, elastic_tables.py; pictures: plots.py
 
 A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
@@ -15,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.report import elastic_tables, lifecycle_tables, paper_tables
-from scripts.markdown import percent, ratio, table, where
+from bench.report import elastic_tables, paper_tables
+from bench.report.markdown import percent, ratio, result_table, table, where
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -62,7 +61,7 @@ def _overhead(result: Any) -> str:
         wall, cpu = row["woven_over_plain"], row["woven_over_plain_cpu"]
         rows.append([str(row["num_requests"]), *map(ratio, (wall, cpu)), str(row["pairs"])])
     header = ["requests in the batch", "by the wall clock", "by processor time", "pairs of runs"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def _vmm(result: Any) -> str:
@@ -80,7 +79,7 @@ def _vmm(result: Any) -> str:
         cells += [cell("pooled", pooled, "page"), cell("pooled", pooled, "page of a run")]
         rows.append([raw.replace("_", " "), *cells])
     header = ["", "one page", "a page of a run", "pooled, one page", "pooled, a page of a run"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 # Operation of the backend -> what a virtual tensor on a pool has for it.
@@ -106,7 +105,7 @@ def _adapter_load(result: Any) -> str:
         if name in load
     ]
     header = ["memory", "load, by the wall clock", "load, by processor time", "unload"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 _PLACES = {
@@ -126,7 +125,7 @@ def _moe_layer(result: Any) -> str:
         rows.append([str(row["num_tokens"]), *map(ratio, cells)])
     header = ["tokens", "virtual", "virtual, by processor time", "virtual, 4 KiB pages"]
     header += ["plain, huge pages"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def _expert_memory(result: Any) -> str:
@@ -136,7 +135,7 @@ def _expert_memory(result: Any) -> str:
         who = f"{row['num_adapters']}{' published' if row['adapters'] == 'published' else ''}"
         rows.append([who, str(row["max_experts"]), *map(_footprint, ways)])
     header = ["adapters", "E_max", "merged", "padded", "virtual"]
-    return f"{table(header, rows)}\n\n{where(result)}"
+    return result_table(result, header, rows)
 
 
 def _footprint(way: Mapping[str, Any]) -> str:
@@ -145,6 +144,52 @@ def _footprint(way: Mapping[str, Any]) -> str:
     room = "no room" if tokens is None else f"{tokens / 1e3:.0f}K"
     cell = f"{way['weight_bytes'] / 1e9:.1f} GB, {room}"
     return cell if way["fragmentation"] is None else f"{cell} ({way['fragmentation']:.3f})"
+
+
+def _load_test(result: Any) -> str:
+    """Below it: what twice as many adapters as slots cost in throughput."""
+    rows = [_load_row(row) for row in result["rows"]]
+    crowded = result["crowding"]
+    note = ""
+    if crowded:
+        note = (
+            f"Tokens a second with {crowded['adapters']} adapters on {result['slots']} slots, over "
+            f"{result['slots']} adapters on them: {ratio(crowded['all_over_slots'])}. "
+        )
+    return result_table(result, _LOAD_HEADER, rows, note)
+
+
+def _load_row(row: Mapping[str, Any]) -> list[str]:
+    waits = (row["wait_median_s"], row["wait_p99_s"], max(row["longest_wait_s"].values()))
+    growth = [_growth(row["memory"][name]) for name in ("rss_bytes", "num_fds", "num_threads")]
+    return [
+        row["pattern"].replace("_", " "),
+        str(row["requests"]),
+        str(row["failed"]),
+        str(row["wrong"]),
+        str(sum(row["operations"].values())),
+        f"{row['loads_over_none']:.2f}",
+        ratio(row["busy_over_quiet"]),
+        ", ".join(f"{seconds:.2f}" for seconds in waits),
+        ", ".join(growth),
+    ]
+
+
+def _growth(found: Mapping[str, float]) -> str:
+    return f"{100 * (found['late'] / found['early'] - 1):+.1f}%"
+
+
+_LOAD_HEADER = [
+    "pattern",
+    "requests",
+    "failed",
+    "wrong",
+    "operations",
+    "p99 during loads over without",
+    "busy over quiet windows",
+    "wait: median, p99, longest, s",
+    "memory, fds, threads: growth",
+]
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -174,40 +219,40 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "DeepSeek-V2-Lite on a 64 GiB device: weights, tokens of KV cache, F_mem in brackets:",
         _expert_memory,
     ),
-    "table1": (
+    "expertweave_table1": (
         "The paper's ten adapters: most experts in a layer, average over layers, sparsity. The\n"
         "four with public data have fewer experts than the paper's of that name. The others are\n"
         "made to have the paper's maximum and average, so only their sparsity is a check:",
         paper_tables.table1,
     ),
-    "table3": (
+    "expertweave_table3": (
         "The demo, exact match on held-out prompts in percent; the last column says how often\n"
         "woven and merged gave the same answer:",
         paper_tables.table3,
     ),
-    "figure5": (
+    "expertweave_figure5": (
         "Served load on the scaled model, woven over base-only, median and quartiles over rounds.\n"
         "The rate is a share of what base-only serves at saturation; the floor is what TPOT would\n"
         "be if a step took the time of its weights' bytes:",
         paper_tables.figure5,
     ),
-    "figure6": (
+    "expertweave_figure6": (
         "Two adapters woven, over a merged server on a core of its own for each, by skew; median\n"
         "and quartiles over rounds:",
         paper_tables.figure6,
     ),
-    "figure7": (
+    "expertweave_figure7": (
         "Rerouting fused and unfused over a merged model, all places of an axis together, median\n"
         "and quartiles of turns; what runs *again* is the noise of the method. 1.01 is the goal.\n"
         "Noise does not reach what rerouting and tagging take by themselves:",
         paper_tables.figure7,
     ),
-    "figure7_scaled": (
+    "expertweave_figure7_scaled": (
         "The same with DeepSeek-V2-Lite's 64 experts and 6 a token, in four layers of 512 x 384,\n"
         "where a step is long enough to compare with:",
         paper_tables.figure7,
     ),
-    "figure8": (
+    "expertweave_figure8": (
         "Virtual expert memory over padded, all places of an axis together, median and quartiles\n"
         "of turns; what runs *again* is the noise of the method. 1.01 is the goal:",
         paper_tables.sweep,
@@ -237,7 +282,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "SGLang serving DeepSeek-V2-Lite's shape on a GPU, woven over plain SGLang:",
         paper_tables.gpu_serve,
     ),
-    "figure9": (
+    "expertweave_figure9": (
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
     ),
@@ -245,28 +290,28 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "Eight adapters on three slots while adapters are loaded, replaced, unloaded and pinned;\n"
         "every answer is compared with its merged model's. 2 is the goal for the 99th percentile\n"
         "of the time per output token, during loads over without:",
-        lifecycle_tables.load_test,
+        _load_test,
     ),
     "lifecycle_load_elastic": (
         "The same on an elastic server, which besides is scaled between one and two devices; of\n"
         "eight adapters three are loaded at a time, and the others when they are asked for:",
-        lifecycle_tables.load_test,
+        _load_test,
     ),
     **elastic_tables.TABLES,
 }
 
 # Results with a picture -> what it shows.
 PLOTTED = {
-    "figure5": "TTFT, TPOT and throughput over base-only, by arrival rate, skew and adapters",
-    "figure6": "TTFT, TPOT and throughput over merged servers, by skew",
-    "figure7": "TTFT by prompt length and TPOT by batch size, fused and unfused, over merged",
-    "figure7_scaled": "The same, with V2-Lite's experts scaled down",
-    "figure8": "TTFT by prompt length and TPOT by batch size, virtual over padded",
+    "expertweave_figure5": "TTFT, TPOT, throughput over base-only, by arrival rate, skew, adapters",
+    "expertweave_figure6": "TTFT, TPOT and throughput over merged servers, by skew",
+    "expertweave_figure7": "TTFT by prompt length, TPOT by batch size, fused, unfused, over merged",
+    "expertweave_figure7_scaled": "The same, with V2-Lite's experts scaled down",
+    "expertweave_figure8": "TTFT by prompt length and TPOT by batch size, virtual over padded",
     "reroute": "Time of rerouting by number of tokens, over the unfused chain and over a MoE layer",
     "batching": "Distinct experts and steps until admission, by the bound on overtakes",
     "gpu_reroute": "Microseconds of a call, and a decode step over merged with its floor",
     "gpu_serve": "TTFT and TPOT over plain SGLang, by batch size and number of adapters",
-    "figure9": "Weights and KV cache of merged, padded and virtual for one, two and three adapters",
+    "expertweave_figure9": "Weights, KV cache of merged, padded, virtual for 1, 2 and 3 adapters",
     "lifecycle_load": "Pace of running streams while adapters change, and longest waits",
     **elastic_tables.PLOTTED,
 }

@@ -1,7 +1,7 @@
 """What is wrong with launch/recipes: every file is parsed, every command by our own parser.
 
     recipes --[launches]--> Launch (the launcher's arguments) --[flag_problems]--> problems
-            --[documents]--> objects --[schema_problems, ...]--> problems
+            --[documents]--> objects --[schema_problems, facts]--> problems
 
 Shell recipes are run, with stand-ins for Python and srun that write down what they are asked for.
 """
@@ -14,9 +14,10 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ SGLANG_FLAGS = {"--enable-metrics"}
 ENDING_S = 12  # docs/health.md: a scale may take 5 s to end, a process that hangs 7 s
 KILL_WAIT_S = 30  # Slurm's default, from scancel to SIGKILL
 BUILT_FROM = {*PACKAGES, "csrc", "requirements", "pyproject.toml", "setup.py", "LICENSE"}
-INSTRUCTIONS = {"FROM", "RUN", "COPY", "ENV", "WORKDIR", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
+
+# (file, what is wrong where the third is False, whether it is as it should be).
+Fact = tuple[str, str, bool]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def problems(folder: Path, scratch: Path) -> list[str]:
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if files != FILES:
         return [f"{name}: nobody checks it, or it is missing" for name in sorted(files ^ FILES)]
-    found = [*shell_problems(folder), *schema_problems(folder), *image_problems(folder)]
+    found = [*shell_problems(folder), *schema_problems(folder), *broken(image_facts(folder))]
     if found:
         return found
     recorded = run_scripts(folder, scratch)
@@ -81,12 +84,12 @@ def problems(folder: Path, scratch: Path) -> list[str]:
     found = [*flag_problems(launches), *ray_problems(folder, recorded)]
     if found:
         return found
-    return [
-        *compose_problems(folder),
-        *pod_problems(folder),
-        *object_problems(folder),
-        *end_problems(folder, launches),
-    ]
+    facts = (compose_facts(folder), pod_facts(folder), object_facts(folder))
+    return broken(chain(*facts, end_facts(folder, launches)))
+
+
+def broken(facts: Iterable[Fact]) -> list[str]:
+    return sorted(f"{where}: {words}" for where, words, is_so in facts if not is_so)
 
 
 # Commands
@@ -266,44 +269,30 @@ def entrypoint(folder: Path, image: str) -> tuple[list[str], list[str]]:
     return json.loads(last["ENTRYPOINT"]), json.loads(last["CMD"])
 
 
-def image_problems(folder: Path) -> Iterator[str]:
+def image_facts(folder: Path) -> Iterator[Fact]:
+    """Everything that is copied, installed or built upon is there; the user is the one made."""
     for image in IMAGES:
         lines = instructions(folder, image)
-        found = [
-            *(f"no instruction {word}" for word, _ in lines if word not in INSTRUCTIONS),
-            *copy_problems(lines),
-            *user_problems(lines),
-        ]
-        yield from (f"{image}: {each}" for each in found)
-
-
-def copy_problems(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """What is copied or installed and is not there; what our wheel needs and is not copied."""
-    froms = [rest.split() for word, rest in lines if word == "FROM"]
-    stages = {words[-1] for words in froms if "AS" in words}
-    images = [words[0] for words in froms]
-    copied: list[str] = []
-    for words in (rest.split() for word, rest in lines if word == "COPY"):
-        if words[0].startswith("--from="):
-            images.append(words[0].removeprefix("--from="))
-        else:
-            copied += [source.rstrip("/") for source in words[:-1]]
-    pinned = re.compile(r"[\w./-]+:[\d.]+[\w.-]*")
-    yield from (
-        f"{name} has no version" for name in {*images} - stages if not pinned.fullmatch(name)
-    )
-    installed = re.findall(r"-r (\S+)", " ".join(rest for word, rest in lines if word == "RUN"))
-    yield from (f"no file {path}" for path in [*copied, *installed] if not (ROOT / path).exists())
-    yield from (f"{path} is not copied" for path in sorted(BUILT_FROM - set(copied)))
-
-
-def user_problems(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
-    last = dict(lines)
-    made = re.search(r"useradd .*--uid (\d+)", " ".join(rest for _, rest in lines))
-    if made is None or last.get("USER") != made[1]:
-        yield "USER is not the one that useradd makes"
-    if last.get("EXPOSE") != str(flags.DEFAULT_PORT):
-        yield f"EXPOSE is not {flags.DEFAULT_PORT}"
+        last = dict(lines)
+        froms = [rest.split() for word, rest in lines if word == "FROM"]
+        copies = [rest.split() for word, rest in lines if word == "COPY"]
+        run = " ".join(rest for word, rest in lines if word == "RUN")
+        stages = {words[-1] for words in froms if "AS" in words}
+        taken = [words[0].removeprefix("--from=") for words in copies if "--" in words[0]]
+        images = {words[0] for words in froms} | set(taken)
+        sources = [path for words in copies if "--" not in words[0] for path in words[:-1]]
+        copied = {path.rstrip("/") for path in sources}
+        for name in images - stages:
+            pinned = re.fullmatch(r"[\w./-]+:[\d.]+[\w.-]*", name)
+            yield image, f"{name} has no version", pinned is not None
+        for path in {*copied, *re.findall(r"-r (\S+)", run)}:
+            yield image, f"no file {path}", (ROOT / path).exists()
+        for path in BUILT_FROM:
+            yield image, f"{path} is not copied", path in copied
+        made = re.findall(r"useradd .*--uid (\d+)", run)
+        yield image, "USER is not the one that useradd makes", made == [last.get("USER")]
+        port = str(flags.DEFAULT_PORT)
+        yield image, f"EXPOSE is not {port}", last.get("EXPOSE") == port
 
 
 # What fits what
@@ -324,131 +313,122 @@ def objects(folder: Path) -> dict[str, Any]:
     return {each["kind"]: each for name in KUBERNETES for each in read_yaml(folder / name)}
 
 
-def probe_problem(where: str, path: str) -> Iterator[str]:
+def is_public(path: str) -> bool:
+    """Whether a probe may ask it: without a key."""
     try:
-        is_public = RouteTable().find("GET", path) is RouteClass.PUBLIC
+        return RouteTable().find("GET", path) is RouteClass.PUBLIC
     except UnknownRouteError:
-        is_public = False
-    if not is_public:
-        yield f"{where}: {path} is no public route"
+        return False
 
 
-def path_problems(launch: Launch, mounts: Sequence[str]) -> Iterator[str]:
-    """Paths in flags that lie in no folder of the container that something is mounted at."""
+def path_facts(launch: Launch, mounts: Sequence[str]) -> Iterator[Fact]:
+    """Paths in flags lie in a folder of the container that something is mounted at."""
     parsed, _ = launch.parse()
     for path in (parsed.model_path, parsed.adapter_root, parsed.access.api_keys_file):
-        if path and not any(Path(path).is_relative_to(mount) for mount in mounts):
-            yield f"{launch.where}: nothing is mounted at {path}"
+        if path:
+            is_mounted = any(Path(path).is_relative_to(mount) for mount in mounts)
+            yield launch.where, f"nothing is mounted at {path}", is_mounted
 
 
-def compose_problems(folder: Path) -> Iterator[str]:
+def compose_facts(folder: Path) -> Iterator[Fact]:
     service, launch = service_of(folder), launches_of(folder)[3]
     parsed, _ = launch.parse()
+    port, build = str(parsed.port), service["build"]
+    secrets = set(service["secrets"])
     mounts = [volume.split(":")[1] for volume in service["volumes"]]
-    mounts += [f"/run/secrets/{name}" for name in service["secrets"]]
-    yield from path_problems(launch, mounts)
-    if set(service["secrets"]) != set(read_yaml(folder / COMPOSE)[0]["secrets"]):
-        yield f"{COMPOSE}: the secrets of the service are not those of the file"
-    if not (folder / "docker" / service["build"]["context"] / "launch").is_dir():
-        yield f"{COMPOSE}: the build's context is not the checkout"
-    if not (ROOT / service["build"]["dockerfile"]).is_file():
-        yield f"{COMPOSE}: no file {service['build']['dockerfile']}"
-    if parsed.access.admin_key_env not in service["environment"]:
-        yield f"{COMPOSE}: no {parsed.access.admin_key_env} in the environment"
-    if any(port.split(":")[-1] != str(parsed.port) for port in service["ports"]):
-        yield f"{COMPOSE}: the server's port is {parsed.port}"
-    for port, path in re.findall(
-        r"127\.0\.0\.1:(\d+)(/\w+)", " ".join(service["healthcheck"]["test"])
-    ):
-        yield from probe_problem(COMPOSE, path)
-        if port != str(parsed.port):
-            yield f"{COMPOSE}: the server's port is {parsed.port}"
+    yield from path_facts(launch, [*mounts, *(f"/run/secrets/{name}" for name in secrets)])
+    asked = " ".join(service["healthcheck"]["test"])
+    probed = re.findall(r"127\.0\.0\.1:(\d+)(/\w+)", asked)
+    ports = [each.split(":")[-1] for each in service["ports"]] + [each for each, _ in probed]
+    in_file = set(read_yaml(folder / COMPOSE)[0]["secrets"])
+    admin = parsed.access.admin_key_env
+    yield COMPOSE, "the service's secrets are not those of the file", secrets == in_file
+    checkout = folder / "docker" / build["context"]
+    yield COMPOSE, "the build's context is not the checkout", (checkout / "launch").is_dir()
+    yield COMPOSE, f"no file {build['dockerfile']}", (ROOT / build["dockerfile"]).is_file()
+    yield COMPOSE, f"no {admin} in the environment", admin in service["environment"]
+    yield COMPOSE, f"the server's port is {port}", set(ports) == {port}
+    for _, path in probed:
+        yield COMPOSE, f"{path} is no public route", is_public(path)
 
 
-def pod_problems(folder: Path) -> Iterator[str]:
+def pod_facts(folder: Path) -> Iterator[Fact]:
     pod, launch = pod_of(folder), launches_of(folder)[4]
+    where = launch.where
     [container] = pod["containers"]
     parsed, _ = launch.parse()
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    if set(ports.values()) != {parsed.port}:
-        yield f"{KUBERNETES[0]}: the server's port is {parsed.port}"
+    yield where, f"the server's port is {parsed.port}", set(ports.values()) == {parsed.port}
     for kind, path in (("startup", "/healthz"), ("liveness", "/healthz"), ("readiness", "/readyz")):
         probe = container[f"{kind}Probe"]["httpGet"]
-        yield from probe_problem(KUBERNETES[0], probe["path"])
-        if probe["path"] != path or probe["port"] not in ports:
-            yield f"{KUBERNETES[0]}: the {kind} probe asks {probe}, not {path} at a port's name"
-    yield from path_problems(launch, [mount["mountPath"] for mount in container["volumeMounts"]])
-    if parsed.access.admin_key_env not in {each["name"] for each in container["env"]}:
-        yield f"{KUBERNETES[0]}: no {parsed.access.admin_key_env} in the environment"
+        is_fine = probe["path"] == path and probe["port"] in ports and is_public(path)
+        yield where, f"the {kind} probe asks {probe}, not {path} at a port's name", is_fine
+    yield from path_facts(launch, [mount["mountPath"] for mount in container["volumeMounts"]])
+    admin = parsed.access.admin_key_env
+    named = {each["name"] for each in container["env"]}
+    yield where, f"no {admin} in the environment", admin in named
     volumes = {volume["name"] for volume in pod["volumes"]}
     mounted = {m["name"] for each in containers(pod) for m in each["volumeMounts"]}
-    if volumes != mounted:
-        yield f"{KUBERNETES[0]}: volumes and mounts differ by {sorted(volumes ^ mounted)}"
+    yield where, f"volumes and mounts differ by {volumes ^ mounted}", volumes == mounted
     user = dict(instructions(folder, IMAGES[0]))["USER"]
-    if str(pod["securityContext"]["runAsUser"]) != user:
-        yield f"{KUBERNETES[0]}: the image's user is {user}"
+    is_same = str(pod["securityContext"]["runAsUser"]) == user
+    yield where, f"the image's user is {user}", is_same
 
 
 def containers(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*pod["initContainers"], *pod["containers"]]
 
 
-def object_problems(folder: Path) -> Iterator[str]:
+def object_facts(folder: Path) -> Iterator[Fact]:
     """Names and labels by which Kubernetes objects find each other, and the images' names."""
-    found = objects(folder)
+    found, where = objects(folder), KUBERNETES[0]
     deployment, pod = found["Deployment"]["spec"], pod_of(folder)
+    service, budget = found["Service"]["spec"], found["PodDisruptionBudget"]["spec"]
     labels = deployment["template"]["metadata"]["labels"]
-    for where, selector in (
-        ("Deployment", deployment["selector"]["matchLabels"]),
-        ("Service", found["Service"]["spec"]["selector"]),
-        ("PodDisruptionBudget", found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]),
+    for selector in (
+        deployment["selector"]["matchLabels"],
+        service["selector"],
+        budget["selector"]["matchLabels"],
     ):
-        if not selector.items() <= labels.items():
-            yield f"the {where} selects {selector}, pods have {labels}"
-    if found["PodDisruptionBudget"]["spec"]["minAvailable"] >= deployment["replicas"]:
-        yield "the PodDisruptionBudget lets no node be drained"
+        is_fine = selector.items() <= labels.items()
+        yield where, f"something selects {selector}, pods have {labels}", is_fine
+    can_drain = budget["minAvailable"] < deployment["replicas"]
+    yield where, "the PodDisruptionBudget lets no node be drained", can_drain
     names = {port["name"] for each in pod["containers"] for port in each["ports"]}
-    if any(port["targetPort"] not in names for port in found["Service"]["spec"]["ports"]):
-        yield f"the Service's target is none of {names}"
-    yield from secret_problems(pod, found["Secret"])
-    built = {
-        name for image in IMAGES for name in re.findall(r"-t (\S+)", (folder / image).read_text())
-    }
-    used = {each["image"] for each in containers(pod)} | {service_of(folder)["image"]}
-    yield from (f"no recipe builds the image {name}" for name in used - built)
-
-
-def secret_problems(pod: Mapping[str, Any], secret: Mapping[str, Any]) -> Iterator[str]:
-    name, keys = secret["metadata"]["name"], set(secret["stringData"])
+    targets = {port["targetPort"] for port in service["ports"]}
+    yield where, f"the Service's target is none of {names}", targets <= names
     volumes = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
     wanted = {(v["secretName"], item["key"]) for v in volumes for item in v["items"]}
     refs = [env["valueFrom"]["secretKeyRef"] for each in pod["containers"] for env in each["env"]]
     wanted |= {(ref["name"], ref["key"]) for ref in refs}
-    if wanted != {(name, key) for key in keys}:
-        yield f"the pod wants of secrets {sorted(wanted)}, {name} has {sorted(keys)}"
+    secret = found["Secret"]
+    given = {(secret["metadata"]["name"], key) for key in secret["stringData"]}
+    yield where, f"the pod wants of secrets {wanted}, there are {given}", wanted == given
+    texts = [(folder / image).read_text() for image in IMAGES]
+    built = {name for text in texts for name in re.findall(r"-t (\S+)", text)}
+    for name in {each["image"] for each in containers(pod)} | {service_of(folder)["image"]}:
+        yield where, f"no recipe builds the image {name}", name in built
 
 
-def end_problems(folder: Path, launches: Sequence[Launch]) -> Iterator[str]:
-    """Where the time to end is not longer than the drain, and what comes before and after it."""
+def end_facts(folder: Path, launches: Sequence[Launch]) -> Iterator[Fact]:
+    """The time to end is longer than the drain, and what comes before and after it."""
     drain_s = {each.where: each.parse()[0].health.drain_timeout_s for each in launches}
     sbatch = "slurm/sgl-esft.sbatch"
+    # For how long a pod goes on before SIGTERM.
+    slept = pod_of(folder)["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert slept[0] == "sleep"
+    pod_s = pod_of(folder)["terminationGracePeriodSeconds"] - float(slept[1])
     given = {
         UNIT: float(read_unit(folder)["Service"]["TimeoutStopSec"]),
         COMPOSE: float(service_of(folder)["stop_grace_period"].removesuffix("s")),
-        KUBERNETES[0]: pod_of(folder)["terminationGracePeriodSeconds"] - sleep_s(folder),
+        KUBERNETES[0]: pod_s,
         sbatch: float(sbatch_options(folder)["signal"].partition("@")[2]),
     }
     for name, seconds in given.items():
-        if seconds < drain_s[name] + ENDING_S:
-            yield f"{name}: {seconds:g} s are too few for a drain of {drain_s[name]:g} s"
-    if drain_s[sbatch] + ENDING_S - 5 > KILL_WAIT_S:  # less a scale's: it is not elastic
-        yield f"{sbatch}: after scancel there are {KILL_WAIT_S} s"
-
-
-def sleep_s(folder: Path) -> float:
-    """For how long a pod goes on before SIGTERM."""
-    command = pod_of(folder)["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    return float(command[1]) if command[0] == "sleep" else float("nan")
+        words = f"{seconds:g} s are too few for a drain of {drain_s[name]:g} s"
+        yield name, words, seconds >= drain_s[name] + ENDING_S
+    is_short = drain_s[sbatch] + ENDING_S - 5 <= KILL_WAIT_S  # less a scale's: it is not elastic
+    yield sbatch, f"after scancel there are {KILL_WAIT_S} s", is_short
 
 
 def on_this_machine(

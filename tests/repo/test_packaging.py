@@ -27,6 +27,17 @@ from tests.support.wheels import build_wheel, copy_of_the_project
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """With nothing else in the environment, where there is something in it."""
+    env = environment or None
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def run_setup(checkout: Path, python: str) -> subprocess.CompletedProcess[str]:
+    path = "/usr/local/bin:/usr/bin:/bin"
+    return run("scripts/setup.sh", cwd=checkout, PATH=path, PYTHON=python)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from a copy, so that the tree stays clean; native code unoptimised, to be quick."""
@@ -62,8 +73,7 @@ def test_wheel_holds_the_native_code_of_this_python_and_torch(
     assert wheel.read("sgl_reroute/torch_version.txt").decode() == torch.__version__
     wheel.extract(vmm, tmp_path)
     code = "import sgl_vmm; print(sgl_vmm.__file__, sgl_vmm.open_backend('host').name)"
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True)
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.stdout == f"{tmp_path / vmm} host\n"
 
 
@@ -96,10 +106,6 @@ def test_another_python_is_refused(wheel: zipfile.ZipFile) -> None:
     assert native["requires-python"] == PROJECT["requires-python"]
 
 
-def test_kernels_folder_is_installed_under_its_own_name() -> None:
-    assert Path(str(sgl_esft_kernels.__file__)).parent == ROOT / "kernels"
-
-
 def test_kernels_folder_does_not_pose_as_the_package_of_that_name() -> None:
     """With the checkout as working directory `import kernels` finds our folder.
 
@@ -108,29 +114,24 @@ def test_kernels_folder_does_not_pose_as_the_package_of_that_name() -> None:
     `__version__` in kernels/__init__.py makes it answer "too old, not available".
     """
     code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
-    run = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run(sys.executable, "-W", "ignore", "-c", code)
     assert done.stdout.strip() == "False", done.stderr[-500:]
 
 
-def test_version_is_one() -> None:
+def test_version_is_one_and_kernels_have_their_own_name() -> None:
+    assert Path(str(sgl_esft_kernels.__file__)).parent == ROOT / "kernels"
     assert sgl_esft.__version__ == PROJECT["version"] == importlib.metadata.version("sgl-esft")
 
 
-@pytest.mark.parametrize("group", ["sglang.srt.platforms", "sglang.srt.plugins"])
+GROUPS = {**PROJECT["entry-points"], "console_scripts": PROJECT["scripts"]}
+
+
+@pytest.mark.parametrize("group", GROUPS)
 def test_installed_entry_points_are_those_of_pyproject_and_load(group: str) -> None:
-    declared = PROJECT["entry-points"][group]
     installed = {e.name: e for e in importlib.metadata.entry_points(group=group)}
-    for name, value in declared.items():
+    for name, value in GROUPS[group].items():
         assert installed[name].value == value
         assert callable(installed[name].load())
-
-
-def test_console_script_loads() -> None:
-    scripts = importlib.metadata.entry_points(group="console_scripts")
-    for name, value in PROJECT["scripts"].items():
-        assert scripts[name].value == value
-        assert callable(scripts[name].load())
 
 
 @pytest.fixture
@@ -158,8 +159,8 @@ def test_setup_refuses_a_python_that_does_not_fit(checkout: Path) -> None:
 
 
 def test_setup_does_nothing_when_the_stamp_fits(checkout: Path) -> None:
-    command = ["bash", "-c", "source scripts/setup.sh; wanted_hash; wanted_csrc_hash"]
-    done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
+    hashes = "source scripts/setup.sh; wanted_hash; wanted_csrc_hash"
+    done = run("bash", "-c", hashes, cwd=checkout)
     (checkout / ".venv").mkdir()
     for kind, stamp in zip(("setup", "csrc"), done.stdout.split(), strict=True):
         (checkout / f".venv/.{kind}-{stamp}").touch()
@@ -175,57 +176,21 @@ def test_any_of_the_browsers_will_do(tmp_path: Path, name: str) -> None:
     browser = tmp_path / name
     browser.write_text("#!/bin/sh\n")
     browser.chmod(0o755)
-    path = {"PATH": str(tmp_path)}
-    subprocess.run(["/bin/bash", "scripts/browser.sh"], cwd=ROOT, env=path, check=True)
-    command = "from scripts.browsers import find; print(find())"
-    done = subprocess.run(
-        [sys.executable, "-c", command],
-        cwd=ROOT,
-        env=path,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == f"{browser}\n"
+    path = str(tmp_path)
+    assert run("/bin/bash", "scripts/browser.sh", PATH=path).returncode == 0
+    find = "from scripts.browsers import find; print(find())"
+    assert run(sys.executable, "-c", find, PATH=path).stdout == f"{browser}\n"
 
 
-def test_pictures_without_a_browser_say_the_remedy(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.dashboard_pictures", "http://127.0.0.1:9", "x.png"],
-        cwd=ROOT,
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_without_a_browser_the_remedy_is_said(tmp_path: Path) -> None:
+    pictures = (sys.executable, "-m", "scripts.dashboard_pictures", "http://127.0.0.1:9", "x.png")
+    done = run(*pictures, PATH=str(tmp_path))
     assert done.returncode == 2
     assert "run `make browser`" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_without_a_browser_and_root_the_remedy_is_said(tmp_path: Path) -> None:
-    tools = tmp_path / "id"  # the only tool there is
-    tools.write_text("#!/bin/sh\necho 1000\n")
-    tools.chmod(0o755)
-    done = subprocess.run(
-        ["/bin/bash", "scripts/browser.sh"],
-        cwd=ROOT,
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    no_root = tmp_path / "id"  # the only tool there is
+    no_root.write_text("#!/bin/sh\necho 1000\n")
+    no_root.chmod(0o755)
+    done = run("/bin/bash", "scripts/browser.sh", PATH=str(tmp_path))
     assert done.returncode == 1
     assert "apt-get install chromium" in done.stderr
-
-
-def run_setup(checkout: Path, python: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHON": python}
-    return subprocess.run(
-        ["scripts/setup.sh"],
-        cwd=checkout,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
@@ -54,21 +53,17 @@ def test_recipes_are_in_order(copy: Path, scratch: Path) -> None:
     [
         ("one_machine.sh", "--enable-metrics", "--enable-metrix", "no flag --enable-metrix"),
         ("one_machine.sh", "new_key() {", "new_key( {", "syntax error"),
-        ("systemd/sgl-esft.service", "--adapter-root", "--adapters-root", "no flag"),
         ("systemd/sgl-esft.service", "RestartSec", "RestartSecs", "RestartSecs"),
         ("systemd/sgl-esft.service", "TimeoutStopSec=60", "TimeoutStopSec=30", "too few"),
         ("systemd/sgl-esft.service", "sgl_esft.launch_server", "sgl_esft.server", "no-launcher"),
-        ("docker/cpu.Dockerfile", "ENTRYPOINT", "ENTRYPIONT", "no instruction"),
         ("docker/cpu.Dockerfile", "COPY csrc/ csrc/", "COPY csrd/ csrc/", "no file csrd"),
         ("docker/cpu.Dockerfile", "COPY kernels/ kernels/\n", "", "kernels is not copied"),
-        ("docker/cpu.Dockerfile", "requirements/cpu.txt", "requirements/cpus.txt", "no file"),
         ("docker/cpu.Dockerfile", "--from=build", "--from=builds", "builds has no version"),
         ("docker/cpu.Dockerfile", "USER 10001", "USER root", "useradd"),
         ("docker/cpu.Dockerfile", "EXPOSE 30000", "EXPOSE 3000", "EXPOSE"),
         ("docker/cuda.Dockerfile", ":13.0.1-cudnn-devel-ubuntu24.04", ":latest", "no version"),
         ("docker/cuda.Dockerfile", '"--admin-key-env"', '"--admin-env"', "no flag"),
         ("docker/compose.yaml", "--drain-timeout=30", "--drain-timeout=70", "too few"),
-        ("docker/compose.yaml", "--drain-timeout=30", "--drain-time=30", "no flag"),
         ("docker/compose.yaml", "stop_grace_period", "stop_grace", "stop_grace"),
         ("docker/compose.yaml", "/readyz", "/ready2", "no public route"),
         ("docker/compose.yaml", "30000:30000", "30000:8000", "port"),
@@ -77,7 +72,7 @@ def test_recipes_are_in_order(copy: Path, scratch: Path) -> None:
         ("docker/compose.yaml", "image: sgl-esft:cpu", "image: sgl-esft:gpu", "no recipe builds"),
         ("kubernetes/sgl-esft.yaml", "readinessProbe", "readynessProbe", "readynessProbe"),
         ("kubernetes/sgl-esft.yaml", "path: /readyz", "path: /ready", "the readiness probe"),
-        ("kubernetes/sgl-esft.yaml", "path: /healthz", "path: /health2", "no public route"),
+        ("kubernetes/sgl-esft.yaml", "path: /healthz", "path: /health2", "the startup probe"),
         ("kubernetes/sgl-esft.yaml", "containerPort: 30000", "containerPort: 80", "port"),
         ("kubernetes/sgl-esft.yaml", "port: http}", "port: web}", "the startup probe"),
         ("kubernetes/sgl-esft.yaml", "targetPort: http", "targetPort: web", "the Service's"),
@@ -92,9 +87,7 @@ def test_recipes_are_in_order(copy: Path, scratch: Path) -> None:
         ("slurm/sgl-esft.sbatch", "--cpus-per-task=8\n", "--cpu-per-task=8\n", "cpu-per-task"),
         ("slurm/sgl-esft.sbatch", "--signal=TERM@60", "--signal=TERM@30", "too few"),
         ("slurm/sgl-esft.sbatch", "--drain-timeout 20", "--drain-timeout 30", "scancel"),
-        ("slurm/sgl-esft.sbatch", "--admin-key-env", "--admin-key", "no flag"),
         ("ray/serve.sh", "--nodes ray", "--nodes rays", "ray/serve.sh: 2"),
-        ("ray/serve.sh", "--max-devices", "--max-device", "no flag"),
         ("ray/serve.sh", "--head", "--heads", "--heads"),
         ("ray/cluster.yaml", "worker_ips", "workers_ips", "workers_ips"),
         ("ray/cluster.yaml", "--autoscaling-config", "--autoscale-config", "--autoscale-config"),
@@ -107,39 +100,6 @@ def test_what_is_broken_is_found(
     assert old in text
     (copy / name).write_text(text.replace(old, new, 1))
     assert words in "\n".join(problems(copy, scratch))
-
-
-# Whose keys are the user's own.
-FREE = {"environment", "labels", "matchLabels", "secrets", "selector", "services", "stringData"}
-
-
-def misspelt(value: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, the same document with that key misspelt), for every key that is not the user's own."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in list(items):
-        if isinstance(value, dict) and parent not in FREE:
-            yield key, {k + "x" if k == key else k: v for k, v in value.items()}
-        if isinstance(inner, dict | list):
-            for name, changed in misspelt(inner, str(key)):
-                yield name, replaced(value, key, changed)
-
-
-def replaced(value: Any, key: Any, inner: Any) -> Any:
-    if isinstance(value, dict):
-        return {**value, key: inner}
-    return [*value[:key], inner, *value[key + 1 :]]
-
-
-def test_every_misspelt_key_is_found() -> None:
-    """By the schemas that are ours."""
-    cases = [
-        (name, key, recipes.schema_faults(changed, schema))
-        for name, document, schema in recipes.documents(RECIPES)
-        if schema.parent == recipes.SCHEMAS
-        for key, changed in misspelt(document)
-    ]
-    assert len(cases) > 150
-    assert [(name, key) for name, key, faults in cases if not faults] == []
 
 
 def test_a_recipe_that_nobody_checks_is_found(copy: Path, scratch: Path) -> None:
@@ -209,14 +169,6 @@ def test_shell_files_are_clean(path: str) -> None:
     command = ["bash", "-n"] if SHELLCHECK is None else [SHELLCHECK]
     done = subprocess.run([*command, str(ROOT / path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.skipif(SHELLCHECK is None, reason="no shellcheck: make setup brings it")
-def test_shellcheck_sees_what_bash_does_not(tmp_path: Path) -> None:
-    script = tmp_path / "x.sh"
-    script.write_text("#!/usr/bin/env bash\nrm -r $1\n")
-    done = subprocess.run([str(SHELLCHECK), str(script)], capture_output=True, check=False)
-    assert done.returncode == 1
 
 
 @pytest.fixture

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from bench.expertweave import batching_served
 from bench.expertweave.batching import (
     NUM_ADAPTERS,
     NUM_EXPERTS,
@@ -16,11 +13,9 @@ from bench.expertweave.batching import (
     Engine,
     Workload,
     make_trace,
-    plan,
-    rows_of,
     simulate,
 )
-from bench.expertweave.batching_served import Answer, Ask, Setting, make_asks, mean_adapters
+from bench.expertweave.batching_served import Answer, mean_adapters
 from bench.expertweave.floor import expected_touched
 
 SMALL = Workload("uniform", 8, 1.3, mean_steps=10, num_turnovers=30, seed=1)
@@ -55,43 +50,6 @@ def test_expected_experts_are_the_floors(experts: str) -> None:
     assert routing.expected_touched(MIXED) == pytest.approx(np.mean(layers))
 
 
-@each_routing
-def test_drawn_experts_are_near_the_expected(experts: str) -> None:
-    routing, rng = ROUTINGS[experts](), np.random.default_rng(3)
-    drawn = np.mean([routing.drawn_touched(MIXED, rng) for _ in range(20)])
-    assert drawn == pytest.approx(routing.expected_touched(MIXED), rel=0.05)
-    assert routing.drawn_touched(composition(o4=1), rng) == TOP_K
-    assert routing.drawn_touched(composition(o1=1, o5=1), rng) > TOP_K, "two copies of an expert"
-
-
-def test_the_same_expert_of_two_adapters_is_two() -> None:
-    """Owners 1 and 5 are the same published config in two adapters."""
-    routing = ROUTINGS["published"]()
-    together = routing.expected_touched(composition(o1=8))
-    apart = routing.expected_touched(composition(o1=4, o5=4))
-    assert together < apart
-
-
-@pytest.mark.parametrize("popularity", ["uniform", "zipf", "1.0", "0.3", "0.1"])
-def test_shares(popularity: str) -> None:
-    shares = Workload(popularity, 1, 1.0).shares()
-    assert shares.shape == (1 + NUM_ADAPTERS,)
-    assert shares.sum() == pytest.approx(1)
-    assert shares[0] == pytest.approx(1 / (1 + NUM_ADAPTERS))
-    assert (shares[1:-1] >= shares[2:] - 1e-12).all()
-    assert (popularity in ("uniform", "1.0")) == bool(np.allclose(shares, shares[0]))
-
-
-def test_the_engine_never_runs_more_than_it_may_nor_idles() -> None:
-    engine = Engine(make_trace(SMALL), SMALL.max_running, 4)
-    for now in range(150):
-        engine.step(now)
-        num_running = int(engine.num_running.sum())
-        assert num_running <= SMALL.max_running
-        assert num_running == SMALL.max_running or not engine.queue
-    assert engine.queue
-
-
 def test_no_overtakes_is_first_come_first_served() -> None:
     engine = Engine(make_trace(SMALL), SMALL.max_running, 0)
     for now in range(600):
@@ -109,27 +67,6 @@ def test_more_overtakes_leave_fewer_adapters_and_experts() -> None:
     assert [run.most_overtakes for run in runs[:2]] == [0, 8]
 
 
-def test_without_a_queue_there_is_nothing_to_choose() -> None:
-    idle = dataclasses.replace(SMALL, load=0.1)
-    rows = rows_of(idle, "published", (32,), seeds=(1, 2))
-    assert rows[0]["experts_over_fcfs"]["median"] == pytest.approx(1, abs=0.01)
-
-
-def test_the_plan_has_what_the_documents_show() -> None:
-    planned = {(w.popularity, w.max_running, w.load, kind, most) for w, kind, _, most in plan()}
-    assert {("uniform", 64, load, "published", None) for load in (0.7, 0.9, 1.0, 1.2)} <= planned
-    assert len(planned) == len(plan())
-
-
-def test_served_asks_are_the_same_for_both_servers() -> None:
-    setting = Setting(num_requests=500)
-    asks = make_asks(setting, ["a", "b"], seed=3)
-    assert asks == make_asks(setting, ["a", "b"], seed=3)
-    assert asks != make_asks(setting, ["a", "b"], seed=4)
-    assert {wanted.adapter for wanted in asks} == {None, "a", "b"}
-    assert 1 <= min(w.num_tokens for w in asks) < max(w.num_tokens for w in asks) <= 48
-
-
 def test_adapters_that_run_at_once_are_counted_by_time() -> None:
     """From 1, when the first answer ends, to 3, when the last is asked for."""
     answers = [
@@ -139,9 +76,3 @@ def test_adapters_that_run_at_once_are_counted_by_time() -> None:
         Answer(None, 3, 3, 9),
     ]
     assert mean_adapters(answers) == pytest.approx(1.5, abs=0.01)
-
-
-def test_a_refused_request_is_no_answer() -> None:
-    """Nobody listens on port 1."""
-    with pytest.raises(OSError, match="Connection refused"):
-        batching_served.play("http://127.0.0.1:1", [Ask(None, 1)], 2)

@@ -69,23 +69,6 @@ def test_ratios_are_taken_round_by_round() -> None:
         elastic_bench.over([1.0], [1.0, 2.0])
 
 
-def test_flags_say_whether_there_are_standbys() -> None:
-    kept = [name for name, f in elastic_bench.STRATEGIES.items() if elastic_bench.has_standbys(f)]
-    assert kept == ["elastic"]
-    rows = [elastic_bench.has_standbys(flags) for flags in elastic_bench.ABLATIONS.values()]
-    assert rows == [True, True, True, False, False]
-
-
-def test_a_bench_waits_until_nothing_starts() -> None:
-    standby = {"state": "parked", "device_ids": [0, 1]}
-    starting = {"state": "starting", "device_ids": [0]}
-    assert elastic_bench.is_settled([standby], 2)
-    assert not elastic_bench.is_settled([standby], 1)
-    assert not elastic_bench.is_settled([standby, starting], 2)
-    assert elastic_bench.flags_of("elastic", 3) == ("--standby-ranks", "3")
-    assert elastic_bench.flags_of("colocated", 3) == elastic_bench.STRATEGIES["colocated"]
-
-
 def test_memory_files_are_counted_once_and_a_gone_process_as_nothing() -> None:
     own = [os.getpid()]
     before = elastic_bench.resident_bytes(own)
@@ -101,17 +84,6 @@ def test_memory_files_are_counted_once_and_a_gone_process_as_nothing() -> None:
         os.close(copy)
     assert elastic_bench.resident_bytes([-1]) == 0
     assert elastic_bench.worker_pids(os.getpid()) == []
-
-
-def test_the_sampler_keeps_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter([5, 80, 30])
-    monkeypatch.setattr(elastic_bench, "worker_pids", lambda _: [1])
-    monkeypatch.setattr(elastic_bench, "resident_bytes", lambda _: next(sizes, 1))
-    sampler = elastic_bench.MemorySampler(period_s=0.001)
-    with sampler:
-        while next(sizes, None) is not None:
-            pass
-    assert sampler.peak_bytes >= 5
 
 
 def test_rows_of_scales_go_up_and_down_over_cold_restart() -> None:

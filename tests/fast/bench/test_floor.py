@@ -8,19 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from bench.expertweave.expert_memory import DATA, MODEL_CONFIG
+from bench.expertweave.expert_memory import MODEL_CONFIG
 from bench.expertweave.floor import (
     V2_LITE,
-    FloorError,
     ModelBytes,
     decode_floor_bytes,
     expected_touched,
     expected_touched_at_random,
     floor_over_base,
-    selection_from_scores,
-    uniform_selection,
 )
-from sgl_esft.tools.select import read_scores
 
 M, K = 64, 6
 TUNED = [set(range(6)), {3, 9, 40}, set(), {63}]
@@ -66,25 +62,6 @@ def test_monte_carlo_agrees_with_random_owners() -> None:
     assert found == pytest.approx(np.mean(drawn), rel=0.01)
 
 
-def test_one_token_touches_top_k() -> None:
-    assert expected_touched(TUNED, [0, 1, 0, 0, 0], num_experts=M, top_k=K) == pytest.approx(K)
-    shares = [0.2] * 5
-    found = expected_touched_at_random(TUNED, shares, 1, num_experts=M, top_k=K)
-    assert found == pytest.approx(K)
-
-
-def test_no_token_touches_nothing() -> None:
-    assert expected_touched(TUNED, [0] * 5, num_experts=M, top_k=K) == 0
-    assert expected_touched_at_random(TUNED, [0.2] * 5, 0, num_experts=M, top_k=K) == 0
-
-
-def test_many_tokens_touch_everything_there_is() -> None:
-    bound = M + sum(map(len, TUNED))
-    assert expected_touched(TUNED, [1000] * 5, num_experts=M, top_k=K) == pytest.approx(bound)
-    found = expected_touched_at_random(TUNED, [0.2] * 5, 10_000, num_experts=M, top_k=K)
-    assert found == pytest.approx(bound)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 256])
 def test_a_single_adapter_alone_adds_nothing(num_tokens: int) -> None:
     plain = expected_touched([], [num_tokens], num_experts=M, top_k=K)
@@ -96,34 +73,8 @@ def test_a_single_adapter_alone_adds_nothing(num_tokens: int) -> None:
     assert at_random == pytest.approx(plain)
 
 
-def test_more_owners_never_touch_fewer() -> None:
-    experts = [set(range(i, i + 5)) for i in range(0, 40, 2)]
-    found = []
-    for count in (1, 2, 4, 10, 20):
-        shares = [0.0, *[1 / count] * count]
-        found.append(
-            expected_touched_at_random(experts[:count], shares, 64, num_experts=M, top_k=K)
-        )
-    assert found == sorted(found)
-    assert found[-1] > 1.3 * found[0]
-
-
-def test_scores_become_probabilities_of_the_published_domains() -> None:
-    scores = read_scores(DATA / "esft" / "law-scores.json", "token")
-    rows = [selection_from_scores(layer, M, K) for layer in scores.values()]
-    assert [row.sum() for row in rows] == pytest.approx([K] * 26)
-    assert max(row.max() for row in rows) > 6 * K / M
-    assert selection_from_scores({0: 0.9, 1: 0.1}, M, K)[0] == 1.0
-
-
 def test_v2_lite_is_counted_from_its_config() -> None:
     assert ModelBytes.from_config(json.loads(MODEL_CONFIG.read_text())) == V2_LITE
-
-
-def test_a_tied_embedding_is_read_as_the_head() -> None:
-    config = json.loads(MODEL_CONFIG.read_text())
-    tied = ModelBytes.from_config({**config, "tie_word_embeddings": True})
-    assert tied.always_read_bytes == V2_LITE.always_read_bytes
 
 
 def test_bytes_of_one_token_and_of_all_weights() -> None:
@@ -138,35 +89,3 @@ def test_floor_over_base_of_the_20_adapters_of_the_reference_table() -> None:
     """64 tokens: 116.3 experts against 62.6 are 80 percent more bytes."""
     assert floor_over_base([116.3], [62.6]) == pytest.approx(1.80, abs=0.01)
     assert floor_over_base([6.0], [6.0]) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tuned": [{64}]}, "adapter 0 tunes"),
-        ({"num_tokens": [1]}, "num_tokens"),
-        ({"num_tokens": [1, -1]}, "none below 0"),
-        ({"selection": np.ones((1, M))}, "selection is"),
-        ({"selection": np.full((2, M), 1.5)}, "not in"),
-        ({"top_k": 65}, "top_k is 65"),
-    ],
-)
-def test_impossible_workloads_are_refused(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
-        "tuned": [{1}],
-        "num_tokens": [1, 1],
-        "num_experts": M,
-        "top_k": K,
-    }
-    with pytest.raises(FloorError, match=message):
-        expected_touched(**{**arguments, **change})  # type: ignore[arg-type]
-
-
-def test_impossible_shares_layers_and_scores_are_refused() -> None:
-    with pytest.raises(FloorError, match=r"sum to 0\.9"):
-        expected_touched_at_random([{1}], [0.5, 0.4], 8, num_experts=M, top_k=K)
-    with pytest.raises(FloorError, match="2 layers"):
-        decode_floor_bytes([1.0, 2.0])
-    with pytest.raises(FloorError, match="scores"):
-        selection_from_scores({0: -1.0}, M, K)
-    assert uniform_selection(2, M, K).shape == (2, M)

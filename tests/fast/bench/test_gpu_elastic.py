@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from bench.elasticmoe.load import Ask, Stream
 from bench.gpu import elastic
-from bench.gpu.elastic import Driven, Model, Swap
-from sgl_elastic.instance.devices import rank_environment
-from sgl_elastic.options import parse
+from bench.gpu.elastic import Driven, Swap
 
 ASKS = [Ask(f"prompt {number}", None, 4) for number in range(3)]
 
@@ -68,53 +61,3 @@ def test_a_broken_stream_is_no_result() -> None:
     none = Driven(([], []), ([], []), [])
     with pytest.raises(ValueError, match="no swap in the time"):
         none.figures(20.0, 1)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
-    for name, size in (("base", 100), ("math", 7)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(bytes(size))
-        (tmp_path / name / "config.json").write_text("{}")
-    return elastic.own_model(tmp_path / "base", {"math": tmp_path / "math"}, tmp_path / "own")
-
-
-def test_weights_are_not_there_while_hidden(model: Model, tmp_path: Path) -> None:
-    assert elastic.within_reach(model, []) == 107
-    with model.hidden():
-        assert model.weights() == []
-        assert elastic.within_reach(model, []) == 0
-        assert (model.base / "config.json").exists()
-    assert [path.stat().st_size for path in model.weights()] == [100, 7]
-    assert (tmp_path / "base" / "model.safetensors").stat().st_size == 100
-    again = elastic.own_model(tmp_path / "base", {}, tmp_path / "own")
-    assert len(again.weights()) == 1
-
-
-@pytest.mark.parametrize("way", ["import mmap; kept = mmap.mmap(f.fileno(), 0); f.close()", "pass"])
-def test_what_a_process_has_mapped_or_open_is_within_reach(model: Model, way: str) -> None:
-    file = model.weights()[0]
-    code = f"f = open({str(file)!r}, 'r+b'); {way}; print(1, flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert elastic.group(process.pid) == [process.pid]
-        with model.hidden():
-            assert elastic.within_reach(model, [process.pid]) == 100
-            assert elastic.within_reach(model, [os.getpid()]) == 0
-        process.communicate(b"\n")
-
-
-def test_the_launcher_takes_the_arguments(model: Model) -> None:
-    for device in ("cpu", "cuda"):
-        line = elastic.arguments(model, elastic.FULL, device)
-        options, rest = parse(line)
-        assert (options.max_devices, options.dp_size, options.standby_ranks) == (1, 1, 1)
-        assert options.device_bytes == 64 << 30
-        assert ("--attention-backend" in rest) == (device == "cuda")
-    assert rank_environment("cuda", (0,), {})["CUDA_VISIBLE_DEVICES"] == "0"

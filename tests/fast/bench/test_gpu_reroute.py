@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from bench.common.layers import DTYPE
 from bench.expertweave.floor import ModelBytes, floor_over_base
-from bench.gpu import checkpoint, graph, reroute, serve
+from bench.gpu import graph, reroute, serve
 from bench.gpu import model as gpu_model
 from bench.gpu.moe import grouped_experts
-from sgl_esft.formats.manifest import read_manifest
-from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.platform.moe import moe_forward
-from sgl_esft_launch import flags, plan
-from tests.support.servers import ROOT
 
 
 def test_grouped_experts_compute_what_the_platform_computes() -> None:
@@ -32,35 +24,6 @@ def test_grouped_experts_compute_what_the_platform_computes() -> None:
     found = grouped_experts(hidden, weights, slot_ids, w13, w2)
     expected = moe_forward(hidden, w13, w2, weights, slot_ids)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
-
-
-def test_without_a_gpu_the_work_stands_in_for_its_graph() -> None:
-    source = torch.zeros(3)
-    captured = graph.capture(lambda: source + 1, "cpu")
-    source.fill_(5)
-    assert captured.result.tolist() == [1, 1, 1]
-    captured.replay()
-    assert captured.result.tolist() == [6, 6, 6]
-    assert captured.nodes is None
-    assert graph.timer(captured, 3)().wall > 0
-
-
-def test_a_failing_driver_call_is_named() -> None:
-    with pytest.raises(graph.GraphError, match="cuGraphGetNodes failed with CUresult 400"):
-        graph._check("cuGraphGetNodes", 400)
-
-
-def test_cases_come_without_hypothesis_too() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['hypothesis'] = None\n"
-        "from bench.gpu.reroute import covering_cases\n"
-        "print(len(covering_cases()))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) == len(reroute.covering_cases()) > 40
 
 
 class Stale:
@@ -141,50 +104,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> serve.Files:
     return serve.write_files(serve.TINY, tmp_path_factory.mktemp("served"))
 
 
-def test_written_checkpoint_is_complete_and_its_adapters_fit(files: serve.Files) -> None:
-    spec = read_moe_spec(files.base)
-    index = json.loads((files.base / "model.safetensors.index.json").read_text())["weight_map"]
-    for name, file in index.items():
-        with safe_open(files.base / file, framework="pt") as shard:
-            tensor = shard.get_tensor(name)
-        assert tensor.dtype == torch.bfloat16
-        assert (tensor == 1).all() if "norm" in name else 0 < tensor.std() < 0.1
-    assert len(files.adapters) == 3
-    for folder in files.adapters.values():
-        assert read_manifest(folder, spec).max_experts_per_layer > 0
-    again = serve.write_files(serve.TINY, files.base.parent.parent)
-    assert again == files
-
-
-def test_layers_are_left_out_where_time_or_disk_is_short(
-    tmp_path: Path, files: serve.Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = {**files.config, "num_hidden_layers": 20}
-    monkeypatch.setattr(checkpoint, "_probe", lambda _: 1e6)
-    assert checkpoint.layers_that_fit(config, tmp_path, 3600) == 20
-    assert 2 < checkpoint.layers_that_fit(config, tmp_path, 8) < 20
-    assert checkpoint.layers_that_fit(config, tmp_path, 0) == 2
-
-
-def test_launcher_accepts_the_servers_arguments(files: serve.Files) -> None:
-    woven, rest = flags.parse(serve.woven_arguments(files, "cuda", 256))
-    assert plan.plan_launch(woven, rest).config is not None
-    assert "--cuda-graph-max-bs" in rest
-    plain, rest = flags.parse(serve.plain_arguments(files, "cuda", 256))
-    assert plan.plan_launch(plain, rest).config is None
-
-
 def test_floor_of_served_adapters(files: serve.Files) -> None:
     assert serve.floor_of(files, 64, 0) == 1
     assert serve.floor_of(files, 1, 3) == pytest.approx(1, abs=1e-9)
     assert serve.floor_of(files, 64, 3) > 1.02
-
-
-def test_short_time_costs_rounds_and_says_so(files: serve.Files) -> None:
-    cells, missing = serve._drive(serve.TINY, files, ("", ""), lambda: False)
-    assert missing == (serve.TINY.rounds + 1) * len(cells)
-    row = serve._row(files, (2, 3), [], "cpu")
-    assert row["reason"] == "0 rounds in the time: too few"
 
 
 @pytest.mark.full

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
+from bench.common.record import RESULTS
 from bench.common.recorded_client import (
-    NOT_SENT,
-    Fold,
     Request,
     noting_errors,
     read_requests,
     record_of,
-    recorded,
 )
 from bench.soak import lifecycle_checks as checks
-from bench.soak import lifecycle_load
 from bench.soak.lifecycle_load import verdict
-from bench.soak.lifecycle_operator import CYCLE, Done, History, Operation, Planner, carry_out
-from bench.soak.lifecycle_versions import Versions, clear_texts, names, write_versions
-from sgl_esft import zoo
-from sgl_esft.formats.manifest import read_manifest
-from sgl_esft.formats.model_spec import read_moe_spec
-from tests.fast import result_samples
+from bench.soak.lifecycle_operator import Done, History, Operation
+from bench.soak.lifecycle_versions import Versions, clear_texts
 
 LIVE = {name: Versions(name, name, f"{name}.v2") for name in ("a", "b", "c")}
 TEXTS = {("a", "p"): "old", ("a.v2", "p"): "new", ("b", "p"): "other", ("b.v2", "p"): "fourth"}
@@ -46,9 +33,6 @@ def request(began_s: float, *token_s: float, adapter: str = "a", text: str = "ol
 
 def done(kind: Any, name: str, folder: str, sent_s: float, returned_s: float) -> Done:
     return Done(Operation(kind, name, folder), sent_s, returned_s, 200, "")
-
-
-# Versions: which answers are right when.
 
 
 @pytest.mark.parametrize(
@@ -67,14 +51,6 @@ def test_versions_an_answer_may_be_of(
     history = History.of(LIVE, [done("replace", "a", "a.v2", 10.0, 11.0)])
     assert history.allowed("a", began_s, first_token_s) == allowed
     assert history.allowed("b", began_s, first_token_s) == {"b"}
-
-
-def test_a_change_back_is_a_change_too_and_a_failed_one_proves_nothing() -> None:
-    there = done("replace", "a", "a.v2", 10.0, 11.0)
-    back = done("load_live", "a", "a", 20.0, 21.0)
-    assert History.of(LIVE, [there, back]).allowed("a", 22.0, 23.0) == {"a"}
-    failed = replace(back, answer="refused", status=503)
-    assert History.of(LIVE, [there, failed]).allowed("a", 22.0, 23.0) == {"a", "a.v2"}
 
 
 def test_a_wrong_answer_is_found_and_said_whose_it_is() -> None:
@@ -112,15 +88,6 @@ def test_an_unloaded_adapter_is_unknown_until_it_is_loaded(began_s: float, count
     assert history.allowed("a", 13.0, 14.0) == {"a.v2"}
 
 
-def test_an_adapter_that_did_not_come_back_stays_unknown() -> None:
-    failed = replace(done("load_live", "a", "a.v2", 11.5, 12.0), answer="no", status=500)
-    history = History.of(LIVE, [done("unload_live", "a", "a", 10.0, 11.0), failed])
-    assert history.may_be_unknown("a", 99.0, 99.1)
-
-
-# Pace: running streams during loads over without.
-
-
 def steady(gap_s: float, begin_s: float, end_s: float) -> Request:
     count = int((end_s - begin_s) / gap_s)
     return request(begin_s, *(begin_s + i * gap_s for i in range(count + 1)))
@@ -152,18 +119,10 @@ def test_pace_leaves_pins_out() -> None:
     assert checks.pace(slow, operations, [busy]).loads_over_none == pytest.approx(1.0)
 
 
-# Waiting and memory.
-
-
 def test_overtakes_count_who_came_later_and_began_earlier() -> None:
     late = request(0.0, 10.0)
     others = [request(1.0, 2.0), request(3.0, 4.0), request(5.0, 11.0), request(0.5)]
     assert checks.overtakes([late, *others]) == [2, 0, 0, 0]
-
-
-def test_waits_are_by_adapter() -> None:
-    found = checks.waits([request(0.0, 2.0), request(1.0, 2.0, adapter="b"), request(0.0)])
-    assert found == {"a": [2.0], "b": [1.0]}
 
 
 def test_growth_sees_a_leak_and_not_the_warm_up() -> None:
@@ -172,110 +131,6 @@ def test_growth_sees_a_leak_and_not_the_warm_up() -> None:
     leak = checks.growth([*warm, *[400.0 + i for i in range(70)]])
     assert leak.share == pytest.approx(56 / 406, abs=0.01)
 
-
-# The operator.
-
-
-def test_a_cycle_has_every_kind_and_leaves_nothing_behind() -> None:
-    planner = Planner(LIVE, ["x", "y"], seed=3)
-    for _ in range(20):
-        seen = []
-        for _ in CYCLE:
-            operation = planner.next()
-            assert operation.kind in ("load", "unload") or operation.name in LIVE
-            if operation.kind in ("replace", "load_live"):
-                assert operation.folder != planner.meaning[operation.name]
-            seen.append(operation.kind)
-            planner.took(operation)
-        assert tuple(seen) == CYCLE
-        assert planner.pinned is None
-        assert planner.absent is None
-        assert not planner._loaded
-
-
-def test_what_is_pinned_is_left_alone() -> None:
-    planner = Planner(LIVE, ["x"], seed=1)
-    for _ in range(200):
-        operation = planner.next()
-        assert operation.kind == "unpin" or operation.name != planner.pinned
-        planner.took(operation)
-
-
-async def _answer(
-    operation: Operation, *answers: web.Response
-) -> tuple[Done, list[tuple[str, str, Any]]]:
-    """A server that gives these answers, one after the other."""
-    seen = []
-    coming = iter(answers)
-
-    async def handle(http: web.Request) -> web.Response:
-        body = await http.json() if http.can_read_body else None
-        seen.append((http.method, http.path_qs, body))
-        return next(coming)
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        async with aiohttp.ClientSession() as session:
-            host, port = runner.addresses[0][:2]
-            one = await carry_out(session, f"http://{host}:{port}", operation)
-    finally:
-        await runner.cleanup()
-    return one, seen
-
-
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [
-        ("load", ("POST", "/v1/adapters?wait=true", {"name": "a", "path": "a.v2"})),
-        ("replace", ("PATCH", "/v1/adapters/a?wait=true", {"path": "a.v2"})),
-        ("pin", ("PATCH", "/v1/adapters/a?wait=true", {"pinned": True})),
-        ("unpin", ("PATCH", "/v1/adapters/a?wait=true", {"pinned": False})),
-        ("unload_live", ("DELETE", "/v1/adapters/a?wait=true", None)),
-    ],
-)
-def test_operations_are_calls_and_refusals_are_kept(kind: Any, call: Any) -> None:
-    operation = Operation(kind, "a", "a.v2")
-    good, seen = asyncio.run(_answer(operation, web.Response(text="said")))
-    assert (seen, good.answer) == ([call], "")
-    assert good.returned_s > good.sent_s
-    refused, _ = asyncio.run(_answer(operation, web.Response(status=409, text="said")))
-    assert (refused.status, refused.answer) == (409, "said")
-
-
-def test_what_is_busy_is_asked_again_when_it_says() -> None:
-    busy = web.Response(status=409, text="busy", headers={"Retry-After": "0"})
-    operation = Operation("replace", "a", "a.v2")
-    done, seen = asyncio.run(_answer(operation, busy, web.Response(text="said")))
-    assert (len(seen), done.status, done.answer) == (2, 200, "")
-
-
-@pytest.mark.parametrize(("state", "is_good"), [("succeeded", True), ("rolled_back", False)])
-def test_a_scale_ends_well_or_says_how(state: str, is_good: bool) -> None:
-    begun = web.json_response({"id": "scale-1", "state": "running"}, status=202)
-    ended = web.json_response({"id": "scale-1", "state": state})
-    done, seen = asyncio.run(_answer(Operation("scale", "", "", 2), begun, ended))
-    assert seen == [("POST", "/v1/scale", {"dp_size": 2}), ("GET", "/v1/scale/scale-1", None)]
-    assert (not done.answer, done.status) == (is_good, 200 if is_good else 0)
-
-
-def test_an_elastic_server_is_scaled_after_each_cycle() -> None:
-    planner = Planner(LIVE, ["x"], sizes=(2, 1))
-    sizes = []
-    for number in range(3 * (len(CYCLE) + 1)):
-        operation = planner.next()
-        planner.took(operation)
-        if operation.kind == "scale":
-            assert (number + 1) % (len(CYCLE) + 1) == 0
-            sizes.append(operation.dp_size)
-    assert sizes == [2, 1, 2]
-
-
-# The client's records.
 
 ASKED = SimpleNamespace(lora_name="a", prompt="p")
 
@@ -312,32 +167,6 @@ def test_an_answer_without_text_is_a_failure() -> None:
     assert record_of(ASKED, output(success=False, error="", ttft=0.0), 0.0, 1.0).error
 
 
-def test_nothing_is_sent_or_recorded_when_the_time_is_over() -> None:
-    sent = []
-
-    async def send(request_func_input: Any, pbar: Any) -> Any:
-        sent.append(request_func_input)
-        return output()
-
-    def failed(asked: Any, reason: str) -> Any:
-        return output(success=False, error=reason)
-
-    for until_s, count in ((float("inf"), 1), (0.0, 0)):
-        sent.clear()
-        file = io.StringIO()
-        answer = asyncio.run(recorded(send, failed, file, until_s, Fold(0.0, 1.0))(ASKED))
-        assert (len(sent), len(file.getvalue().splitlines())) == (count, count)
-        assert answer.error == ("" if count else NOT_SENT)
-
-
-def test_every_second_span_asks_for_the_fold() -> None:
-    fold = Fold(100.0, 8.0, ("x", "y"))
-    assert [fold.is_folded(at) for at in (100.0, 107.9, 108.1, 115.9, 116.1)] == [
-        False, False, True, True, False
-    ]  # fmt: skip
-    assert not Fold(100.0, 8.0).is_folded(109.0)
-
-
 def test_turns_are_compared_with_their_neighbours() -> None:
     """20 ms between tokens in the first span, 10 ms in the second, and so on."""
     spans = [
@@ -345,19 +174,6 @@ def test_turns_are_compared_with_their_neighbours() -> None:
     ]
     ratios = checks.turn_ratios(spans, 8.0, 1.0)
     assert ratios == pytest.approx([0.5, 0.5], rel=0.02)
-
-
-# The adapters and the verdict.
-
-
-def test_every_version_is_an_adapter_of_its_own(tmp_path: Path) -> None:
-    found = write_versions(tmp_path)
-    assert tuple(found) == names()
-    folders = [folder for each in found.values() for folder in (each.old, each.new)]
-    spec = read_moe_spec(zoo.base_path())
-    for folder in folders:
-        read_manifest(tmp_path / folder, spec)
-    assert len({(tmp_path / f / "model.safetensors").read_bytes() for f in folders}) == 20
 
 
 def test_a_prompt_on_which_any_model_ties_is_left_out() -> None:
@@ -368,34 +184,9 @@ def test_a_prompt_on_which_any_model_ties_is_left_out() -> None:
     assert clear_texts(["p", "q"], found) == {("a", "p"): "t", ("b", "p"): "t"}
 
 
-def test_the_result_is_written_after_each_pattern(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    @contextmanager
-    def server(arguments: list[str]) -> Iterator[str]:
-        assert "--max-adapters" in arguments
-        yield "http://nowhere"
-
-    def run_pattern(name: str, *more: Any) -> tuple[dict[str, Any], list[Done]]:
-        return {"pattern": name}, [*more[-1], done("pin", "a", "a", 0.0, 1.0)]
-
-    monkeypatch.setattr(lifecycle_load.serving, "server", server)
-    monkeypatch.setattr(lifecycle_load, "run_pattern", run_pattern)
-    ground = lifecycle_load.Ground(tmp_path, LIVE, ["x"], TEXTS)
-    written: list[Any] = []
-    plan = lifecycle_load.Plan(turns=0)
-    lifecycle_load.measure(
-        ground, plan, lambda found: written.append(json.loads(json.dumps(found)))
-    )
-    assert [[row["pattern"] for row in each["rows"]] for each in written] == [
-        ["zipf"],
-        ["zipf", "round_robin"],
-    ]
-    assert [each["is_complete"] for each in written] == [False, True]
-
-
 def test_the_verdict_names_what_is_wrong() -> None:
-    (good, _) = result_samples.lifecycle_load()["rows"]
+    row = json.loads((RESULTS / "lifecycle_load.json").read_text())["rows"][0]
+    good = {**row, "memory": {name: {"early": 100.0, "late": 101.0} for name in row["memory"]}}
     assert verdict(good) == []
     grown = {**good["memory"], "rss_bytes": {"early": 100.0, "late": 106.0}}
     bad = {**good, "failed": 3, "loads_over_none": 2.5, "most_overtakes": 99, "memory": grown}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.common.layers import ExpertShape, Subject, make_layer, random_experts
+from bench.common.layers import ExpertShape, Subject
 from bench.expertweave import adapter_load, expert_memory
 from bench.kernels import moe_layer, vmm
 
@@ -31,21 +31,6 @@ def test_a_call_on_a_run_counts_for_each_of_its_pages() -> None:
     assert (unit, figures["map"]) == ("over_memcpy", [0.25])
 
 
-def test_without_reach_of_the_memory_figures_are_microseconds() -> None:
-    timer = vmm.Timer({"map": [2e-6]})
-    unit, figures = vmm._figures([timer])
-    assert unit == "microseconds"
-    assert round(figures["map"][0], 6) == 2.0
-
-
-def test_adapter_load_compares_every_kind_of_memory() -> None:
-    figures = adapter_load.measure(SMALL_PAGES, TINY, num_layers=2, num_experts=3, rounds=2)
-    assert figures["adapter_bytes"] == 2 * 3 * 3 * 64 * 48 * 2
-    assert set(figures["over_memcpy"]) == {"warm", "cold", "lazy", "padded"}
-    assert set(figures["unload_over_memcpy"]) == {"warm", "cold", "lazy", "padded"}
-    assert "seconds" not in figures
-
-
 def test_loading_puts_the_experts_there_and_unloading_takes_them_back() -> None:
     adapter = adapter_load.make_adapter(SMALL_PAGES, TINY, 1, 3)
     place = adapter_load.make_place(SMALL_PAGES, TINY, 1, 3)
@@ -64,18 +49,6 @@ def test_loading_puts_the_experts_there_and_unloading_takes_them_back() -> None:
     assert cold.arena.pool.state().num_created > created
 
 
-def test_the_copy_that_is_the_floor_copies_every_byte() -> None:
-    adapter = [random_experts(2, TINY, seed=1)]
-    copy = adapter_load.copier(adapter)
-    copy()
-    assert copy.__closure__ is not None
-    target = next(
-        c.cell_contents for c in copy.__closure__ if isinstance(c.cell_contents, torch.Tensor)
-    )
-    wanted = [w.flatten() for e in adapter[0].values() for w in (e.w13, e.w2)]
-    assert torch.equal(target, torch.cat(wanted))
-
-
 def test_moe_layer_has_holes_and_equal_outputs_on_every_kind_of_memory() -> None:
     figures = moe_layer.measure(SMALL_PAGES, TINY, batch_sizes=[1, 5], rounds=2)
     assert len(figures["mapped_slots"]) < figures["num_slots"]
@@ -92,19 +65,6 @@ def test_moe_layer_refuses_to_time_unequal_outputs() -> None:
         moe_layer.compare(
             layers, lambda layer: moe_layer.cpu_forward(layer, batch), 2, wait=lambda: None
         )
-
-
-def test_tokens_go_to_different_mapped_slots() -> None:
-    batch = moe_layer.make_batch(7, [0, 2, 5, 9, 11, 12, 13], 8, "cpu")
-    assert batch.slot_ids.shape == (7, moe_layer.TOP_K)
-    assert set(batch.slot_ids.flatten().tolist()) <= {0, 2, 5, 9, 11, 12, 13}
-    assert all(len(set(row)) == moe_layer.TOP_K for row in batch.slot_ids.tolist())
-
-
-def test_v2_lite_experts_are_no_whole_number_of_pages() -> None:
-    assert [size / (2 << 20) for size in ExpertShape().slot_bytes] == [5.5, 2.75]
-    layer = make_layer(Subject(), moe_layer.SMALL.layout, TINY, None)
-    assert layer.w13.shape == (16, 96, 64)
 
 
 def test_expert_memory_is_figure_9_and_the_published_configs() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.common.layers import ExpertShape
 from bench.kernels import reroute as subject
 
 TINY = ["--batch-sizes", "1", "8", "--layer-batch-sizes", "2", "--rounds", "3"]
@@ -57,17 +56,3 @@ def test_under_expert_parallelism_base_tokens_get_what_sglangs_gather_gives() ->
     first_of_base = subject.NUM_ADAPTERS * subject.NUM_EXPERTS
     assert isinstance(slot_ids, torch.Tensor)
     assert torch.equal(slot_ids, torch.where(own < 0, own, own + first_of_base))
-
-
-def test_a_turn_is_the_time_of_one_call() -> None:
-    calls: list[int] = []
-    taken = subject.repeated(lambda: calls.append(sum(range(20_000))), 50)()
-    alone = subject.repeated(lambda: calls.append(sum(range(20_000))), 1)
-    assert len(calls) == 50
-    assert taken.wall < 20 * min(alone().wall for _ in range(5))
-
-
-def test_the_layer_has_the_base_experts_and_no_others() -> None:
-    layer = subject.make_base_layer(ExpertShape(64, 48))
-    assert layer.w13.shape == (64, 96, 64)
-    assert torch.equal(layer.w2[0], layer.w2[63])

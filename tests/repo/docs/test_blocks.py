@@ -8,7 +8,7 @@ import pytest
 
 from tests.repo.docs import session
 from tests.repo.docs.blocks import BLOCKS, KINDS, Block, fault, pages_run_with, parse_blocks
-from tests.repo.docs.session import END, FAILED, Step
+from tests.repo.docs.session import FAILED, Step
 
 
 def block(language: str = "bash", text: str = "true\n", mark: str | None = "run: shell") -> Block:
@@ -55,15 +55,8 @@ def test_a_mark_for_the_page_holds_for_unmarked_blocks() -> None:
     ],
 )
 def test_checker_finds_bad_blocks(bad: Block, words: str) -> None:
-    found = fault(bad)
-    assert found is not None
-    assert words in found
-
-
-def test_checker_leaves_good_blocks_alone() -> None:
-    assert fault(block()) is None
-    assert fault(block(mark="not run: needs a GPU")) is None
-    assert fault(block(language="json", mark=None)) is None
+    assert words in str(fault(bad))
+    assert fault(block()) is fault(block(mark="not run: needs a GPU")) is None
 
 
 def test_console_blocks_become_steps() -> None:
@@ -125,9 +118,3 @@ def test_the_server_of_the_documents_becomes_the_given_one() -> None:
     assert "curl 127.0.0.1:9/health\n" in source
     own = Step("x", "python -m sgl_esft.launch_server --elastic\n", None, starts_server=True)
     assert "sgl_esft.launch_server --port 9 --elastic" in session.script([own], "127.0.0.1:9")
-
-
-def test_ended_shells_are_noticed() -> None:
-    steps = [Step("a", "a", None), Step("b", "b", None)]
-    assert session.compare(steps, f"{END}\n{END}\n") == []
-    assert len(session.compare(steps, f"{END}\n")) == 1

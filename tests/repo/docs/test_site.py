@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,27 +13,8 @@ import pytest
 from scripts import api_docs, site_hooks
 from tests.support.servers import ROOT
 
-# A page fetches these by itself; an <a> is followed by a reader.
-FETCHED = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
-
-
-class Fetches(HTMLParser):
-    """Addresses that a page fetches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        address = dict(attrs).get(FETCHED.get(tag, ""))
-        if address:
-            self.found.append(address)
-
-
-def fetches(html: str) -> list[str]:
-    parser = Fetches()
-    parser.feed(html)
-    return parser.found
+# Addresses that a page fetches by itself; an <a> is followed by a reader.
+FETCHED = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*?\s(?:href|src)=[\"']?([^\"'\s>]+)")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +43,7 @@ def test_every_document_is_a_page(site: Path) -> None:
 
 
 def test_pages_fetch_nothing_from_other_hosts(site: Path) -> None:
-    found = {page.name: fetches(page.read_text()) for page in site.rglob("*.html")}
+    found = {page.name: FETCHED.findall(page.read_text()) for page in site.rglob("*.html")}
     assert sum(map(len, found.values())) > 100
     foreign = {(page, url) for page, urls in found.items() for url in urls if "//" in url}
     assert foreign == set()
@@ -76,26 +56,6 @@ def test_pages_show_no_marks_and_no_raw_tables(site: Path) -> None:
         text = re.sub(r"<!--.*?-->|<pre.*?</pre>|<code.*?</code>", "", page.read_text(), flags=re.S)
         assert "|---|" not in text, page.name
         assert "run: server" not in text, page.name
-
-
-def test_reference_is_that_of_the_code() -> None:
-    """Else: python -m scripts.api_docs."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            "from scripts import api_docs; print(api_docs.page())",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.rstrip() == api_docs.PAGE.read_text().rstrip()
 
 
 def test_reference_has_what_the_launch_installs() -> None:
@@ -125,4 +85,4 @@ def test_fetches_are_found() -> None:
     html = (
         '<link href="a.css"><script src="//b/c.js"></script><a href="https://d"></a><img src="e">'
     )
-    assert fetches(html) == ["a.css", "//b/c.js", "e"]
+    assert FETCHED.findall(html) == ["a.css", "//b/c.js", "e"]

@@ -25,9 +25,17 @@ def percent(share: float | None) -> str:
 
 
 def where(result: Mapping[str, Any]) -> str:
-    """Machine, commit and command of a result file."""
+    """Machine, commit and command of a result file, and whether its run came to its end."""
     machine = result["machine"]
+    is_complete = result.get("complete", result.get("is_complete", True))
     return (
         f"`{result['command']}`, commit {result['commit'][:7]}, {machine['cores']} cores of "
-        f"{machine['cpu']}, {machine['device']}."
+        f"{machine['cpu']}, {machine['device']}.{'' if is_complete else ' The run was cut short.'}"
     )
+
+
+def result_table(
+    result: Mapping[str, Any], header: Sequence[str], rows: Sequence[Sequence[str]], note: str = ""
+) -> str:
+    """A table, and under it the note and where its result is from."""
+    return f"{table(header, rows)}\n\n{note}{where(result)}"
