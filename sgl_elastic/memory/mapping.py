@@ -14,14 +14,15 @@ leave all slots but theirs alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import sgl_vmm
 
 from sgl_elastic.errors import ElasticError, MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient, ImportedSpans
 from sgl_elastic.memory.runs import Run, Runs, Slots, merge, pages_under, subtract
+from sgl_elastic.memory.window import vmm_errors
 from sgl_elastic.types import MemoryShape, Region, RegionKind
 
 
@@ -36,13 +37,13 @@ class RegionMapping:
     def __init__(
         self, shape: MemoryShape, backend_name: str, *, device_id: int = 0, library: str = ""
     ) -> None:
-        self._page_bytes = shape.page_bytes
+        self.page_bytes = shape.page_bytes
         self._regions: dict[str, Region] = {region.name: region for region in shape.regions}
         self._slots: dict[str, Runs] = dict.fromkeys(self._regions, ())  # attached ones
         self._pages: dict[str, Runs] = dict.fromkeys(self._regions, ())  # positions under them
         self._scratch: sgl_vmm.Handle | None = None
         with _named("reserving addresses"):
-            self._backend = sgl_vmm.open_backend(
+            self.backend = sgl_vmm.open_backend(
                 backend_name,
                 device_id=device_id,
                 page_bytes=shape.page_bytes,
@@ -51,22 +52,12 @@ class RegionMapping:
             )
             self._ranges = {
                 region.name: sgl_vmm.AddressRange(
-                    self._backend,
+                    self.backend,
                     region.num_slots * region.slot_bytes,
                     page_bytes=shape.page_bytes,
                 )
                 for region in shape.regions
             }
-
-    @property
-    def backend(self) -> sgl_vmm.Backend:
-        """This process's backend."""
-        return self._backend
-
-    @property
-    def page_bytes(self) -> int:
-        """The size of each page."""
-        return self._page_bytes
 
     def kv_regions(self) -> tuple[Region, ...]:
         """The KV regions, in the shape's order."""
@@ -88,11 +79,11 @@ class RegionMapping:
         a device that has no worker yet. AscendCL maps own and imported pages in one reservation
         only apart, so there a client is needed.
         """
-        scratch = self._own_scratch() if client is None else client.import_scratch(self._backend)
+        scratch = self._own_scratch() if client is None else client.import_scratch(self.backend)
         self._unmap_all()
         with _named("parking"):
             for found in self._ranges.values():
-                found.map(0, [scratch] * (found.num_bytes // self._page_bytes))
+                found.map(0, [scratch] * (found.num_bytes // self.page_bytes))
 
     def attach(self, client: DeviceClient, slots: Slots) -> None:
         """Map these slots' pages, and nothing else, in place of what is mapped.
@@ -101,7 +92,7 @@ class RegionMapping:
         all, otherwise with everything parked again.
         """
         self._known(slots)
-        spans = client.import_pages(self._backend, slots)
+        spans = client.import_pages(self.backend, slots)
         self._unmap_all()
         try:
             self._map_spans(spans)
@@ -113,7 +104,7 @@ class RegionMapping:
     def extend(self, client: DeviceClient, slots: Slots) -> None:
         """Map more slots, for which the worker has pages; all or nothing. Not while parked."""
         wanted = {name: subtract(runs, self._slots[name]) for name, runs in self._known(slots)}
-        self._map_spans(client.import_pages(self._backend, wanted))
+        self._map_spans(client.import_pages(self.backend, wanted))
         for name, runs in wanted.items():
             self._slots[name] = merge((*self._slots[name], *runs))
 
@@ -121,7 +112,7 @@ class RegionMapping:
         """Leave slots, before the worker unmaps them. What is not attached is passed over."""
         for name, runs in self._known(slots):
             left = subtract(self._slots[name], runs)
-            needed = pages_under(left, self._regions[name].slot_bytes, self._page_bytes)
+            needed = pages_under(left, self._regions[name].slot_bytes, self.page_bytes)
             with _named(f"unmapping {name}"):
                 for run in subtract(self._pages[name], needed):
                     self._ranges[name].unmap(*run)
@@ -131,7 +122,7 @@ class RegionMapping:
     def _own_scratch(self) -> sgl_vmm.Handle:
         if self._scratch is None:
             with _named("making a scratch page"):
-                self._scratch = self._backend.create(self._page_bytes)
+                self._scratch = self.backend.create(self.page_bytes)
         return self._scratch
 
     def detach(self) -> None:
@@ -169,13 +160,9 @@ class RegionMapping:
     def _unmap_all(self) -> None:
         with _named("unmapping"):
             for name, found in self._ranges.items():
-                found.unmap(0, found.num_bytes // self._page_bytes)
+                found.unmap(0, found.num_bytes // self.page_bytes)
                 self._slots[name] = self._pages[name] = ()
 
 
-@contextmanager
-def _named(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except sgl_vmm.VmmError as error:
-        raise MemoryWorkerError(f"an engine failed at {doing}: {error}") from error
+def _named(doing: str) -> AbstractContextManager[None]:
+    return vmm_errors("an engine", doing, MemoryWorkerError)

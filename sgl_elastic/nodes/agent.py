@@ -25,7 +25,7 @@ from sgl_elastic import workdir
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance.process import InstanceSpec
 from sgl_elastic.instance.supervise import remove_sockets, start
-from sgl_elastic.memory.processes import Here
+from sgl_elastic.memory.worker_processes import Here
 from sgl_elastic.nodes.remote import BeatState, NodeStates, ProcessState
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import Process

@@ -20,8 +20,8 @@ from sgl_elastic.autoscale.policy import (
     REGRET_S,
     AutoscalePolicy,
     AutoscaleState,
+    LoadSample,
     Reason,
-    ScaleMetrics,
     decide,
     down_wait_s,
     parse_policy,
@@ -42,10 +42,10 @@ def seen(share: float, num_finished: int = 100) -> Attainment:
 
 def metrics(
     share: float = 0.95, num_devices: int = 4, busy: float = 0.5, num_finished: int = 100
-) -> ScaleMetrics:
+) -> LoadSample:
     """busy: running requests and KV used, over what there is."""
     slots, tokens = 64 * num_devices, 10_000 * num_devices
-    return ScaleMetrics(
+    return LoadSample(
         num_devices=num_devices,
         attainment=seen(share, num_finished),
         num_running=round(busy * slots),
@@ -59,7 +59,7 @@ LOW, CALM = metrics(0.8), metrics(1.0, busy=0.2)
 
 
 def after(
-    windows: Iterable[ScaleMetrics],
+    windows: Iterable[LoadSample],
     policy: AutoscalePolicy = POLICY,
     state: AutoscaleState = FRESH,
     now_s: float = 0.0,
@@ -269,7 +269,7 @@ class Cluster:
     busy_at: float = 1.0
     queue: float = 0.0
 
-    def window(self, load: float) -> ScaleMetrics:
+    def window(self, load: float) -> LoadSample:
         rate = self.rate * self.num_devices
         waiting = max(0.0, self.queue + (load - rate) * WINDOW_S)
         late = max(0.0, (self.queue + waiting) / 2 - rate)  # waits longer than a second
@@ -395,7 +395,7 @@ def test_a_wrong_utilisation_flaps_less_and_less(
 class Server:
     """Stands for the front: a clock, a sample, and a coordinator that may refuse."""
 
-    def __init__(self, windows: ScaleMetrics) -> None:
+    def __init__(self, windows: LoadSample) -> None:
         self.windows = windows
         self.now = 0.0
         self.refusal: Exception | None = None
@@ -405,7 +405,7 @@ class Server:
         self.now += WINDOW_S
         return self.now
 
-    def sample(self, now_s: float) -> ScaleMetrics:
+    def sample(self, now_s: float) -> LoadSample:
         assert now_s == self.now
         return self.windows
 
@@ -478,7 +478,7 @@ def test_the_thread_outlives_whatever_a_window_raises() -> None:
     server, again, registry = Server(CALM), threading.Event(), CollectorRegistry()
     calls: list[float] = []
 
-    def sample(now_s: float) -> ScaleMetrics:
+    def sample(now_s: float) -> LoadSample:
         calls.append(now_s)
         if len(calls) == 1:
             raise RuntimeError("a defect in the sampler")
@@ -509,7 +509,7 @@ def test_the_thread_outlives_whatever_a_window_raises() -> None:
 def test_it_starts_again_after_a_stop() -> None:
     server, judged = Server(CALM), threading.Semaphore(0)
 
-    def sample(_: float) -> ScaleMetrics:
+    def sample(_: float) -> LoadSample:
         judged.release()
         return server.windows
 

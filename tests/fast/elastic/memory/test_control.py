@@ -180,11 +180,6 @@ def test_engines_steps_are_refused(hmm):
             hmm.execute(Step(kind, 0, num_tokens=3))
 
 
-def test_every_other_kind_of_step_is_known(hmm):
-    ours = set(StepKind) - {StepKind.SHRINK_KV, StepKind.GROW_KV}
-    assert set(hmm._actions) == ours
-
-
 def test_budgets_are_known_before_a_device_is_added(hmm):
     assert hmm.budget_pages(1) == 100
     assert hmm.client(0).info.budget_pages == 100

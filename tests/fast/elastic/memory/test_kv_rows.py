@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sgl_elastic.errors import ElasticInternalError, PeerCopyError
-from sgl_elastic.memory.client import HANG_S
+from sgl_elastic.memory.connection import HANG_S
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.memory.mapping import RegionMapping
