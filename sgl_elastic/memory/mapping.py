@@ -65,7 +65,7 @@ class RegionMapping:
 
     def range_of(self, region: str) -> sgl_vmm.AddressRange:
         """The region's addresses, for tensors over them. Raises MemoryWorkerError."""
-        self._region(region)
+        self._known({region: ()})
         return self._ranges[region]
 
     def attached(self) -> dict[str, Runs]:
@@ -79,8 +79,13 @@ class RegionMapping:
         a device that has no worker yet. AscendCL maps own and imported pages in one reservation
         only apart, so there a client is needed.
         """
-        scratch = self._own_scratch() if client is None else client.import_scratch(self.backend)
-        self._unmap_all()
+        if client is not None:
+            scratch = client.import_scratch(self.backend)
+        else:
+            with _named("making a scratch page"):
+                scratch = self._scratch or self.backend.create(self.page_bytes)
+            self._scratch = scratch
+        self.detach()
         with _named("parking"):
             for found in self._ranges.values():
                 found.map(0, [scratch] * (found.num_bytes // self.page_bytes))
@@ -93,7 +98,7 @@ class RegionMapping:
         """
         self._known(slots)
         spans = client.import_pages(self.backend, slots)
-        self._unmap_all()
+        self.detach()
         try:
             self._map_spans(spans)
         except ElasticError:
@@ -119,25 +124,19 @@ class RegionMapping:
             self._slots[name] = left
             self._pages[name] = needed
 
-    def _own_scratch(self) -> sgl_vmm.Handle:
-        if self._scratch is None:
-            with _named("making a scratch page"):
-                self._scratch = self.backend.create(self.page_bytes)
-        return self._scratch
-
     def detach(self) -> None:
         """Unmap everything; a stray read is a fault. `park` follows where one may come."""
-        self._unmap_all()
+        with _named("unmapping"):
+            for name, found in self._ranges.items():
+                found.unmap(0, found.num_bytes // self.page_bytes)
+                self._slots[name] = self._pages[name] = ()
 
     def _known(self, slots: Slots) -> list[tuple[str, Sequence[Run]]]:
+        """Raises MemoryWorkerError for a region that the shape does not have."""
         for name in slots:
-            self._region(name)
+            if name not in self._regions:
+                raise MemoryWorkerError(f"the memory shape has no region {name!r}")
         return list(slots.items())
-
-    def _region(self, name: str) -> Region:
-        if name not in self._regions:
-            raise MemoryWorkerError(f"the memory shape has no region {name!r}")
-        return self._regions[name]
 
     def _map_spans(self, spans: Mapping[str, ImportedSpans]) -> None:
         """Map the positions that are not mapped yet. All or nothing."""
@@ -156,12 +155,6 @@ class RegionMapping:
             raise
         for name, run in done:
             self._pages[name] = merge((*self._pages[name], run))
-
-    def _unmap_all(self) -> None:
-        with _named("unmapping"):
-            for name, found in self._ranges.items():
-                found.unmap(0, found.num_bytes // self.page_bytes)
-                self._slots[name] = self._pages[name] = ()
 
 
 def _named(doing: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Whose turn it is: a request that its client has given up is not carried out any more.
+"""Which requests are carried out: not one that its client has given up.
 
     Asked(client, number) --> [RequestFence.next] --> FencedRequest
         --with--> the lock around the device's memory; raises once nobody waits for the answer
@@ -43,7 +43,7 @@ class RequestFence:
                 self._last.pop(client, None)
 
     def next(self, client: str, number: int, has_left: Callable[[], bool]) -> FencedRequest:
-        """The turn of a client's request. Raises MemoryWorkerError if it has asked for more.
+        """The lock for a client's request. Raises MemoryWorkerError if it has asked for more.
 
         `has_left` says whether the connection that the request came by has been closed.
         """
@@ -60,7 +60,7 @@ class RequestFence:
 
 
 class FencedRequest:
-    """The lock around the memory, for one request: `with turn:`, as often as it takes.
+    """The lock around the memory, for one request: `with request:`, as often as it takes.
 
     Raises MemoryWorkerError, without the lock, once its client has left or asked for more.
     """
