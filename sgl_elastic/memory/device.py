@@ -171,7 +171,7 @@ class DeviceMemory:
         self.mark_loaded({region: wanted})
 
     def read(self, slots: Slots, position: int, count: int) -> bytes:
-        """Bytes of mapped slots' stream (stream.py); `position` and `count` lie within it."""
+        """Bytes of mapped slots' stream (runs.py); `position` and `count` lie within it."""
         with self._named("reading slots"):
             return b"".join(
                 self.backend.peek(address, num_bytes)

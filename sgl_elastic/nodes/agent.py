@@ -121,7 +121,7 @@ class NodeAgent:
         return process.poll()
 
     def give_way(self, number: int, how: str, at_most_s: float) -> None:
-        """Change the priority of a process group: see instance/priority.py."""
+        """Change the priority of a process group: see sgl_elastic/processes.py."""
         pid = self._child(number).pid
         if how == "background":
             priority.background(pid)
