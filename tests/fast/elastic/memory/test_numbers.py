@@ -189,16 +189,6 @@ def test_what_waits_for_the_lock_is_given_up_too() -> None:
     assert not fence.memory_lock.locked()
 
 
-@pytest.mark.parametrize("number", [0, -1, None, "1", 1.5])
-def test_a_request_without_a_number_ends_the_connection(
-    one: Hmm, channel: wire.Channel[m.Answered], number: Any
-) -> None:
-    channel.send(m.Asked("test", number, m.AskHello()))
-    with pytest.raises(MemoryWorkerError, match=r"closed|lost"):
-        channel.receive()
-    assert one.client(0).hello().device_id == 0
-
-
 @contextmanager
 def worker_that_says(directory: Path, say: Say) -> Iterator[DeviceClient]:
     """A client of a worker that answers as `say` does, but for AskHello."""

@@ -16,6 +16,7 @@ from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
 from sgl_elastic.memory import messages
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import Asked
+from tests.fast.elastic.memory_proxy import channel_of
 from tests.fast.elastic.memory_workers import (
     comes_to,
     count_fds,
@@ -135,14 +136,8 @@ def test_all_pages_of_a_worker_travel_as_one_descriptor_and_only_once(one):
     channel.close()
 
 
-def raw_channel(hmm, timeout_s=5.0):
-    return wire.Channel(
-        wire.connect(hmm.socket_path(0), MemoryWorkerError, timeout_s),
-        messages.REPLIES,
-        peer="the worker",
-        failure=MemoryWorkerError,
-        timeout_s=timeout_s,
-    )
+def raw_channel(hmm):
+    return channel_of(wire.connect(hmm.socket_path(0), MemoryWorkerError, 5.0), messages.REPLIES)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +159,14 @@ def test_garbage_ends_that_connection_alone(one, garbage):
     assert client.hello().device_id == 0
 
 
-def test_fields_out_of_range_end_that_connection_alone(one):
-    for slots in ({W13: ((-1, 1),)}, {W13: ((0, 0),)}):
-        channel = raw_channel(one)
-        channel.send(Asked("test", 1, messages.MapSlots(slots)))
-        with pytest.raises(MemoryWorkerError):
+@pytest.mark.parametrize(
+    ("number", "slots"),
+    [(n, ((0, 1),)) for n in (0, -1, None, "1", 1.5)] + [(1, ((-1, 1),)), (1, ((0, 0),))],
+)
+def test_fields_out_of_range_end_that_connection_alone(one, number, slots):
+    with contextlib.closing(raw_channel(one)) as channel:
+        channel.send(Asked("test", number, messages.MapSlots({W13: slots})))
+        with pytest.raises(MemoryWorkerError, match=r"closed|lost"):
             channel.receive()
     assert one.usage()[0].used_pages == 0
 
