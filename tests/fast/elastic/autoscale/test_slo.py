@@ -53,6 +53,35 @@ def test_an_answer_in_one_piece_has_no_tpot_to_miss() -> None:
     assert seen.attainment(1.0) == Attainment(num_finished=1)
 
 
+def test_a_request_is_overdue_or_late_only_beyond_the_target() -> None:
+    seen = window()
+    seen.arrived("waits", 0.0)
+    seen.arrived("runs", 0.0)
+    seen.first_token("runs", TARGETS.ttft_s)
+    found = seen.attainment(TARGETS.ttft_s)
+    assert (found.num_seen, found.num_overdue, found.worst) == (1, 0, 1.0)
+    found = seen.attainment(1.01)
+    assert (found.num_overdue, found.ttft, found.tpot, found.both) == (1, 0.5, 1.0, 0.0)
+
+
+def test_dropped_requests_count_for_nothing() -> None:
+    seen = window()
+    for rid in ("waiting", "overdue", "running"):
+        seen.arrived(rid, 0.0)
+    seen.first_token("running", 3.0)
+    seen.attainment(3.0)
+    for rid in ("waiting", "overdue", "running", "never seen"):
+        seen.dropped(rid)
+    assert seen.attainment(3.0) == Attainment()
+
+
+def test_finished_requests_leave_the_window() -> None:
+    seen = window()
+    answer(seen, "late", 0, 2.0, 0.0)
+    assert seen.attainment(2.0 + WINDOW_S).both == 0.0
+    assert seen.attainment(2.1 + WINDOW_S) == Attainment()
+
+
 def test_an_id_that_comes_again_is_a_new_request() -> None:
     seen = window()
     seen.arrived("a", 0.0)
@@ -136,17 +165,17 @@ class Slow:
         st.tuples(
             st.sampled_from(["arrive", "first", "finish", "drop", "look"]),
             st.integers(0, 5),
-            st.integers(0, 3),
+            st.sampled_from([0.0, 0.5, 1.0, 1.5, 12.0]),
             st.integers(1, 30),
         ),
         max_size=60,
     )
 )
-def test_the_window_is_its_slow_definition(events: list[tuple[str, int, int, int]]) -> None:
+def test_the_window_is_its_slow_definition(events: list[tuple[str, int, float, int]]) -> None:
     seen, slow, now, serial = window(), Slow(), 0.0, 0
     ids: dict[int, int] = {}  # a client's number -> a serial number that is never used again
     for what, number, pause, num_tokens in events:
-        now += pause * 0.5
+        now += pause
         rid = ids.get(number, -1)
         if what == "arrive" and rid not in slow.arrived:
             ids[number] = rid = serial = serial + 1
