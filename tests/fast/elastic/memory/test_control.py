@@ -116,6 +116,15 @@ def test_undo_leaves_what_was_there_before_the_step(hmm):
     assert in_use(hmm) == before
 
 
+def test_what_was_unmapped_since_is_not_undone(hmm):
+    """Its pages are somebody else's by then."""
+    for step in (*SCALE_UP[:3], Step(StepKind.UNMAP_EXPERTS, 1, expert_ids=(4,))):
+        hmm.execute(step)
+    hmm.client(1).map_slots({W13: [(4, 1)]})
+    hmm.undo(SCALE_UP[2])
+    assert hmm.usage()[1].mapped_slots["expert"] == 1
+
+
 def test_an_undone_copy_is_no_longer_valid(hmm):
     for step in SCALE_UP:
         hmm.execute(step)
