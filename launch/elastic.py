@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sgl_elastic.baselines.strategies import ScaleStrategy
-from sgl_elastic.engine import accelerators
 from sgl_elastic.errors import ElasticConfigError, ElasticError
 from sgl_elastic.front.readiness import ElasticEngine
 from sgl_elastic.options import ElasticOptions, parse
@@ -98,7 +97,19 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
 
 def choose_backend() -> str:
     """sgl_vmm's backend for this machine's devices: host, acl or cuda."""
-    return "host" if platform.is_active() else accelerators.backend()
+    if platform.is_active():
+        return "host"
+    import torch
+
+    npu = getattr(torch, "npu", None)
+    return "acl" if npu is not None and npu.is_available() else "cuda"
+
+
+def num_cuda_devices() -> int:
+    """CUDA devices that this process sees; none of them is opened."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _check_devices(options: ElasticOptions, backend: str) -> None:
@@ -114,7 +125,7 @@ def _check_devices(options: ElasticOptions, backend: str) -> None:
             "--scale-strategy colocated, --ablate no_shared_allocator: for the CPU platform only, "
             "where a device can have a second memory worker"
         )
-    num_devices = 1 if backend == "acl" else accelerators.num_cuda_devices()
+    num_devices = 1 if backend == "acl" else num_cuda_devices()
     if options.max_devices > num_devices:
         reason = "Ascend has one so far" if backend == "acl" else f"torch sees {num_devices}"
         raise ElasticConfigError(f"--max-devices {options.max_devices}: {reason}; lower it")

@@ -40,7 +40,7 @@ from sgl_elastic.memory.control import Hmm
 from sgl_elastic.options import ElasticOptions
 
 if TYPE_CHECKING:
-    from sgl_elastic.memory.processes import Launcher
+    from sgl_elastic.memory.worker_processes import Launcher
     from sgl_elastic.nodes.cluster import Cluster
 
 _S = ScaleStrategy

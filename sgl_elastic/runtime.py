@@ -17,7 +17,7 @@ from sgl_elastic import assembly, workdir
 from sgl_elastic.autoscale import metrics
 from sgl_elastic.autoscale.autoscaler import AutoscaleMetrics, Autoscaler
 from sgl_elastic.autoscale.metrics import FaultMetrics
-from sgl_elastic.autoscale.policy import ScaleMetrics
+from sgl_elastic.autoscale.policy import LoadSample
 from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
@@ -243,11 +243,11 @@ class Runtime:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 self._wanted.set()
 
-    def _sample(self, now_s: float) -> ScaleMetrics:
+    def _sample(self, now_s: float) -> LoadSample:
         if self.coordinator is None:
             raise RuntimeError("the autoscaler samples before the coordinator is there")
         _, placement = self.coordinator.serving
-        return ScaleMetrics(
+        return LoadSample(
             num_devices=placement.dp_size,
             attainment=self.router.attainment(now_s),
             num_running=self.router.num_running(),

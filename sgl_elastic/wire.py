@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
@@ -64,8 +64,7 @@ class ReceivedFds:
 
     def copy(self, index: int) -> int:
         """A duplicate of the descriptor at `index`; this one stays here. Raises WireError."""
-        fd = self.take(index)
-        self._fds[index] = fd
+        self._fds[index] = fd = self.take(index)
         return os.dup(fd)
 
     def close(self) -> None:
@@ -220,7 +219,12 @@ class Channel(Generic[Received]):
             else:
                 received = self._receive_with_fds(space, fds)
             if received == 0:
-                self._raise_end(done, num_bytes)
+                at = (
+                    f"after {done} of {num_bytes} bytes of a message"
+                    if done
+                    else "between messages"
+                )
+                raise self._failure(f"{self._peer} closed the connection {at}")
             done += received
         return data
 
@@ -237,10 +241,6 @@ class Channel(Generic[Received]):
                 f"more than {MAX_FDS}"
             )
         return received
-
-    def _raise_end(self, done: int, num_bytes: int) -> NoReturn:
-        where = f"after {done} of {num_bytes} bytes of a message" if done else "between messages"
-        raise self._failure(f"{self._peer} closed the connection {where}")
 
     def _decode(self, payload: bytearray) -> Received:
         try:

@@ -1,6 +1,6 @@
 """The loop that judges windows, submits what the policy decides, and says so at /metrics.
 
-    clock --> [Autoscaler] --sample--> ScaleMetrics --> autoscale.decide --> submit --> Coordinator
+    clock --> [Autoscaler] --sample--> LoadSample --> policy.decide --> submit --> Coordinator
 
 After a switch, call `SloWindow.forget_finished`: what finished before it would be counted against
 the new configuration.
@@ -18,8 +18,8 @@ from typing import Any
 from sgl_elastic.autoscale.policy import (
     AutoscalePolicy,
     AutoscaleState,
+    LoadSample,
     Reason,
-    ScaleMetrics,
     decide,
 )
 from sgl_elastic.autoscale.slo import Attainment, check_above_zero
@@ -97,7 +97,7 @@ class Autoscaler:
     def __init__(
         self,
         policy: AutoscalePolicy | None,
-        sample: Callable[[float], ScaleMetrics],
+        sample: Callable[[float], LoadSample],
         submit: Callable[[ScaleRequest], object],
         interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +105,7 @@ class Autoscaler:
     ) -> None:
         """policy: None = off, `start` then does nothing.
 
-        sample: the metrics as of a time of `clock`; called in the autoscaler's thread.
+        sample: the load as of a time of `clock`; called in the autoscaler's thread.
         submit: starts a scale and returns at once, or raises an ElasticError.
         """
         check_above_zero("interval_s", interval_s)
@@ -117,7 +117,6 @@ class Autoscaler:
         self._lock = threading.Lock()  # of the thread and its stop event
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self.last_reason = Reason.OFF if policy is None else Reason.STEADY
 
     @property
     def is_running(self) -> bool:
@@ -147,18 +146,17 @@ class Autoscaler:
     def judge_window(self) -> Reason:
         """One window, now. Called by the thread; by itself it is for tests and tools."""
         now_s = self._clock()
-        metrics = self._sample(now_s)
-        request, state, reason = decide(self._policy, metrics, self._state, now_s)
-        if request is None or self._submitted(request, metrics, reason):
+        sample = self._sample(now_s)
+        request, state, reason = decide(self._policy, sample, self._state, now_s)
+        if request is None or self._submitted(request, sample, reason):
             self._state = state
-        self.last_reason = reason
         if self._metrics is not None:
-            self._metrics.judged(metrics.attainment, reason)
+            self._metrics.judged(sample.attainment, reason)
         return reason
 
-    def _submitted(self, request: ScaleRequest, metrics: ScaleMetrics, reason: Reason) -> bool:
+    def _submitted(self, request: ScaleRequest, sample: LoadSample, reason: Reason) -> bool:
         """Whether the request was accepted."""
-        what = f"{metrics.num_devices} -> {request.dp_size} devices ({reason.value})"
+        what = f"{sample.num_devices} -> {request.dp_size} devices ({reason.value})"
         outcome, refusal = Outcome.SUBMITTED, ""
         try:
             self._submit(request)
@@ -169,7 +167,7 @@ class Autoscaler:
             outcome, refusal = Outcome.REFUSED, f"{what}: {error}"
         self._warn_once(refusal)
         if self._metrics is not None:
-            direction = "up" if request.dp_size > metrics.num_devices else "down"
+            direction = "up" if request.dp_size > sample.num_devices else "down"
             self._metrics.requested(direction, outcome)
         return outcome is Outcome.SUBMITTED
 

@@ -1,6 +1,6 @@
 """When to scale, and by how many devices: a pure decision.
 
-    SloWindow, load --> ScaleMetrics --> [decide] --> ScaleRequest --> autoscaler.py
+    SloWindow, load --> LoadSample --> [decide] --> ScaleRequest --> autoscaler.py
 
 Up when attainment is low, down when it is high and one device fewer would still have room. Off
 unless a policy is given. docs/autoscaling.md explains the numbers.
@@ -51,7 +51,7 @@ class AutoscalePolicy:
 
 def _check_count(name: str, value: object, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ElasticConfigError(f"{name} is {value!r}: give a whole number from 1 to {most}.")
+        raise ElasticConfigError(f"{name} is {value!r}: give an integer from 1 to {most}.")
 
 
 def _check_order(low: str, low_value: float, high: str, high_value: float) -> None:
@@ -88,7 +88,7 @@ def _is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class ScaleMetrics:
+class LoadSample:
     """What `decide` looks at: one window of one configuration. Counts are over all ranks."""
 
     num_devices: int
@@ -136,7 +136,7 @@ REGRET_S = 300.0  # queues grow slowly where a size is barely too small
 
 
 def decide(
-    policy: AutoscalePolicy | None, metrics: ScaleMetrics, state: AutoscaleState, now_s: float
+    policy: AutoscalePolicy | None, sample: LoadSample, state: AutoscaleState, now_s: float
 ) -> Decision:
     """One window's decision; pure, to be called once a window.
 
@@ -145,39 +145,39 @@ def decide(
     """
     if policy is None:
         return None, AutoscaleState(), Reason.OFF
-    if metrics.is_scaling:
+    if sample.is_scaling:
         # Half of such a window belongs to another configuration.
         return None, _streaks(state), Reason.SCALING
-    if metrics.attainment.worst < policy.up_below:
-        return _up(policy, metrics, state, now_s)
-    if _is_calm(policy, metrics):
-        return _down(policy, metrics, state, now_s)
+    if sample.attainment.worst < policy.up_below:
+        return _up(policy, sample, state, now_s)
+    if _is_calm(policy, sample):
+        return _down(policy, sample, state, now_s)
     return None, _streaks(state), Reason.STEADY
 
 
 def _up(
-    policy: AutoscalePolicy, metrics: ScaleMetrics, state: AutoscaleState, now_s: float
+    policy: AutoscalePolicy, sample: LoadSample, state: AutoscaleState, now_s: float
 ) -> Decision:
-    if metrics.attainment.num_seen < policy.min_requests:
+    if sample.attainment.num_seen < policy.min_requests:
         return None, _streaks(state), Reason.TOO_FEW_REQUESTS
     state = _streaks(state, low=state.num_low + 1)
-    if metrics.num_devices >= policy.max_devices:
+    if sample.num_devices >= policy.max_devices:
         return None, state, Reason.AT_MAX
     if state.num_low < policy.up_windows:
         return None, state, Reason.MORE_WINDOWS
     if now_s - state.last_scale_s < policy.up_cooldown_s:
         return None, state, Reason.COOLING_DOWN
-    wanted = max(metrics.num_devices + step_up(policy, metrics), policy.min_devices)
+    wanted = max(sample.num_devices + step_up(policy, sample), policy.min_devices)
     wanted = min(wanted, policy.max_devices)
     regrets = _regrets_after_up(policy, state, now_s)
     return ScaleRequest(wanted), AutoscaleState(0, 0, now_s, False, regrets), Reason.LOW_ATTAINMENT
 
 
 def _down(
-    policy: AutoscalePolicy, metrics: ScaleMetrics, state: AutoscaleState, now_s: float
+    policy: AutoscalePolicy, sample: LoadSample, state: AutoscaleState, now_s: float
 ) -> Decision:
     state = _streaks(state, calm=state.num_calm + 1)
-    if metrics.num_devices <= policy.min_devices:
+    if sample.num_devices <= policy.min_devices:
         return None, state, Reason.AT_MIN
     if state.num_calm < policy.down_windows:
         return None, state, Reason.MORE_WINDOWS
@@ -187,32 +187,32 @@ def _down(
     is_proven = state.last_was_down and now_s - state.last_scale_s >= _regret_s(policy, state)
     regrets = max(0, state.num_regrets - is_proven)
     after = AutoscaleState(0, 0, now_s, True, regrets)
-    return ScaleRequest(metrics.num_devices - 1), after, Reason.SLACK
+    return ScaleRequest(sample.num_devices - 1), after, Reason.SLACK
 
 
-def step_up(policy: AutoscalePolicy, metrics: ScaleMetrics) -> int:
+def step_up(policy: AutoscalePolicy, sample: LoadSample) -> int:
     """Devices to add: in proportion to the shortfall, from 1 to `max_step`.
 
     Attainment at half of `up_below` asks for half as many devices again; at 0, for twice as many.
     """
-    shortfall = (policy.up_below - metrics.attainment.worst) / policy.up_below
-    return min(max(1, math.ceil(metrics.num_devices * shortfall)), policy.max_step)
+    shortfall = (policy.up_below - sample.attainment.worst) / policy.up_below
+    return min(max(1, math.ceil(sample.num_devices * shortfall)), policy.max_step)
 
 
-def utilisation_when_smaller(metrics: ScaleMetrics) -> float:
+def utilisation_when_smaller(sample: LoadSample) -> float:
     """Utilisation with one device fewer: running over what may run, or KV used, the larger.
 
     Infinite on one device, and where nothing is known of the KV.
     """
-    share = (metrics.num_devices - 1) / metrics.num_devices
-    kv_tokens = float(metrics.kv_smaller_tokens)
+    share = (sample.num_devices - 1) / sample.num_devices
+    kv_tokens = float(sample.kv_smaller_tokens)
     if kv_tokens < 0:
-        kv_tokens = metrics.kv_capacity_tokens * share
+        kv_tokens = sample.kv_capacity_tokens * share
     if share <= 0 or kv_tokens <= 0:
         return math.inf
-    used = metrics.kv_used_tokens / kv_tokens
-    if metrics.max_running > 0:
-        used = max(used, metrics.num_running / (metrics.max_running * share))
+    used = sample.kv_used_tokens / kv_tokens
+    if sample.max_running > 0:
+        used = max(used, sample.num_running / (sample.max_running * share))
     return used
 
 
@@ -237,11 +237,11 @@ def _regrets_after_up(policy: AutoscalePolicy, state: AutoscaleState, now_s: flo
     return min(max(0, state.num_regrets + (1 if is_regretted else -1)), MAX_REGRETS)
 
 
-def _is_calm(policy: AutoscalePolicy, metrics: ScaleMetrics) -> bool:
-    is_high = metrics.attainment.worst >= policy.down_above
+def _is_calm(policy: AutoscalePolicy, sample: LoadSample) -> bool:
+    is_high = sample.attainment.worst >= policy.down_above
     # On one device there is nothing to shrink to; decide() says so by AT_MIN.
-    has_room = metrics.num_devices <= 1 or (
-        utilisation_when_smaller(metrics) <= policy.down_utilisation
+    has_room = sample.num_devices <= 1 or (
+        utilisation_when_smaller(sample) <= policy.down_utilisation
     )
     return is_high and has_room
 

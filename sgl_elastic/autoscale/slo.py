@@ -18,16 +18,14 @@ from sgl_elastic.errors import ElasticConfigError
 
 @dataclass(frozen=True)
 class SloTargets:
-    """What is promised: both times in seconds, and the share of requests that must keep them."""
+    """What is promised, both in seconds."""
 
     ttft_s: float
     tpot_s: float
-    attainment: float = 0.9
 
     def __post_init__(self) -> None:
         check_above_zero("ttft_s", self.ttft_s)
         check_above_zero("tpot_s", self.tpot_s)
-        check_above_zero("attainment", self.attainment, most=1.0)
 
 
 def check_above_zero(name: str, value: float, most: float = math.inf) -> None:
@@ -35,16 +33,6 @@ def check_above_zero(name: str, value: float, most: float = math.inf) -> None:
     if not (0 < value <= most and math.isfinite(value)):
         limit = "" if most == math.inf else f" and at most {most:g}"
         raise ElasticConfigError(f"{name} is {value!r}: give a finite number above 0{limit}.")
-
-
-@dataclass(frozen=True)
-class FinishedRequest:
-    """One answer that is complete. `at_s`: when it ended. `tpot_s`: 0 for a single token."""
-
-    at_s: float
-    ttft_s: float
-    tpot_s: float
-    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,6 @@ class Attainment:
     num_finished: int = 0
     num_running: int = 0  # have their first token, have not finished
     num_overdue: int = 0  # wait for the first token longer than the target
-    tokens_per_s: float = 0.0  # of requests finished in the window
 
     @property
     def worst(self) -> float:
@@ -73,10 +60,6 @@ class Attainment:
     def num_seen(self) -> int:
         """How many requests say something; few of them prove nothing."""
         return self.num_finished + self.num_running + self.num_overdue
-
-    def meets(self, targets: SloTargets) -> bool:
-        """Whether every share reaches the promised one."""
-        return self.worst >= targets.attainment
 
 
 class SloWindow:
@@ -96,7 +79,7 @@ class SloWindow:
         self._window_s = window_s
         self._max_requests = max_requests
         self._totals = _Totals()
-        self._finished: deque[FinishedRequest] = deque()
+        self._finished: deque[_Finished] = deque()
         # Id -> arrival. OrderedDict: taking the oldest of a plain dict is not O(1).
         self._waiting: OrderedDict[object, float] = OrderedDict()
         self._overdue: OrderedDict[object, float] = OrderedDict()
@@ -129,14 +112,11 @@ class SloWindow:
         if (running := self._forget_running(rid)) is not None:
             ttft_s = running.first_token_s - running.arrived_s
             tpot_s = (now_s - running.first_token_s) / max(1, num_tokens - 1)
-            self.record(FinishedRequest(now_s, ttft_s, tpot_s, num_tokens))
-
-    def record(self, request: FinishedRequest) -> None:
-        """Count an answer whose times somebody else has measured."""
-        self._finished.append(request)
-        self._totals.count(request, self.targets, 1)
-        if len(self._finished) > self._max_requests:
-            self._totals.count(self._finished.popleft(), self.targets, -1)
+            in_time = ttft_s <= self.targets.ttft_s, tpot_s <= self.targets.tpot_s
+            self._finished.append(_Finished(now_s, *in_time))
+            self._totals.count(self._finished[-1], 1)
+            if len(self._finished) > self._max_requests:
+                self._totals.count(self._finished.popleft(), -1)
 
     def dropped(self, rid: object) -> None:
         """The client left, or the request was refused: it counts for nothing from now on."""
@@ -162,12 +142,11 @@ class SloWindow:
             num_finished=totals.requests,
             num_running=running,
             num_overdue=overdue,
-            tokens_per_s=totals.tokens / self._window_s,
         )
 
     def _advance(self, now_s: float) -> None:
         while self._finished and self._finished[0].at_s < now_s - self._window_s:
-            self._totals.count(self._finished.popleft(), self.targets, -1)
+            self._totals.count(self._finished.popleft(), -1)
         while self._waiting:
             rid, arrived_s = next(iter(self._waiting.items()))
             if now_s - arrived_s <= self.targets.ttft_s:
@@ -192,6 +171,15 @@ class _Running:
     is_late: bool
 
 
+@dataclass(frozen=True)
+class _Finished:
+    """One answer that is complete: when, and whether its times were within the targets."""
+
+    at_s: float
+    ttft_met: bool
+    tpot_met: bool
+
+
 @dataclass
 class _Totals:
     """Sums over the finished requests of a window, kept as they come and go."""
@@ -200,16 +188,12 @@ class _Totals:
     ttft: int = 0  # within the target
     tpot: int = 0
     both: int = 0
-    tokens: int = 0
 
-    def count(self, request: FinishedRequest, targets: SloTargets, sign: int) -> None:
-        ttft_met = request.ttft_s <= targets.ttft_s
-        tpot_met = request.tpot_s <= targets.tpot_s
+    def count(self, request: _Finished, sign: int) -> None:
         self.requests += sign
-        self.ttft += sign * ttft_met
-        self.tpot += sign * tpot_met
-        self.both += sign * (ttft_met and tpot_met)
-        self.tokens += sign * request.num_tokens
+        self.ttft += sign * request.ttft_met
+        self.tpot += sign * request.tpot_met
+        self.both += sign * (request.ttft_met and request.tpot_met)
 
 
 def _share(part: int, whole: int) -> float:

@@ -1,8 +1,7 @@
 """The elastic runtime's hook ledger: every place where it enters SGLang, and why.
 
-sgl_esft/plugin/hook_table.py is weaving's. Installed only in the processes of an elastic engine
-(ENGINE_HOOKS)
-and in the one that serves HTTP (coordinator/front_hooks.py).
+ENGINE_HOOKS are installed only in the processes of an elastic engine (plugin.py). The process that
+serves HTTP has front_hooks.py's, weaving has sgl_esft/plugin/hook_table.py's.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_elastic.engine import loader, rank, sglang_api
-from sgl_elastic.instance import engine_config
 from sgl_elastic.instance.messages import PAUSE_TO_PARK
 from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.lifecycle.commands import is_command
@@ -224,8 +222,3 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         remove_when="SGLang tells a plugin of unloads",
     ),
 )
-
-
-def hooks_of_this_process() -> tuple[Hook, ...]:
-    """Nothing outside an elastic engine."""
-    return ENGINE_HOOKS if engine_config.current() is not None else ()

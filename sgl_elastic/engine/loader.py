@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from sgl_elastic.engine import disk, rank, sglang_api
+from sgl_elastic.engine import rank, sglang_api
 from sgl_elastic.engine.memory import expert_of
-from sgl_elastic.errors import ElasticInternalError
+from sgl_elastic.errors import ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import engine_config
-from sgl_elastic.instance.messages import Attach
-from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_elastic.instance.messages import Adapter, Attach
+from sgl_esft.errors import EsftError
+from sgl_esft.formats.manifest import read_manifest
+from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.weave import page_source
+from sgl_esft.weave.host_cache import read_adapter
+from sgl_esft.weave.plane import AdapterPlane
 
 logger = logging.getLogger(__name__)
 
@@ -60,44 +65,46 @@ class ElasticLoader:
     def _fill(
         self, own: rank.EngineRank, model: torch.nn.Module, model_config: Any, attach: Attach
     ) -> None:
-        reader = _Reader(sglang_api.weight_files(self._inner, model_config), attach)
-        sglang_api.load_weights(model, reader.weights())
-        if attach.loads_trunk:
-            sglang_api.derive(model, own.memory.device)
-            own.memory.adopt_derived(model)
-        else:
-            own.memory.rebind(model)
+        num_bytes = self._read(own, model, model_config, attach, attach.expert_ids)
         own.mark_loaded(trunk=attach.loads_trunk)
-        logger.info("elastic: %d bytes read from disk", reader.num_bytes)
-        own.loaded(reader.num_bytes)
+        logger.info("elastic: %d bytes read from disk", num_bytes)
+        own.loaded(num_bytes)
 
     def _read_more(
         self, own: rank.EngineRank, model: torch.nn.Module, model_config: Any, attach: Attach
     ) -> int:
         """Fill part of the memory of a model that is there already; returns the bytes read."""
+        num_bytes = self._read(own, model, model_config, attach, attach.disk_experts)
+        spec = read_moe_spec(Path(model_config.model_path))
+        return num_bytes + fill_adapters(own.memory.manager.plane, spec, attach)
+
+    def _read(
+        self,
+        own: rank.EngineRank,
+        model: torch.nn.Module,
+        model_config: Any,
+        attach: Attach,
+        expert_ids: Iterable[int],
+    ) -> int:
+        """Read these experts, and the trunk if `attach` says so; returns the bytes."""
         files = sglang_api.weight_files(self._inner, model_config)
-        reader = _Reader(files, attach, attach.disk_experts)
+        reader = _Reader(files, expert_ids, attach.loads_trunk)
         sglang_api.load_weights(model, reader.weights())
         if attach.loads_trunk:
             sglang_api.derive(model, own.memory.device)
             own.memory.adopt_derived(model)
         else:
             own.memory.rebind(model)
-        spec = read_moe_spec(Path(model_config.model_path))
-        plane = own.memory.manager.plane
-        return reader.num_bytes + disk.fill_adapters(plane, spec, attach)
+        return reader.num_bytes
 
 
 class _Reader:
     """Reads from a checkpoint what this rank must fill, and counts it."""
 
-    def __init__(
-        self, files: list[str], attach: Attach, expert_ids: Iterable[int] | None = None
-    ) -> None:
-        """`expert_ids` None: all that are attached."""
+    def __init__(self, files: list[str], expert_ids: Iterable[int], loads_trunk: bool) -> None:
         self._files = files
-        self._experts = frozenset(attach.expert_ids if expert_ids is None else expert_ids)
-        self._loads_trunk = attach.loads_trunk
+        self._experts = frozenset(expert_ids)
+        self._loads_trunk = loads_trunk
         self.num_bytes = 0
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,3 +124,32 @@ class _Reader:
         if ".experts." in name:
             raise ElasticInternalError(f"{name}: all experts in one tensor are not supported")
         return self._loads_trunk
+
+
+# Adapters' experts read from their folders into slots that are mapped already. The elastic strategy
+# copies them from a neighbour instead; the paper's baselines read them again.
+
+
+def fill_adapters(plane: AdapterPlane, spec: MoeSpec, attach: Attach) -> int:
+    """Read what goes with `attach.disk_experts`; returns the bytes. Raises EngineFailedError."""
+    wanted = frozenset(attach.disk_experts)
+    try:
+        return sum(_fill(plane, spec, adapter, wanted) for adapter in attach.adapters)
+    except EsftError as error:
+        raise EngineFailedError(f"an adapter could not be read again: {error}") from error
+
+
+def _fill(plane: AdapterPlane, spec: MoeSpec, adapter: Adapter, wanted: frozenset[int]) -> int:
+    manifest = read_manifest(Path(adapter.path), spec)
+    shards = {
+        layer_id: replace(layer.shard, expert_ids=wanted)
+        for layer_id, layer in plane.layers.items()
+    }
+    found = read_adapter(adapter.name, manifest, shards)
+    for layer_id, experts in found.experts.items():
+        layer = plane.layers[layer_id]
+        slots = layer.slots_of(adapter.adapter_slot)  # type: ignore[attr-defined]
+        for expert_id, weights in experts.items():
+            layer.w13[slots[expert_id]].copy_(weights.w13)
+            layer.w2[slots[expert_id]].copy_(weights.w2)
+    return found.num_bytes

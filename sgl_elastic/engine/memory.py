@@ -15,24 +15,27 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from sgl_elastic.engine import shape as shapes
 from sgl_elastic.engine import trunk
-from sgl_elastic.engine.shape import EXPERT_TENSORS, expert_region, kv_region
 from sgl_elastic.errors import ElasticInternalError, MemoryWorkerError
 from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.mapping import RegionMapping
 from sgl_elastic.memory.runs import Runs
 from sgl_elastic.memory.slots import expert_slots, kv_slots, trunk_slots
-from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
+from sgl_elastic.types import AdapterEntry, MemoryShape, Region, RegionKind
 from sgl_esft.config import required_config
 from sgl_esft.errors import InvariantError, OutOfExpertMemoryError
 from sgl_esft.weave.expert_memory import SlotUsage
 from sgl_esft.weave.slot_layout import SlotLayout
 
-_WEIGHTS = {"w13": "w13_weight", "w2": "w2_weight"}  # ours -> SGLang's
+EXPERT_TENSORS = ("w13", "w2")  # `<name>_weight` in SGLang's layers
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT_PARAMETER = re.compile(r"\.experts\.w(13|2)_weight$")
+
+
+def expert_region(layer_id: int, tensor: str) -> str:
+    """The name of one layer's w13 or w2."""
+    return f"experts.{layer_id}.{tensor}"
 
 
 class EngineMemory:
@@ -43,19 +46,14 @@ class EngineMemory:
     ) -> None:
         self._config = config
         self._on_woven = on_woven
-        self._device = device
+        self.device = device  # where the weights are
         self._layers: dict[int, tuple[Any, SlotLayout]] = {}
         self._slots: dict[int, ElasticSlots] = {}
-        self._trunk: trunk.TrunkLayout | None = None
+        self._trunk = trunk.TrunkLayout((), 0)
         self.shape: MemoryShape | None = None
         self.mapping: RegionMapping | None = None
         self.client: DeviceClient | None = None
         self.manager: Any = None  # the EsftManager, once weaving is done
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self._device
 
     # ---- sgl_esft's page source ----
 
@@ -86,34 +84,41 @@ class EngineMemory:
         tensors = trunk.weights_of(model, lambda name: bool(_EXPERT_PARAMETER.search(name)))
         tensors.update((name, tensor) for name, _, _, tensor in trunk.derived_of(model))
         self._trunk = trunk.plan_trunk(tensors)
-        config = required_config()
-        layouts = {layer_id: layout for layer_id, (_, layout) in self._layers.items()}
-        layout = next(iter(layouts.values()))
-        self.shape = shapes.memory_shape(
-            page_bytes=self._config.page_bytes,
-            num_experts=layout.num_routed,
-            max_adapters=config.max_adapters,
-            slots_per_adapter=layout.slots_per_adapter,
-            trunk=self._trunk,
-            expert_slots=[
-                (layer_id, layouts[layer_id].num_slots, self._slot_bytes(layer_id))
-                for layer_id in sorted(layouts)
-            ],
-            kv_row_bytes=kv_row_bytes,
-            max_kv_tokens=self._config.max_kv_tokens,
+        regions = [
+            Region(f"trunk.{self._trunk.digest}", RegionKind.TRUNK, 1, self._trunk.num_bytes)
+        ]
+        for layer_id, (layer, layout) in sorted(self._layers.items()):
+            for tensor in EXPERT_TENSORS:
+                num_bytes = getattr(layer, f"{tensor}_weight")[0].nbytes
+                name = expert_region(layer_id, tensor)
+                region = Region(name, RegionKind.EXPERT, layout.num_slots, num_bytes, layer_id)
+                regions.append(region)
+        kv_slots = self._config.max_kv_tokens + 1
+        for index, row_bytes in enumerate(kv_row_bytes):
+            regions.append(Region(f"kv.{index}", RegionKind.KV, kv_slots, row_bytes))
+        _, layout = next(iter(self._layers.values()))
+        self.shape = MemoryShape(
+            self._config.page_bytes,
+            layout.num_routed,
+            required_config().max_adapters,
+            layout.slots_per_adapter,
+            tuple(regions),
         )
         return self.shape
 
     def bind(self, model: torch.nn.Module) -> None:
         """Put every tensor of the model where the shape says; nothing is mapped yet."""
-        shape, layout = self._required_shape(), self._trunk
-        if layout is None:
-            raise ElasticInternalError("bind before plan")
-        self.mapping = RegionMapping(shape, self._config.backend, device_id=self._device.index or 0)
+        shape = self._required_shape()
+        self.mapping = RegionMapping(shape, self._config.backend, device_id=self.device.index or 0)
         for layer_id, (layer, slots) in self._layers.items():
             for tensor in EXPERT_TENSORS:
-                self._bind_experts(layer, slots, expert_region(layer_id, tensor), _WEIGHTS[tensor])
-        self._bind_trunk(model, layout)
+                region = expert_region(layer_id, tensor)
+                self._bind_experts(layer, slots, region, f"{tensor}_weight")
+        views = self._trunk_views()
+        weights = trunk.weights_of(model, lambda name: bool(_EXPERT_PARAMETER.search(name)))
+        for name, weight in weights.items():
+            weight.data = views[name]
+        self.rebind(model)
 
     def _bind_experts(self, layer: Any, layout: SlotLayout, region: str, name: str) -> None:
         planned = getattr(layer, name)
@@ -125,57 +130,34 @@ class EngineMemory:
             setattr(parameter, attribute, value)
         layer.register_parameter(name, parameter)
 
-    def _bind_trunk(self, model: torch.nn.Module, layout: trunk.TrunkLayout) -> None:
-        memory = self._trunk_bytes()
-        views = {tensor.name: trunk.view(memory, tensor) for tensor in layout.tensors}
-        weights = trunk.weights_of(model, lambda name: bool(_EXPERT_PARAMETER.search(name)))
-        for name, tensor in weights.items():
-            tensor.data = views[name]
-        self._rebind_derived(model, views)
-
     def adopt_derived(self, model: torch.nn.Module) -> None:
         """After loading: SGLang derived tensors anew; their values go where they belong."""
-        layout = self._trunk
-        if layout is None:
-            raise ElasticInternalError("adopt_derived before plan")
-        memory = self._trunk_bytes()
-        views = {tensor.name: trunk.view(memory, tensor) for tensor in layout.tensors}
+        views = self._trunk_views()
         for name, _, _, tensor in list(trunk.derived_of(model)):
             views[name].copy_(tensor)
-        self._rebind_derived(model, views)
+        self.rebind(model)
 
     def rebind(self, model: torch.nn.Module) -> None:
         """As `adopt_derived`, where the values come from elsewhere."""
-        if self._trunk is None:
-            raise ElasticInternalError("rebind before plan")
-        memory = self._trunk_bytes()
-        self._rebind_derived(model, {t.name: trunk.view(memory, t) for t in self._trunk.tensors})
-
-    def _rebind_derived(self, model: torch.nn.Module, views: dict[str, torch.Tensor]) -> None:
+        views = self._trunk_views()
         for name, module, attribute, _ in list(trunk.derived_of(model)):
             setattr(module, attribute, views[name])
 
-    def _trunk_bytes(self) -> torch.Tensor:
+    def _trunk_views(self) -> dict[str, torch.Tensor]:
+        """The trunk's tensors by name. Raises ElasticInternalError before `plan`."""
         region = self._required_shape().of_kind(RegionKind.TRUNK)[0]
-        return self._tensor(region.name, [region.slot_bytes], torch.uint8)
+        memory = self._tensor(region.name, [region.slot_bytes], torch.uint8)
+        return {t.name: trunk.view(memory, t) for t in self._trunk.tensors}
 
     def kv_buffers(self, row_shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         """The KV pool's buffers, [max_kv_tokens + 1, *row_shape] each; only part is mapped."""
         num_rows = self._config.max_kv_tokens + 1
         count = len(self._required_shape().of_kind(RegionKind.KV))
-        return [self._tensor(kv_region(i), [num_rows, *row_shape], dtype) for i in range(count)]
+        return [self._tensor(f"kv.{i}", [num_rows, *row_shape], dtype) for i in range(count)]
 
     def _tensor(self, region: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         name = str(dtype).removeprefix("torch.")
         return from_dlpack(self.required_mapping().range_of(region).to_dlpack(shape, name))
-
-    def _slot_bytes(self, layer_id: int) -> tuple[int, int]:
-        layer, _ = self._layers[layer_id]
-        w13, w2 = (getattr(layer, _WEIGHTS[tensor]) for tensor in EXPERT_TENSORS)
-        return (
-            w13[0].numel() * w13.element_size(),
-            w2[0].numel() * w2.element_size(),
-        )
 
     # ---- what is mapped ----
 

@@ -32,10 +32,9 @@ def _install() -> None:
     import sglang
 
     from sgl_elastic.engine import sglang_api
-    from sgl_elastic.engine.hooks import hooks_of_this_process
+    from sgl_elastic.engine.hooks import ENGINE_HOOKS
     from sgl_esft import hook_ledger
 
-    hooks = hooks_of_this_process()
-    hook_ledger.check_version(hooks, str(sglang.__version__))
-    hook_ledger.install(hooks)
+    hook_ledger.check_version(ENGINE_HOOKS, str(sglang.__version__))
+    hook_ledger.install(ENGINE_HOOKS)
     sglang_api.register_prefix_cache()

@@ -1,6 +1,7 @@
 """A memory worker, as whoever needs memory sees it: one method for each verb.
 
-    control.py, mapping.py, worker.py (as a peer) --> [DeviceClient] --> Unix socket --> worker.py
+    control.py, mapping.py, worker.py (as a peer) --> [DeviceClient] --> WorkerConnection --> worker
+                                                            '--> pages, as handles of this process
 
 Every method raises the error that the worker names, or MemoryWorkerError when it is gone, slow or
 hangs, or answers what it would not. Verbs may be repeated, so a broken connection is made anew by
@@ -11,34 +12,23 @@ a worker does not do later what was given up here.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import sgl_vmm
 
-from sgl_elastic import errors, wire
+from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryWorkerError, WireError
 from sgl_elastic.memory import messages
-from sgl_elastic.memory.messages import Answered, Message, Pages, Reply, Request, Usage
-from sgl_elastic.memory.request_fence import LivenessProbe, is_readable
+from sgl_elastic.memory.connection import Answer, WorkerConnection
+from sgl_elastic.memory.messages import Pages, Request, Usage
 from sgl_elastic.memory.runs import Run, Runs, Slots
 from sgl_elastic.types import MemoryShape
 
-logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer", bound=Message)
 ImportedSpans = list[tuple[int, list[sgl_vmm.Handle]]]  # (first page position, its handles)
-
-# A worker that gives no sign of life for so long hangs. Shorter than any useful --hang-timeout: a
-# rank that waits for a worker is silent itself, and must not be taken for the one that hangs.
-HANG_S = 3.0
-_LOOK_S = 0.25  # how often is looked for a sign of life while an answer is awaited
 
 
 class DeviceClient:
@@ -50,26 +40,21 @@ class DeviceClient:
     """
 
     def __init__(self, path: Path | str, timeout_s: float) -> None:
-        self._path = Path(path)
-        self._timeout_s = timeout_s
-        self._backend: sgl_vmm.Backend | None = None  # all handles are of this one
+        self._connection = WorkerConnection(Path(path), timeout_s)
         self._lock = threading.RLock()
+        self._backend: sgl_vmm.Backend | None = None  # all handles are of this one
         self._handles: dict[int, sgl_vmm.Handle] = {}  # by the worker's page id
-        self._liveness_probe = LivenessProbe(self._path)
-        self._name = uuid.uuid4().hex
-        self._number = 0  # of the last request; a new connection goes on counting
-        self._channel, self.info = self._connect()
+        self.info = self._connection.info
 
     @property
     def is_in_doubt(self) -> bool:
         """After a call that failed: whether the worker may have done it all the same."""
-        return self._channel.is_closed
+        return self._connection.is_closed
 
     def close(self) -> None:
         """Close the connection; imported pages stay."""
         with self._lock:
-            self._channel.close()
-            self._liveness_probe.close()
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -167,21 +152,19 @@ class DeviceClient:
         Raises as `import_pages` does. Other calls wait until the last part has been taken.
         """
         with self._lock:
-            channel = self._open_channel()
-            self._send(channel, messages.AskBytes(_plain(slots), must_be_loaded), timeout_s)
+            self._connection.send(messages.AskBytes(_plain(slots), must_be_loaded), timeout_s)
             position, is_last = 0, False
             try:
                 while not is_last:
-                    answer, fds = self._receive(channel, timeout_s)
+                    part, fds = self._connection.receive(messages.Part, timeout_s)
                     fds.close()
-                    part = _expect(channel, answer, messages.Part)
                     if part.position != position:
                         raise WireError(f"the worker sent byte {part.position}, not {position}")
                     position, is_last = position + len(part.data), part.is_last
                     yield part
             finally:
                 if not is_last:  # parts that nobody will read may follow
-                    channel.close()
+                    self._connection.drop()
 
     def import_scratch(self, backend: sgl_vmm.Backend) -> sgl_vmm.Handle:
         """The worker's scratch page as a handle of this process's `backend`."""
@@ -193,7 +176,7 @@ class DeviceClient:
         """Destroy all imported handles, of which none may be mapped. Raises MemoryWorkerError."""
         with self._lock:
             handles, self._handles = self._handles, {}
-            self._channel.close()  # a new connection is sent all pages again
+            self._connection.drop()  # a new one is sent all pages again
             backend, self._backend = self._backend, None
             if backend is None:
                 return
@@ -203,113 +186,9 @@ class DeviceClient:
                 except sgl_vmm.VmmError as error:
                     raise MemoryWorkerError(f"cannot forget a page: {error}") from error
 
-    def _connect(self) -> tuple[wire.Channel[Answered], messages.Hello]:
-        channel = wire.Channel(
-            wire.connect(self._path, MemoryWorkerError, self._timeout_s),
-            messages.REPLIES,
-            peer=f"the memory worker at {self._path}",
-            failure=MemoryWorkerError,
-            timeout_s=self._timeout_s,
-        )
-        try:
-            return channel, self._ask(channel, messages.AskHello(), messages.Hello, None)
-        except ElasticError:
-            channel.close()
-            self._liveness_probe.close()
-            raise
-
-    def _open_channel(self) -> wire.Channel[Answered]:
-        """The connection, made again if it broke. Raises MemoryWorkerError for another worker."""
-        if self._liveness_probe.is_asked:  # it hung, and would do what it is asked who knows when
-            self._check_pulse(self._channel, _LOOK_S)
-        if not self._channel.is_closed and is_readable(self._channel.fileno()):
-            self._channel.close()  # its end, or an answer that nobody awaits
-        if not self._channel.is_closed:
-            return self._channel
-        channel, info = self._connect()
-        if info.pid != self.info.pid:
-            channel.close()
-            raise MemoryWorkerError(
-                f"the memory worker at {self._path} was process {self.info.pid} and is {info.pid} "
-                "now: its memory is lost, start what used it again"
-            )
-        self._channel = channel
-        return channel
-
     def _call(self, request: Request, kind: type[Answer], timeout_s: float | None = None) -> Answer:
         with self._lock:
-            return self._ask(self._open_channel(), request, kind, timeout_s)
-
-    def _ask(
-        self,
-        channel: wire.Channel[Answered],
-        request: Request,
-        kind: type[Answer],
-        timeout_s: float | None,
-    ) -> Answer:
-        self._send(channel, request, timeout_s)
-        answer, fds = self._receive(channel, timeout_s)
-        fds.close()
-        return _expect(channel, answer, kind)
-
-    def _send(
-        self, channel: wire.Channel[Answered], request: Request, timeout_s: float | None
-    ) -> None:
-        self._number += 1
-        channel.send(messages.Asked(self._name, self._number, request), timeout_s=timeout_s)
-
-    def _receive(
-        self, channel: wire.Channel[Answered], timeout_s: float | None
-    ) -> tuple[Reply, wire.ReceivedFds]:
-        """The next answer to the last request.
-
-        A worker that hangs is given up long before a copy's time is over.
-        """
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        while True:
-            if is_readable(channel.fileno(), min(_LOOK_S, deadline - time.monotonic())):
-                answer = self._take(channel)
-                if answer is not None:
-                    return answer
-            if time.monotonic() >= deadline:
-                channel.close()
-                raise MemoryWorkerError(
-                    f"the memory worker at {self._path} took longer than {limit_s:g} s to answer"
-                )
-            self._check_pulse(channel)
-
-    def _take(self, channel: wire.Channel[Answered]) -> tuple[Reply, wire.ReceivedFds] | None:
-        """What has come; None when it answers an earlier request. Raises MemoryWorkerError."""
-        answered, fds = channel.receive(self._timeout_s)
-        if answered.number == self._number:
-            return answered.reply, fds
-        fds.close()
-        if answered.number > self._number:
-            channel.close()
-            raise MemoryWorkerError(
-                f"the memory worker at {self._path} answered request {answered.number}; "
-                f"{self._number} was the last"
-            )
-        logger.warning(
-            "dropped a late or doubled answer to request %d of %d from the memory worker at %s: %s",
-            answered.number,
-            self._number,
-            self._path,
-            type(answered.reply).__name__,
-        )
-        return None
-
-    def _check_pulse(self, channel: wire.Channel[Answered], wait_s: float = 0.0) -> None:
-        """Raises MemoryWorkerError, with the channel closed, for a worker that hangs.
-
-        One that goes on again has `wait_s` to show it.
-        """
-        if self._liveness_probe.silent_s(time.monotonic(), wait_s) >= HANG_S:
-            channel.close()
-            raise MemoryWorkerError(
-                f"the memory worker at {self._path} hangs: no sign of life for {HANG_S:g} s"
-            )
+            return self._connection.ask(request, kind, timeout_s)
 
     def _receive_pages(
         self, backend: sgl_vmm.Backend, request: Request, timeout_s: float | None
@@ -318,19 +197,17 @@ class DeviceClient:
         if self._backend not in (None, backend):
             raise MemoryWorkerError("a client imports pages for one backend: make another client")
         self._backend = backend
-        channel = self._open_channel()
-        self._send(channel, request, timeout_s)
+        self._connection.send(request, timeout_s)
         runs: list[messages.PageRun] = []
         is_last = False
         while not is_last:
-            answer, fds = self._receive(channel, timeout_s)
+            pages, fds = self._connection.receive(Pages, timeout_s)
             with fds:
-                pages = _expect(channel, answer, Pages)
                 try:
                     for export in pages.exports:
                         self._import(backend, export, fds)
                 except (ElasticError, sgl_vmm.VmmError, OSError) as error:
-                    channel.close()  # parts that nobody will read may follow
+                    self._connection.drop()  # parts that nobody will read may follow
                     raise MemoryWorkerError(f"cannot import a page: {error}") from error
             runs.extend(pages.runs)
             is_last = pages.is_last
@@ -351,25 +228,9 @@ class DeviceClient:
 
     def _handle(self, page_id: int) -> sgl_vmm.Handle:
         if page_id not in self._handles:
-            self._channel.close()
-            raise WireError(f"the worker at {self._path} did not send page {page_id}")
+            self._connection.drop()
+            raise WireError(f"the worker at {self._connection.path} did not send page {page_id}")
         return self._handles[page_id]
-
-
-def _expect(channel: wire.Channel[Answered], answer: Reply, kind: type[Answer]) -> Answer:
-    if isinstance(answer, messages.Failure):
-        raise _error_of(answer)
-    if not isinstance(answer, kind):
-        channel.close()  # who knows what the worker has done
-        raise WireError(f"the worker answered {type(answer).__name__}, not {kind.__name__}")
-    return answer
-
-
-def _error_of(failure: messages.Failure) -> ElasticError:
-    error_class = getattr(errors, failure.error, None)
-    if isinstance(error_class, type) and issubclass(error_class, ElasticError):
-        return error_class(failure.text)
-    return MemoryWorkerError(f"{failure.error}: {failure.text}")
 
 
 def _plain(slots: Mapping[str, Sequence[Run]]) -> dict[str, tuple[Run, ...]]:

@@ -12,8 +12,8 @@ Not thread-safe: the worker holds one lock around it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import sgl_vmm
@@ -33,7 +33,7 @@ from sgl_elastic.memory.runs import (
     pages_under,
     subtract,
 )
-from sgl_elastic.memory.window import PageSpans, PageWindow
+from sgl_elastic.memory.window import PageSpans, PageWindow, vmm_errors
 from sgl_elastic.types import MemoryShape, Region, RegionKind
 
 _PEEK_BYTES = 4 << 20  # a digest reads so much at a time
@@ -61,7 +61,7 @@ class DeviceMemory:
         self._shape: MemoryShape | None = None
         self._slot_bytes: dict[str, int] = {}
         with self._named("opening it"):
-            self._backend = sgl_vmm.open_backend(
+            self.backend = sgl_vmm.open_backend(
                 backend_name,
                 device_id=device_id,
                 page_bytes=page_bytes,
@@ -69,24 +69,10 @@ class DeviceMemory:
                 library=library,
             )
             self._pool = sgl_vmm.PagePool(
-                self._backend, page_bytes=page_bytes, budget_bytes=budget_bytes
+                self.backend, page_bytes=page_bytes, budget_bytes=budget_bytes
             )
-            self._scratch = self._make_scratch()
-
-    @property
-    def backend(self) -> sgl_vmm.Backend:
-        """The backend of all pages, for imports and exports."""
-        return self._backend
-
-    @property
-    def budget_pages(self) -> int:
-        """The most pages that all regions together can have."""
-        return self._pool.state().max_pages
-
-    @property
-    def scratch(self) -> sgl_vmm.Handle:
-        """A page that belongs to no region, zeroed at the start, for whoever is parked."""
-        return self._scratch
+            self.scratch = self._make_scratch()  # of no region, for engines that are parked
+        self.budget_pages = self._pool.state().max_pages
 
     def define(self, shape: MemoryShape) -> None:
         """Reserve all regions' addresses. Raises MemoryWorkerError for a second, other shape."""
@@ -101,7 +87,9 @@ class DeviceMemory:
         with self._named("reserving addresses"):
             self._regions = {
                 region.name: RegionState(
-                    region, sgl_vmm.VirtualTensor(self._pool, region.num_slots, region.slot_bytes)
+                    self._device_id,
+                    region,
+                    sgl_vmm.VirtualTensor(self._pool, region.num_slots, region.slot_bytes),
                 )
                 for region in shape.regions
             }
@@ -147,36 +135,21 @@ class DeviceMemory:
         Raises MemoryWorkerError for a slot without pages; with `must_be_loaded`, PeerCopyError for
         one without valid content.
         """
-        spans: dict[str, PageSpans] = {}
-        for state, runs in self._checked(slots):
-            self._check_mapped(state, runs)
-            if must_be_loaded:
-                self._check_loaded(state, runs)
-            spans[state.region.name] = self._spans(state, runs)
-        return spans
+        wanted = self._mapped(slots, must_be_loaded=must_be_loaded)
+        return {state.region.name: self._spans(state, runs) for state, runs in wanted}
 
     def mark_loaded(self, slots: Slots, *, is_loaded: bool = True) -> None:
         """The content of mapped slots is valid, or no longer. Raises MemoryWorkerError."""
-        wanted = self._checked(slots)
-        for state, runs in wanted:
-            self._check_mapped(state, runs)
+        wanted = self._mapped(slots)
         for state, runs in wanted:
             if is_loaded:
                 state.loaded = merge((*state.loaded, *runs))
             else:
                 state.loaded = subtract(state.loaded, runs)
 
-    def is_loaded(self, region: str, slot: int) -> bool:
-        """Whether the slot's content is valid."""
-        [(state, runs)] = self._checked({region: [(slot, 1)]})
-        return not subtract(runs, state.loaded)
-
     def not_loaded(self, slots: Slots) -> dict[str, Runs]:
         """Those of the slots without valid content. Raises MemoryWorkerError if one has no page."""
-        wanted = self._checked(slots)
-        for state, runs in wanted:
-            self._check_mapped(state, runs)
-        return changed([(state, subtract(runs, state.loaded)) for state, runs in wanted])
+        return changed([(s, subtract(runs, s.loaded)) for s, runs in self._mapped(slots)])
 
     def copy_in(self, region: str, runs: Sequence[Run], source: PageSpans) -> None:
         """Copy whole slots from a peer's imported pages, and mark them loaded.
@@ -184,25 +157,24 @@ class DeviceMemory:
         `source` covers the pages of these slots, by the position they have in any such region.
         Raises MemoryWorkerError for a slot without pages, PeerCopyError if the copy fails.
         """
-        [(state, wanted)] = self._checked({region: runs})
-        self._check_mapped(state, wanted)
+        [(state, wanted)] = self._mapped({region: runs})
         slot_bytes = state.region.slot_bytes
         with (
             self._named(f"copying {region} {describe(wanted)} from a peer", PeerCopyError),
-            PageWindow(self._backend, self._page_bytes, source) as window,
+            PageWindow(self.backend, self._page_bytes, source) as window,
         ):
             for first, count in wanted:
                 offset, num_bytes = first * slot_bytes, count * slot_bytes
-                self._backend.copy(
+                self.backend.copy(
                     state.tensor.address + offset, window.address_of(offset), num_bytes
                 )
         self.mark_loaded({region: wanted})
 
     def read(self, slots: Slots, position: int, count: int) -> bytes:
-        """Bytes of mapped slots' stream (stream.py); `position` and `count` lie within it."""
+        """Bytes of mapped slots' stream (runs.py); `position` and `count` lie within it."""
         with self._named("reading slots"):
             return b"".join(
-                self._backend.peek(address, num_bytes)
+                self.backend.peek(address, num_bytes)
                 for address, num_bytes in self._addresses(slots, position, count)
             )
 
@@ -211,36 +183,31 @@ class DeviceMemory:
         at = 0
         with self._named("writing what a peer sent", PeerCopyError):
             for address, num_bytes in self._addresses(slots, position, len(data)):
-                self._backend.poke(address, data[at : at + num_bytes])
+                self.backend.poke(address, data[at : at + num_bytes])
                 at += num_bytes
         if at != len(data):
             raise PeerCopyError(f"a peer sent {len(data) - at} bytes more than were asked for")
 
     def readable(self, slots: Slots, *, must_be_loaded: bool = False) -> int:
         """How long the slots' stream is. Raises as `pages` does."""
-        for state, runs in self._checked(slots):
-            self._check_mapped(state, runs)
-            if must_be_loaded:
-                self._check_loaded(state, runs)
+        self._mapped(slots, must_be_loaded=must_be_loaded)
         return stream.num_bytes(slots, self._slot_bytes)
 
     def _addresses(self, slots: Slots, position: int, count: int) -> Iterator[tuple[int, int]]:
-        for state, runs in self._checked(slots):
-            self._check_mapped(state, runs)
+        self._mapped(slots)
         for region, offset, num_bytes in stream.pieces(slots, self._slot_bytes, position, count):
             yield self._regions[region].tensor.address + offset, num_bytes
 
     def digest(self, region: str, slot: int) -> str:
         """xxh3 (64 bits, hexadecimal) of a mapped slot's bytes. Raises MemoryWorkerError."""
-        [(state, runs)] = self._checked({region: [(slot, 1)]})
-        self._check_mapped(state, runs)
+        [(state, _)] = self._mapped({region: [(slot, 1)]})
         slot_bytes = state.region.slot_bytes
         begin = state.tensor.address + slot * slot_bytes
         hasher = xxhash.xxh3_64()
         with self._named(f"reading {region} slot {slot}"):
             for offset in range(0, slot_bytes, _PEEK_BYTES):
                 num_bytes = min(_PEEK_BYTES, slot_bytes - offset)
-                hasher.update(self._backend.peek(begin + offset, num_bytes))
+                hasher.update(self.backend.peek(begin + offset, num_bytes))
         return hasher.hexdigest()
 
     def expert_slots(self) -> ExpertSlots:
@@ -253,8 +220,13 @@ class DeviceMemory:
 
     def usage(self) -> Usage:
         """What takes how much, at this moment."""
-        pool = self._pool.state()
-        resident = self._backend.resident_bytes
+        pool, resident = self._pool.state(), self.backend.resident_bytes
+        pages, mapped, loaded = ({kind.value: 0 for kind in RegionKind} for _ in range(3))
+        for state in self._regions.values():
+            kind = state.region.kind.value
+            pages[kind] += state.tensor.state().num_pages
+            mapped[kind] += num_slots(state.mapped)
+            loaded[kind] += num_slots(state.loaded)
         return Usage(
             device_id=self._device_id,
             page_bytes=self._page_bytes,
@@ -262,18 +234,18 @@ class DeviceMemory:
             used_pages=pool.num_used,
             free_pages=pool.num_free,
             peak_pages=pool.peak_used,
-            pages=self._by_kind({n: s.tensor.state().num_pages for n, s in self._regions.items()}),
-            mapped_slots=self._by_kind({n: num_slots(s.mapped) for n, s in self._regions.items()}),
-            loaded_slots=self._by_kind({n: num_slots(s.loaded) for n, s in self._regions.items()}),
+            pages=pages,
+            mapped_slots=mapped,
+            loaded_slots=loaded,
             resident_bytes=-1 if resident is None else resident,
         )
 
     def _make_scratch(self) -> sgl_vmm.Handle:
-        handle = self._backend.create(self._page_bytes)
-        with PageWindow(self._backend, self._page_bytes, [(0, [handle])]) as window:
+        handle = self.backend.create(self._page_bytes)
+        with PageWindow(self.backend, self._page_bytes, [(0, [handle])]) as window:
             for offset in range(0, self._page_bytes, _PEEK_BYTES):
                 zeros = bytes(min(_PEEK_BYTES, self._page_bytes - offset))
-                self._backend.poke(window.address_of(offset), zeros)
+                self.backend.poke(window.address_of(offset), zeros)
         return handle
 
     def _spans(self, state: RegionState, runs: Runs) -> PageSpans:
@@ -305,42 +277,19 @@ class DeviceMemory:
             checked.append((state, merge(runs)))
         return checked
 
-    def _check_mapped(self, state: RegionState, runs: Sequence[Run]) -> None:
-        unmapped = subtract(runs, state.mapped)
-        if unmapped:
-            raise MemoryWorkerError(
-                f"device {self._device_id} has no pages behind {state.region.name} "
-                f"{describe(unmapped)}: map them first"
-            )
+    def _mapped(
+        self, slots: Slots, *, must_be_loaded: bool = False
+    ) -> list[tuple[RegionState, Runs]]:
+        """As `_checked`; raises also as `RegionState.check` does."""
+        wanted = self._checked(slots)
+        for state, runs in wanted:
+            state.check(runs, must_be_loaded=must_be_loaded)
+        return wanted
 
-    def _check_loaded(self, state: RegionState, runs: Sequence[Run]) -> None:
-        unloaded = subtract(runs, state.loaded)
-        if unloaded:
-            raise PeerCopyError(
-                f"device {self._device_id} has no valid content in {state.region.name} "
-                f"{describe(unloaded)}: load it, or copy from another device"
-            )
-
-    def _by_kind(self, of_region: Mapping[str, int]) -> dict[str, int]:
-        counts = {kind.value: 0 for kind in RegionKind}
-        for name, count in of_region.items():
-            counts[self._regions[name].region.kind.value] += count
-        return counts
-
-    @contextmanager
     def _named(
         self, doing: str, error_class: type[StepFailedError] = MemoryWorkerError
-    ) -> Iterator[None]:
-        """Native errors get a class of ours, and say on which device they happened."""
-        try:
-            yield
-        except sgl_vmm.PoolExhaustedError as error:
-            raise MemoryWorkerError(
-                f"device {self._device_id} has no memory for {doing}: {error}; free some, or give "
-                "it a larger budget"
-            ) from error
-        except sgl_vmm.VmmError as error:
-            raise error_class(f"device {self._device_id} failed at {doing}: {error}") from error
+    ) -> AbstractContextManager[None]:
+        return vmm_errors(f"device {self._device_id}", doing, error_class)
 
 
 # What a worker knows of one region, and what it says of several.
@@ -352,10 +301,26 @@ class DeviceMemory:
 class RegionState:
     """A region's addresses, and which of its slots have pages and valid content."""
 
+    device_id: int
     region: Region
     tensor: sgl_vmm.VirtualTensor
     mapped: Runs = ()
     loaded: Runs = ()  # always within `mapped`
+
+    def check(self, runs: Sequence[Run], *, must_be_loaded: bool = False) -> None:
+        """Raises MemoryWorkerError for slots without pages, PeerCopyError without valid content."""
+        unmapped = subtract(runs, self.mapped)
+        if unmapped:
+            raise MemoryWorkerError(
+                f"device {self.device_id} has no pages behind {self.region.name} "
+                f"{describe(unmapped)}: map them first"
+            )
+        unloaded = subtract(runs, self.loaded)
+        if must_be_loaded and unloaded:
+            raise PeerCopyError(
+                f"device {self.device_id} has no valid content in {self.region.name} "
+                f"{describe(unloaded)}: load it, or copy from another device"
+            )
 
 
 def check_shape(shape: MemoryShape, page_bytes: int) -> None:

@@ -11,10 +11,7 @@ rest of it whenever it goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-
-import sgl_vmm
+from collections.abc import Iterable, Sequence
 
 from sgl_elastic.errors import ElasticInternalError, PeerCopyError
 from sgl_elastic.memory import runs as stream
@@ -31,7 +28,7 @@ from sgl_elastic.memory.runs import (
     num_slots,
     subtract,
 )
-from sgl_elastic.memory.window import PageWindow
+from sgl_elastic.memory.window import PageWindow, vmm_errors
 from sgl_elastic.types import Region
 
 
@@ -69,7 +66,7 @@ def _copy_from_pages(mapping: RegionMapping, peer: DeviceClient, moves: Sequence
     spans = peer.import_pages(mapping.backend, {r.name: _sources(moves) for r in regions})
     for region in regions:
         with (
-            _named(f"mapping a peer's {region.name}"),
+            vmm_errors("a rank", f"mapping a peer's {region.name}", PeerCopyError),
             PageWindow(mapping.backend, mapping.page_bytes, spans[region.name]) as window,
         ):
             _copy(mapping, region, moves, window.address_of(0))
@@ -78,7 +75,7 @@ def _copy_from_pages(mapping: RegionMapping, peer: DeviceClient, moves: Sequence
 def _copy(mapping: RegionMapping, region: Region, moves: Sequence[Move], base: int) -> None:
     """Rows of one region; slot 0 of their source lies, or would lie, at the address `base`."""
     address, row = mapping.range_of(region.name).address, region.slot_bytes
-    with _named(f"copying {region.name}"):
+    with vmm_errors("a rank", f"copying {region.name}", PeerCopyError):
         for source, target, count in moves:
             mapping.backend.copy(address + target * row, base + source * row, count * row)
 
@@ -91,7 +88,7 @@ def _receive(mapping: RegionMapping, peer: DeviceClient, moves: Sequence[Move]) 
     for part in peer.read({region.name: _sources(moves) for region in regions}):
         at = 0
         for name, offset, size in stream.pieces(targets, row_bytes, part.position, len(part.data)):
-            with _named(f"writing {name}"):
+            with vmm_errors("a rank", f"writing {name}", PeerCopyError):
                 address = mapping.range_of(name).address + offset
                 mapping.backend.poke(address, part.data[at : at + size])
             at += size
@@ -120,11 +117,3 @@ def _sources(moves: Sequence[Move]) -> list[Run]:
 
 def _targets(moves: Sequence[Move]) -> list[Run]:
     return [(target, count) for _, target, count in moves]
-
-
-@contextmanager
-def _named(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except sgl_vmm.VmmError as error:
-        raise PeerCopyError(f"a rank failed at {doing}: {error}") from error

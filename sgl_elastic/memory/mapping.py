@@ -14,14 +14,15 @@ leave all slots but theirs alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import sgl_vmm
 
 from sgl_elastic.errors import ElasticError, MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient, ImportedSpans
 from sgl_elastic.memory.runs import Run, Runs, Slots, merge, pages_under, subtract
+from sgl_elastic.memory.window import vmm_errors
 from sgl_elastic.types import MemoryShape, Region, RegionKind
 
 
@@ -36,13 +37,13 @@ class RegionMapping:
     def __init__(
         self, shape: MemoryShape, backend_name: str, *, device_id: int = 0, library: str = ""
     ) -> None:
-        self._page_bytes = shape.page_bytes
+        self.page_bytes = shape.page_bytes
         self._regions: dict[str, Region] = {region.name: region for region in shape.regions}
         self._slots: dict[str, Runs] = dict.fromkeys(self._regions, ())  # attached ones
         self._pages: dict[str, Runs] = dict.fromkeys(self._regions, ())  # positions under them
         self._scratch: sgl_vmm.Handle | None = None
         with _named("reserving addresses"):
-            self._backend = sgl_vmm.open_backend(
+            self.backend = sgl_vmm.open_backend(
                 backend_name,
                 device_id=device_id,
                 page_bytes=shape.page_bytes,
@@ -51,22 +52,12 @@ class RegionMapping:
             )
             self._ranges = {
                 region.name: sgl_vmm.AddressRange(
-                    self._backend,
+                    self.backend,
                     region.num_slots * region.slot_bytes,
                     page_bytes=shape.page_bytes,
                 )
                 for region in shape.regions
             }
-
-    @property
-    def backend(self) -> sgl_vmm.Backend:
-        """This process's backend."""
-        return self._backend
-
-    @property
-    def page_bytes(self) -> int:
-        """The size of each page."""
-        return self._page_bytes
 
     def kv_regions(self) -> tuple[Region, ...]:
         """The KV regions, in the shape's order."""
@@ -74,7 +65,7 @@ class RegionMapping:
 
     def range_of(self, region: str) -> sgl_vmm.AddressRange:
         """The region's addresses, for tensors over them. Raises MemoryWorkerError."""
-        self._region(region)
+        self._known({region: ()})
         return self._ranges[region]
 
     def attached(self) -> dict[str, Runs]:
@@ -88,11 +79,16 @@ class RegionMapping:
         a device that has no worker yet. AscendCL maps own and imported pages in one reservation
         only apart, so there a client is needed.
         """
-        scratch = self._own_scratch() if client is None else client.import_scratch(self._backend)
-        self._unmap_all()
+        if client is not None:
+            scratch = client.import_scratch(self.backend)
+        else:
+            with _named("making a scratch page"):
+                scratch = self._scratch or self.backend.create(self.page_bytes)
+            self._scratch = scratch
+        self.detach()
         with _named("parking"):
             for found in self._ranges.values():
-                found.map(0, [scratch] * (found.num_bytes // self._page_bytes))
+                found.map(0, [scratch] * (found.num_bytes // self.page_bytes))
 
     def attach(self, client: DeviceClient, slots: Slots) -> None:
         """Map these slots' pages, and nothing else, in place of what is mapped.
@@ -101,8 +97,8 @@ class RegionMapping:
         all, otherwise with everything parked again.
         """
         self._known(slots)
-        spans = client.import_pages(self._backend, slots)
-        self._unmap_all()
+        spans = client.import_pages(self.backend, slots)
+        self.detach()
         try:
             self._map_spans(spans)
         except ElasticError:
@@ -113,7 +109,7 @@ class RegionMapping:
     def extend(self, client: DeviceClient, slots: Slots) -> None:
         """Map more slots, for which the worker has pages; all or nothing. Not while parked."""
         wanted = {name: subtract(runs, self._slots[name]) for name, runs in self._known(slots)}
-        self._map_spans(client.import_pages(self._backend, wanted))
+        self._map_spans(client.import_pages(self.backend, wanted))
         for name, runs in wanted.items():
             self._slots[name] = merge((*self._slots[name], *runs))
 
@@ -121,32 +117,26 @@ class RegionMapping:
         """Leave slots, before the worker unmaps them. What is not attached is passed over."""
         for name, runs in self._known(slots):
             left = subtract(self._slots[name], runs)
-            needed = pages_under(left, self._regions[name].slot_bytes, self._page_bytes)
+            needed = pages_under(left, self._regions[name].slot_bytes, self.page_bytes)
             with _named(f"unmapping {name}"):
                 for run in subtract(self._pages[name], needed):
                     self._ranges[name].unmap(*run)
             self._slots[name] = left
             self._pages[name] = needed
 
-    def _own_scratch(self) -> sgl_vmm.Handle:
-        if self._scratch is None:
-            with _named("making a scratch page"):
-                self._scratch = self._backend.create(self._page_bytes)
-        return self._scratch
-
     def detach(self) -> None:
         """Unmap everything; a stray read is a fault. `park` follows where one may come."""
-        self._unmap_all()
+        with _named("unmapping"):
+            for name, found in self._ranges.items():
+                found.unmap(0, found.num_bytes // self.page_bytes)
+                self._slots[name] = self._pages[name] = ()
 
     def _known(self, slots: Slots) -> list[tuple[str, Sequence[Run]]]:
+        """Raises MemoryWorkerError for a region that the shape does not have."""
         for name in slots:
-            self._region(name)
+            if name not in self._regions:
+                raise MemoryWorkerError(f"the memory shape has no region {name!r}")
         return list(slots.items())
-
-    def _region(self, name: str) -> Region:
-        if name not in self._regions:
-            raise MemoryWorkerError(f"the memory shape has no region {name!r}")
-        return self._regions[name]
 
     def _map_spans(self, spans: Mapping[str, ImportedSpans]) -> None:
         """Map the positions that are not mapped yet. All or nothing."""
@@ -166,16 +156,6 @@ class RegionMapping:
         for name, run in done:
             self._pages[name] = merge((*self._pages[name], run))
 
-    def _unmap_all(self) -> None:
-        with _named("unmapping"):
-            for name, found in self._ranges.items():
-                found.unmap(0, found.num_bytes // self._page_bytes)
-                self._slots[name] = self._pages[name] = ()
 
-
-@contextmanager
-def _named(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except sgl_vmm.VmmError as error:
-        raise MemoryWorkerError(f"an engine failed at {doing}: {error}") from error
+def _named(doing: str) -> AbstractContextManager[None]:
+    return vmm_errors("an engine", doing, MemoryWorkerError)

@@ -166,7 +166,7 @@ class Pages(Message, frozen=True):
 
 
 class Part(Message, frozen=True):
-    """Part of an answer: bytes of the slots' stream (memory/stream.py), from `position` on."""
+    """Part of an answer: bytes of the slots' stream (memory/runs.py), from `position` on."""
 
     position: Position
     data: bytes

@@ -1,4 +1,4 @@
-"""Whose turn it is: a request that its client has given up is not carried out any more.
+"""Which requests are carried out: not one that its client has given up.
 
     Asked(client, number) --> [RequestFence.next] --> FencedRequest
         --with--> the lock around the device's memory; raises once nobody waits for the answer
@@ -12,13 +12,9 @@ whether it has asked for more: through a tunnel (nodes/) its end may come later 
 
 from __future__ import annotations
 
-import contextlib
-import select
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from sgl_elastic.errors import MemoryWorkerError
@@ -47,7 +43,7 @@ class RequestFence:
                 self._last.pop(client, None)
 
     def next(self, client: str, number: int, has_left: Callable[[], bool]) -> FencedRequest:
-        """The turn of a client's request. Raises MemoryWorkerError if it has asked for more.
+        """The lock for a client's request. Raises MemoryWorkerError if it has asked for more.
 
         `has_left` says whether the connection that the request came by has been closed.
         """
@@ -64,7 +60,7 @@ class RequestFence:
 
 
 class FencedRequest:
-    """The lock around the memory, for one request: `with turn:`, as often as it takes.
+    """The lock around the memory, for one request: `with request:`, as often as it takes.
 
     Raises MemoryWorkerError, without the lock, once its client has left or asked for more.
     """
@@ -101,73 +97,3 @@ def _check(number: int, last: int) -> None:
         raise MemoryWorkerError(
             f"request {number} comes after request {last}: it is not carried out"
         )
-
-
-# Whether a memory worker is there at all, while an answer of its is awaited.
-#
-#     client.py, waiting --> [LivenessProbe] --connect, leave--> worker accepts, finds nobody there
-#                                   ^---- end of the connection = a sign of life ----'
-#
-# No request does for this: all of them wait for the lock around the device's memory, and a worker
-# that copies for minutes is well. Accepting and closing takes no lock, and a worker that is
-# stopped,
-# or stuck for good, does neither.
-
-
-class LivenessProbe:
-    """Asks the worker at `path` for signs of life, one at a time. Used by one thread at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._socket: socket.socket | None = None
-        self._asked_s: float | None = None  # since when no sign has come
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a sign of life is awaited."""
-        return self._asked_s is not None
-
-    def silent_s(self, now_s: float, wait_s: float = 0.0) -> float:
-        """Seconds for which the last question has waited; 0 when it is answered within `wait_s`.
-
-        Also 0 when nobody listens any more: whoever waits for an answer sees its connection end.
-        """
-        if self._asked_s is None:
-            self._asked_s = now_s
-        if self._socket is None and not self._ask():
-            return now_s - self._asked_s
-        if self._socket is not None and not is_readable(self._socket.fileno(), wait_s):
-            return now_s - self._asked_s
-        self.close()
-        return 0.0
-
-    def close(self) -> None:
-        """Forget the question."""
-        self._asked_s = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _ask(self) -> bool:
-        """False when the worker has not even accepted earlier connections; then ask again later."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            sock.connect(str(self._path))
-        except BlockingIOError:
-            sock.close()
-            return False
-        except OSError:
-            sock.close()
-            return True
-        with contextlib.suppress(OSError):  # it may have ended since
-            sock.shutdown(socket.SHUT_WR)
-        self._socket = sock
-        return True
-
-
-def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
-    """Whether something, its end too, can be received within the time."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(max(timeout_s, 0.0) * 1000))

@@ -57,6 +57,11 @@ def difference(slots: Slots, taken: Slots) -> dict[str, Runs]:
     return {name: runs for name, runs in left.items() if runs}
 
 
+def union(slots: Slots, more: Slots) -> dict[str, Runs]:
+    """The slots, by region, that are in either."""
+    return {name: merge((*slots.get(name, ()), *more.get(name, ()))) for name in {**slots, **more}}
+
+
 def num_slots(runs: Iterable[Run]) -> int:
     """How many slots disjoint runs have."""
     return sum(count for _, count in runs)

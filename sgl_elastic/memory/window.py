@@ -5,11 +5,14 @@ imported handles --> [PageWindow] --> addresses to copy from; nothing is left be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 import sgl_vmm
+
+from sgl_elastic.errors import StepFailedError
 
 PageSpans = Sequence[tuple[int, Sequence[sgl_vmm.Handle]]]  # (first page position, its handles)
 
@@ -51,3 +54,16 @@ class PageWindow:
         trace: TracebackType | None,
     ) -> None:
         self._range.unmap(0, self._num_pages)
+
+
+@contextmanager
+def vmm_errors(who: str, doing: str, error_class: type[StepFailedError]) -> Iterator[None]:
+    """Native errors get a class of ours, and say who failed at what."""
+    try:
+        yield
+    except sgl_vmm.PoolExhaustedError as error:
+        raise error_class(
+            f"{who} has no memory for {doing}: {error}; free some, or give it a larger budget"
+        ) from error
+    except sgl_vmm.VmmError as error:
+        raise error_class(f"{who} failed at {doing}: {error}") from error

@@ -1,6 +1,6 @@
 """The process that owns one device's memory, and outlives every engine that uses it.
 
-    DeviceClient --> Unix socket --> [one thread a connection] --turn--> DeviceMemory
+    DeviceClient --> Unix socket --> [one thread a connection] --lock--> DeviceMemory
                                               |
                                               +-- CopyFrom --> copying.py --> peer worker
 
@@ -96,9 +96,9 @@ class Worker:
                 channel.wait()
                 asked, fds = channel.receive()
                 fds.close()  # no request has any
-                turn = self._turn(client, asked)
-                if turn is not None:
-                    self._serve_one(client, asked.request, turn)
+                lock = self._fenced(client, asked)
+                if lock is not None:
+                    self._serve_one(client, asked.request, lock)
         except WireError as error:
             logger.warning("a connection is closed: %s", error)
         except ElasticError as error:
@@ -108,7 +108,7 @@ class Worker:
             if client.name:
                 self._fence.leave(client.name)
 
-    def _turn(self, client: _Client, asked: Asked) -> FencedRequest | None:
+    def _fenced(self, client: _Client, asked: Asked) -> FencedRequest | None:
         """None, and it is refused, when its client has gone on since. Raises WireError."""
         if not client.name:
             client.name = asked.client
@@ -116,32 +116,32 @@ class Worker:
         if asked.client != client.name:
             raise WireError(f"{client.name} and {asked.client} ask by one connection")
         try:
-            turn = self._fence.next(client.name, asked.number, client.channel.has_left)
+            lock = self._fence.next(client.name, asked.number, client.channel.has_left)
         except MemoryWorkerError as error:
             logger.warning("%s", error)
             client.channel.send(messages.Answered(asked.number, _failure(error)))
             return None
         client.begin(asked.number)
-        return turn
+        return lock
 
-    def _serve_one(self, client: _Client, request: Request, turn: FencedRequest) -> None:
+    def _serve_one(self, client: _Client, request: Request, lock: FencedRequest) -> None:
         if isinstance(request, messages.AskPages | messages.AskScratch):
-            self._send_pages(client, request, turn)
+            self._send_pages(client, request, lock)
             return
         if isinstance(request, messages.AskBytes):
-            self._send_bytes(client, request, turn)
+            self._send_bytes(client, request, lock)
             return
         if client.answer is None:  # else it comes a second time, and is not done a second time
-            client.answer = self._answer(request, turn)
+            client.answer = self._answer(request, lock)
         client.say(client.answer)
         if isinstance(request, messages.Stop) and isinstance(client.answer, messages.Done):
             self._stop()
 
-    def _answer(self, request: Request, turn: FencedRequest) -> Reply:
+    def _answer(self, request: Request, lock: FencedRequest) -> Reply:
         try:
             if isinstance(request, messages.CopyFrom):
-                return messages.Changed(Copier(self._memory, turn).copy_from(request))
-            with turn:
+                return messages.Changed(Copier(self._memory, lock).copy_from(request))
+            with lock:
                 return self._handlers[type(request)](request)
         except ElasticError as error:
             return _failure(error)
@@ -155,10 +155,13 @@ class Worker:
         return messages.Done()
 
     def _send_pages(
-        self, client: _Client, request: messages.AskPages | messages.AskScratch, turn: FencedRequest
+        self,
+        client: _Client,
+        request: messages.AskPages | messages.AskScratch,
+        lock: FencedRequest,
     ) -> None:
         try:
-            with turn:
+            with lock:
                 runs, handles = self._pages(request)
         except ElasticError as error:
             client.say(_failure(error))
@@ -171,22 +174,22 @@ class Worker:
             self._send_part(client, runs if is_last else (), part, is_last)
             sent.update(handle.value for handle in part)
 
-    def _send_bytes(self, client: _Client, request: messages.AskBytes, turn: FencedRequest) -> None:
+    def _send_bytes(self, client: _Client, request: messages.AskBytes, lock: FencedRequest) -> None:
         """Part by part, so that others get the lock in between."""
         position, is_last = 0, False
         while not is_last:
-            answer = self._part(request, position, turn)
+            answer = self._part(request, position, lock)
             client.say(answer)
             if isinstance(answer, messages.Failure):
                 return
             position, is_last = position + len(answer.data), answer.is_last
 
     def _part(
-        self, request: messages.AskBytes, position: int, turn: FencedRequest
+        self, request: messages.AskBytes, position: int, lock: FencedRequest
     ) -> messages.Part | messages.Failure:
         slots = request.slots
         try:
-            with turn:
+            with lock:
                 total = self._memory.readable(slots, must_be_loaded=request.must_be_loaded)
                 data = self._memory.read(slots, position, min(PART_BYTES, total - position))
         except ElasticError as error:

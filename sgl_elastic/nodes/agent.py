@@ -25,7 +25,7 @@ from sgl_elastic import workdir
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance.process import InstanceSpec
 from sgl_elastic.instance.supervise import remove_sockets, start
-from sgl_elastic.memory.processes import Here
+from sgl_elastic.memory.worker_processes import Here
 from sgl_elastic.nodes.remote import BeatState, NodeStates, ProcessState
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import Process
@@ -121,7 +121,7 @@ class NodeAgent:
         return process.poll()
 
     def give_way(self, number: int, how: str, at_most_s: float) -> None:
-        """Change the priority of a process group: see instance/priority.py."""
+        """Change the priority of a process group: see sgl_elastic/processes.py."""
         pid = self._child(number).pid
         if how == "background":
             priority.background(pid)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sgl_elastic.errors import ElasticConfigError, NodeLostError
-from sgl_elastic.memory.processes import socket_name
+from sgl_elastic.memory.worker_processes import socket_name
 from sgl_elastic.nodes.remote import BeatState, Node
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import Process
@@ -26,7 +26,7 @@ _RANKS = "ranks.sock"  # where the front's instance manager listens
 
 
 class Cluster:
-    """`Launcher` of memory/processes.py. `directory` has the front's sockets.
+    """`Launcher` of memory/worker_processes.py. `directory` has the front's sockets.
 
     Owns `nodes` and `tunnels`: `close` ends them.
     """

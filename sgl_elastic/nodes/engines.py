@@ -14,8 +14,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,37 +58,37 @@ class Supervisors:
         return self.poll() or 0
 
     def terminate(self) -> None:
-        self._all(lambda member: member.terminate())
+        for member in self._members:
+            member.terminate()
 
     def kill(self) -> None:
-        self._all(lambda member: member.kill())
+        for member in self._members:
+            member.kill()
 
     def kill_group(self) -> None:
-        self._all(lambda member: member.kill_group())
+        for member in self._members:
+            member.kill_group()
 
     def is_stopped(self) -> bool:
         return any(member.is_stopped() for member in self._members)
 
     def foreground(self) -> None:
-        self._all(lambda member: member.foreground())
-
-    @contextlib.contextmanager
-    def in_background(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for member in self._members:
-                stack.enter_context(member.in_background())
-            yield
-
-    @contextlib.contextmanager
-    def when_idle(self, at_most_s: float) -> Iterator[None]:
-        with ExitStack() as stack:
-            for member in self._members:
-                stack.enter_context(member.when_idle(at_most_s))
-            yield
-
-    def _all(self, act: Callable[[Process], None]) -> None:
         for member in self._members:
-            act(member)
+            member.foreground()
+
+    def in_background(self) -> AbstractContextManager[None]:
+        return _all(member.in_background() for member in self._members)
+
+    def when_idle(self, at_most_s: float) -> AbstractContextManager[None]:
+        return _all(member.when_idle(at_most_s) for member in self._members)
+
+
+@contextlib.contextmanager
+def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 class SpreadEngines:

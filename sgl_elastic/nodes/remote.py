@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -150,17 +151,15 @@ class RemoteProcess:
     def foreground(self) -> None:
         self._give_way("foreground")
 
-    @contextlib.contextmanager
-    def in_background(self) -> Iterator[None]:
-        self._give_way("background")
-        try:
-            yield
-        finally:
-            self.foreground()
+    def in_background(self) -> AbstractContextManager[None]:
+        return self._giving_way("background")
+
+    def when_idle(self, at_most_s: float) -> AbstractContextManager[None]:
+        return self._giving_way("when_idle", at_most_s)
 
     @contextlib.contextmanager
-    def when_idle(self, at_most_s: float) -> Iterator[None]:
-        self._give_way("when_idle", at_most_s)
+    def _giving_way(self, how: str, at_most_s: float = 0.0) -> Iterator[None]:
+        self._give_way(how, at_most_s)
         try:
             yield
         finally:

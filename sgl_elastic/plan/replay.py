@@ -58,6 +58,14 @@ def states(start: State, steps: Iterable[Step]) -> Iterator[tuple[Step, State]]:
         yield step, state
 
 
+def last_state(start: State, steps: Iterable[Step]) -> State:
+    """The state after all of the steps."""
+    state = start
+    for step in steps:
+        state = after_step(state, step)
+    return state
+
+
 def peak_and_final_pages(
     shape: MemoryShape, adapters: Sequence[AdapterEntry], old: Placement, steps: Iterable[Step]
 ) -> tuple[dict[int, int], dict[int, int]]:

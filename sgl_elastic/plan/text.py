@@ -1,13 +1,11 @@
-"""A plan for people and for the dry run's answer.
+"""A plan as the dry run's answer.
 
-Plan --> [describe] --> JSON        Plan --> [table] --> text
+Plan --> [describe] --> JSON values
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 from sgl_elastic.plan.planner import kv_at_switch
@@ -42,21 +40,6 @@ def describe(plan: Plan, shape: MemoryShape) -> dict[str, Any]:
         "before": [_step(step) for step in plan.before],
         "after": [_step(step) for step in plan.after],
     }
-
-
-def table(plan: Plan, shape: MemoryShape) -> str:
-    """The plan as lines for a terminal: devices first, then the steps in their order."""
-    return "\n".join([*_heading(plan), "", *_device_lines(plan, shape), "", *_step_lines(plan)])
-
-
-def ranges(ids: Sequence[int]) -> str:
-    """Ascending ids in short: `0-3, 7, 9-10`."""
-    runs = []
-    for _, run in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
-        members = [each for _, each in run]
-        first, last = members[0], members[-1]
-        runs.append(str(first) if first == last else f"{first}-{last}")
-    return ", ".join(runs)
 
 
 def _placement(placement: Placement) -> dict[str, Any]:
@@ -106,56 +89,6 @@ def _links(plan: Plan) -> Counter[tuple[int, int]]:
 
 def _num_moved(plan: Plan) -> int:
     return sum(was != is_now for was, is_now in zip(plan.old.homes, plan.new.homes, strict=True))
-
-
-def _heading(plan: Plan) -> Iterator[str]:
-    moved = _num_moved(plan)
-    yield (
-        f"scale {plan.old.dp_size} -> {plan.new.dp_size}: devices {ranges(plan.old.device_ids)} -> "
-        f"{ranges(plan.new.device_ids)}; {moved} of {len(plan.new.homes)} experts move, "
-        f"{_gigabytes(plan.copied_bytes)} copied"
-    )
-
-
-def _device_lines(plan: Plan, shape: MemoryShape) -> Iterator[str]:
-    yield (
-        f"{'device':>6}  {'experts kept':>12}  {'in':>3}  {'out':>3}  {'KV tokens':>11}  "
-        f"{'at switch':>11}  {'after':>11}  {'memory peak':>11}  {'after':>8}"
-    )
-    for device in plan.peak_pages:
-        row = _device(plan, shape, device)
-        yield (
-            f"{device:6}  {row['experts_kept']:12}  {row['experts_in']:3}  {row['experts_out']:3}  "
-            f"{row['kv_tokens_before']:11,}  {row['kv_tokens_at_switch']:11,}  "
-            f"{row['kv_tokens']:11,}  {_gigabytes(row['peak_bytes']):>11}  "
-            f"{_gigabytes(row['final_bytes']):>8}"
-        )
-
-
-def _step_lines(plan: Plan) -> Iterator[str]:
-    for heading, steps in (("before the switch", plan.before), ("after it", plan.after)):
-        yield heading if steps else f"{heading}: nothing"
-        yield from (_step_line(step) for step in steps)
-    if plan.kv_moves:
-        moves = ", ".join(f"{source} -> {device}" for source, device in plan.kv_moves.items())
-        yield f"KV of running requests moves {moves}"
-
-
-def _step_line(step: Step) -> str:
-    where = f"{step.device_id}" if step.source_id < 0 else f"{step.source_id} -> {step.device_id}"
-    what = []
-    if step.source_id >= 0:
-        what.append(_gigabytes(step.num_bytes))
-    if step.expert_ids:
-        what.append(f"experts {ranges(step.expert_ids)}")
-    if step.kind in _KV_STEPS:
-        what.append(f"{step.num_tokens:,} tokens")
-    return f"  {step.kind.value:13}  {where:8}  {', '.join(what)}".rstrip()
-
-
-def _gigabytes(num_bytes: int) -> str:
-    """As in sgl-esft's own tables: GB = 10^9 bytes."""
-    return f"{num_bytes / 1e9:.1f} GB"
 
 
 _KV_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.MAP_KV, StepKind.GROW_KV})

@@ -28,7 +28,7 @@ PHASES = ("plan", "memory", "prepare", "switch", "retire", "after")
 # "worker" 0 stays; 1 joins or leaves.
 PROCESSES = ("supervisor", "rank", "standby supervisor", "standby rank", "worker 0", "worker 1")
 CHUNK = 12  # cells that take some minutes together
-WORKER_HANG_S = 3.25  # sgl_elastic/memory/client.py
+WORKER_HANG_S = 3.25  # sgl_elastic/memory/connection.py
 START_S = 60.0  # an instance in place of a standby that is lost, on a busy machine
 
 Measured = Mapping[int, Mapping[str, tuple[float, float]]]  # new size -> phase -> from, to (s)

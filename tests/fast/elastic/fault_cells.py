@@ -22,7 +22,6 @@ from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.runs import Slots, subtract
-from sgl_elastic.memory.slots import kv_slots, trunk_slots
 from sgl_elastic.processes import is_stopped
 from sgl_elastic.types import Placement, Plan, ScaleRequest, Step, StepKind
 from tests.fast.elastic.memory.test_control import OLD as ONE
@@ -174,11 +173,7 @@ def full(scale: MemoryScale, step: Step) -> Iterator[Inject]:
 
 def others(hmm: Hmm, step: Step) -> list[Slots]:
     """Single slots, but for those of a mapping step."""
-    wanted = {
-        StepKind.MAP_TRUNK: lambda: trunk_slots(SHAPE),
-        StepKind.MAP_KV: lambda: kv_slots(SHAPE, step.num_tokens),
-        StepKind.MAP_EXPERTS: lambda: hmm._experts(step),
-    }[step.kind]()
+    wanted = hmm._slots_of(step)
     return [
         {region.name: [(slot, 1)]}
         for region in SHAPE.regions

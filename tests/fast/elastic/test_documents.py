@@ -15,9 +15,10 @@ from sgl_elastic.coordinator.operations import ErrorRecord, Operation, PhaseReco
 from sgl_elastic.coordinator.schemas import ScaleBody
 from sgl_elastic.plan.placement import place
 from sgl_elastic.plan.planner import plan
-from sgl_elastic.plan.text import describe, table
+from sgl_elastic.plan.text import describe
 from sgl_elastic.types import OperationState, Plan, ScaleRequest
 from tests.fast.elastic.plan_samples import GIB, PAGE, v2_lite
+from tests.fast.elastic.plan_table import table
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "elastic.md").read_text()
 SHAPE = v2_lite()

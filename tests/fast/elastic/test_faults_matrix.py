@@ -16,7 +16,7 @@ from _pytest.mark.structures import ParameterSet
 
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import MemoryLostError
-from sgl_elastic.memory import client, processes
+from sgl_elastic.memory import connection, worker_processes
 from sgl_elastic.types import OperationState, StepKind
 from tests.fast.elastic import fault_cells as cells
 from tests.fast.elastic.fault_cells import PLANS, Inject, MemoryScale
@@ -37,8 +37,8 @@ Fault = Callable[[MemoryScale, int], AbstractContextManager[Inject]]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "HANG_S", HANG_S)
-    monkeypatch.setattr(processes, "HANG_S", HANG_S)
+    monkeypatch.setattr(connection, "HANG_S", HANG_S)
+    monkeypatch.setattr(worker_processes, "HANG_S", HANG_S)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_worker_that_is_stopped(
     with cells.signalled(scale, device_id, signal.SIGSTOP) as stop:
         began = time.monotonic()
         operation = scale.scale(at, stop)
-        limit_s = client.HANG_S if role == "target" else 3.0
+        limit_s = connection.HANG_S if role == "target" else 3.0
         assert time.monotonic() - began < limit_s + SOON_S
     assert operation.state is expected(scale, at), operation
     check(scale, operation, before, tmp_path)
@@ -166,7 +166,7 @@ def test_a_worker_that_is_killed(
 def test_a_worker_that_is_stopped_while_it_starts(
     scale: MemoryScale, direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before, start = scale.left(), processes.LocalProcess
+    before, start = scale.left(), worker_processes.LocalProcess
 
     def start_stopped(*args: Any, **options: Any) -> Any:
         process = start(*args, **options)
@@ -174,7 +174,7 @@ def test_a_worker_that_is_stopped_while_it_starts(
         return process
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "LocalProcess", start_stopped)
+        patch.setattr(worker_processes, "LocalProcess", start_stopped)
         began = time.monotonic()
         operation = scale.scale()
         assert time.monotonic() - began < HANG_S + SOON_S
@@ -219,7 +219,7 @@ def test_no_descriptors_for_a_worker_that_joins(
     tmp_path: Path,
 ) -> None:
     """In the front: for its start, or for one of the two connections once it runs."""
-    before, start = scale.left(), processes.LocalProcess
+    before, start = scale.left(), worker_processes.LocalProcess
     with monkeypatch.context() as patch, cells.without_descriptors(os.getpid, spare) as inject:
 
         def start_then_inject(*args: Any, **options: Any) -> Any:
@@ -228,7 +228,7 @@ def test_no_descriptors_for_a_worker_that_joins(
             return process
 
         if is_started:
-            patch.setattr(processes, "LocalProcess", start_then_inject)
+            patch.setattr(worker_processes, "LocalProcess", start_then_inject)
         operation = scale.scale(0, (lambda: None) if is_started else inject)
     assert operation.state is _S.ROLLED_BACK, operation
     assert operation.error is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_elastic.engine.disk import fill_adapters
+from sgl_elastic.engine.loader import fill_adapters
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance.messages import Adapter, Attach
 from sgl_esft.formats.manifest import AdapterReader, read_manifest

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sgl_elastic.engine import accelerators
 from sgl_elastic.errors import ElasticConfigError
 from sgl_esft import platform
 from sgl_esft.errors import ConfigError
@@ -88,10 +87,10 @@ def test_every_instance_gets_the_tree_that_can_be_handed_over(make: Make) -> Non
 
 def test_an_accelerator_has_its_own_backend(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "is_active", lambda: False)
-    monkeypatch.setattr(accelerators, "num_cuda_devices", lambda: 4)
+    monkeypatch.setattr(elastic, "num_cuda_devices", lambda: 4)
     planned = make("--expert-page-size 64KiB")
     assert (planned.backend, planned.page_bytes) == ("cuda", 2 << 20)
-    monkeypatch.setattr(accelerators, "num_cuda_devices", lambda: 1)
+    monkeypatch.setattr(elastic, "num_cuda_devices", lambda: 1)
     assert make("--max-devices 1").backend == "cuda"
     with pytest.raises(ElasticConfigError, match="--max-devices 4: torch sees 1; lower it"):
         make("")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sgl_elastic import options
-from sgl_elastic.engine import accelerators
 from sgl_elastic.errors import ElasticConfigError
 from sgl_elastic.instance import devices
 from sgl_esft import platform
@@ -40,7 +39,7 @@ def check(line: str, backend: str) -> None:
 
 
 def test_no_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "num_cuda_devices", lambda: 2)
+    monkeypatch.setattr(elastic, "num_cuda_devices", lambda: 2)
     check("--max-devices 2", "cuda")
     with pytest.raises(ElasticConfigError, match="--max-devices 3: torch sees 2"):
         check("--max-devices 3", "cuda")

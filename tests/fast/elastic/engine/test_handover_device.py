@@ -58,11 +58,8 @@ def test_compacting() -> None:
     assert devices(rank) == {"cpu"}
     rank.check()
     assert max(rank.match([1, 2, 3, 4, 5, 6])) <= 8
-
-
-def test_an_empty_rank() -> None:
-    rank = Rank(4)
+    empty = Rank(4)
     with ELSEWHERE:
-        rank.resize(6)
-    assert devices(rank) == {"cpu"}
-    assert sorted(rank.allocator.free_pages.tolist()) == [1, 2, 3, 4, 5, 6]
+        empty.resize(6)
+    assert devices(empty) == {"cpu"}
+    assert sorted(empty.allocator.free_pages.tolist()) == [1, 2, 3, 4, 5, 6]

@@ -123,38 +123,27 @@ def test_displace_waits_for_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1, "no memory, no wait"
 
 
-def test_place_with_other_experts_than_are_here_changes_nothing() -> None:
-    layer = shared_layer([1, 2])
+SHORT = OTHER.chosen(1, 2)
+SHORT[2] = ExpertWeights(SHORT[2].w13[:-1], SHORT[2].w2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ids", "error"),
+    [
+        (OTHER.chosen(1), (1, 2), InvariantError),  # 2 is missing
+        (OTHER.chosen(1, 3), (1, 3), InvariantError),  # 3 is elsewhere
+        (OTHER.chosen(0, 1, 2, 5), (0, 1, 2, 5), InvariantError),  # more than slots
+        (SHORT, (1, 2), RuntimeError),  # the copy fails
+    ],
+)
+def test_a_place_that_fails_changes_nothing(experts, ids, error) -> None:
+    layer = shared_layer([0, 1, 2, 5])
     table = layer.expert_map.table.clone()
-    for experts, ids in [
-        (OTHER.chosen(1), (1, 2)),  # 2 is missing
-        (OTHER.chosen(1, 3), (1, 3)),  # 3 is elsewhere
-    ]:
-        with pytest.raises(InvariantError, match="for slots"):
-            layer.place(0, experts, ids)
-        assert torch.equal(layer.expert_map.table, table)
-        assert layer.mapped_slots == set(EVERYTHING)
-        assert layer.slots_of(0) == {}, "displacing it would take memory that it never had"
-
-
-def test_more_experts_than_slots_change_nothing() -> None:
-    layer = shared_layer()
-    with pytest.raises(InvariantError):
-        layer.place(0, OTHER.chosen(0, 1, 2, 3), (0, 1, 2, 3))
-    assert layer.mapped_slots == set(EVERYTHING)
-    assert layer.slots_of(0) == {}
-
-
-def test_nothing_is_published_when_a_copy_fails() -> None:
-    layer = shared_layer()
-    adapter = OTHER.chosen(1, 2)
-    bad = {**adapter, 2: ExpertWeights(adapter[2].w13[:-1], adapter[2].w2)}
-    table = layer.expert_map.table.clone()
-    with pytest.raises(RuntimeError):
-        layer.place(0, bad, (1, 2))
+    with pytest.raises(error):
+        layer.place(0, experts, ids)
     assert torch.equal(layer.expert_map.table, table)
     assert layer.mapped_slots == set(EVERYTHING)
-    assert layer.slots_of(0) == {}
+    assert layer.slots_of(0) == {}, "displacing it would take memory that it never had"
 
 
 def test_rebind_reads_and_writes_no_weight() -> None:

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
+from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.types import Region, RegionKind
-from tests.fast.elastic.memory_workers import PAGE, SHAPE, pattern, region_of
+from tests.fast.elastic.memory_workers import PAGE, SHAPE, region_of
 
 W13, W2 = "experts.0.w13", "experts.0.w2"
 
@@ -32,29 +32,12 @@ def counts(device):
     return usage.used_pages, usage.pages, usage.mapped_slots, usage.loaded_slots
 
 
-def write(device, region, slot, seed):
-    """Write a pattern through the pages that a peer would import."""
-    data = pattern(seed, region_of(region).slot_bytes).tobytes()
-    address = device._regions[region].tensor.address + slot * len(data)
-    device.backend.poke(address, data)
-
-
 def test_mapping_twice_maps_once(device):
     assert device.map_slots({W13: [(1, 2)]}) == {W13: ((1, 2),)}
     before = counts(device)
     assert device.map_slots({W13: [(1, 2)]}) == {}
     assert counts(device) == before
     assert device.map_slots({W13: [(0, 4)]}) == {W13: ((0, 1), (3, 1))}
-
-
-def test_unmapping_takes_only_pages_that_no_neighbour_needs(device):
-    device.map_slots({W13: [(0, 2)]})  # 1.5 pages each: the second page is shared
-    assert device.usage().pages["expert"] == 3
-    device.unmap_slots({W13: [(0, 1)]})
-    assert device.usage().pages["expert"] == 2
-    assert device.unmap_slots({W13: [(0, 2)]}) == {W13: ((1, 1),)}
-    assert device.usage().used_pages == 0
-    assert device.unmap_slots({W13: [(0, 2)]}) == {}
 
 
 def test_a_budget_that_is_exhausted_changes_nothing():
@@ -68,12 +51,6 @@ def test_a_budget_that_is_exhausted_changes_nothing():
     assert counts(device) == before
     device.map_slots({W13: [(2, 2)]})  # exactly what is left
     assert device.usage().used_pages == 6
-
-
-def test_the_scratch_page_is_zero_and_outside_the_budget(device):
-    assert device.usage().used_pages == 0
-    assert device.usage().resident_bytes == PAGE
-    assert device.budget_pages == 100
 
 
 def test_only_defined_regions_and_slots(device):
@@ -110,43 +87,7 @@ def test_content_is_valid_until_unmapped(device):
     device.mark_loaded({W13: [(1, 1)]}, is_loaded=False)
     device.unmap_slots({W13: [(2, 1)]})
     device.map_slots({W13: [(2, 1)]})
-    assert [device.is_loaded(W13, slot) for slot in range(4)] == [True, False, False, True]
     assert device.not_loaded({W13: [(0, 4)]}) == {W13: ((1, 2),)}
-
-
-def imported(source, target, slots, **options):
-    """The source's pages as handles of the target's backend."""
-    spans = source.pages(slots, **options)
-    return {
-        name: [
-            (first, [target.backend.import_handle(source.backend.export_handle(h)) for h in span])
-            for first, span in found
-        ]
-        for name, found in spans.items()
-    }
-
-
-def test_copy_in_brings_exactly_the_slots_and_leaves_neighbours_alone(device):
-    source = make_device(device_id=1)
-    for number, one in enumerate((source, device)):
-        one.map_slots({W2: [(0, 6)]})  # 0.75 pages: every page is shared
-        for slot in range(6):
-            write(one, W2, slot, (number, slot))
-    source.mark_loaded({W2: [(0, 6)]})
-    before = [device.digest(W2, slot) for slot in range(6)]
-    runs = [(1, 2), (4, 1)]
-    device.copy_in(W2, runs, imported(source, device, {W2: runs})[W2])
-    after = [device.digest(W2, slot) for slot in range(6)]
-    theirs = [source.digest(W2, slot) for slot in range(6)]
-    assert after == [before[0], theirs[1], theirs[2], before[3], theirs[4], before[5]]
-    assert [device.is_loaded(W2, s) for s in range(6)] == [False, True, True, False, True, False]
-
-
-def test_content_that_is_not_valid_is_not_given_away(device):
-    device.map_slots({W2: [(0, 2)]})
-    device.mark_loaded({W2: [(0, 1)]})
-    with pytest.raises(PeerCopyError, match=r"no valid content in experts\.0\.w2 1"):
-        device.pages({W2: [(0, 2)]}, must_be_loaded=True)
 
 
 class SlotsLikeSets(RuleBasedStateMachine):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sgl_elastic.errors import ElasticInternalError, PeerCopyError
-from sgl_elastic.memory.client import HANG_S
+from sgl_elastic.memory.connection import HANG_S
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.memory.mapping import RegionMapping
@@ -60,15 +60,11 @@ def after(moves: list[tuple[int, int]], source: Digests) -> Digests:
     return found
 
 
-def test_rows_of_another_device(hmm: Hmm, rank: RegionMapping) -> None:
-    copy_rows(rank, iter(MOVES), str(hmm.socket_path(0, 1)))
+@pytest.mark.parametrize("by_bytes", [False, True], ids=["pages", "bytes"])
+def test_rows_of_another_device(hmm: Hmm, rank: RegionMapping, by_bytes: bool) -> None:
+    copy_rows(rank, iter(MOVES), str(hmm.socket_path(0, 1)), by_bytes=by_bytes)
     assert digests(hmm, 1, SLOTS) == after(MOVES, expected_digests(SLOTS, 0))
     assert digests(hmm, 0, SLOTS) == expected_digests(SLOTS, 0)
-
-
-def test_rows_of_another_device_as_bytes(hmm: Hmm, rank: RegionMapping) -> None:
-    copy_rows(rank, MOVES, str(hmm.socket_path(0, 1)), by_bytes=True)
-    assert digests(hmm, 1, SLOTS) == after(MOVES, expected_digests(SLOTS, 0))
 
 
 def test_rows_within_the_device(hmm: Hmm, rank: RegionMapping) -> None:
@@ -100,12 +96,10 @@ def test_moves_that_depend_on_order_are_refused(
     with pytest.raises(ElasticInternalError, match="move in turns"):
         copy_rows(rank, moves)
     assert digests(hmm, 1, SLOTS) == expected_digests(SLOTS, 1)
-
-
-def test_rows_from_elsewhere_cannot_come_to_one_slot(hmm: Hmm, rank: RegionMapping) -> None:
-    copy_rows(rank, [(1, 2), (2, 3)], str(hmm.socket_path(0, 1)))  # those are two devices' slots
+    source = str(hmm.socket_path(0, 1))
+    copy_rows(rank, [(1, 2), (2, 3)], source)  # those are two devices' slots
     with pytest.raises(ElasticInternalError, match="slot twice"):
-        copy_rows(rank, [(1, 5), (2, 5)], str(hmm.socket_path(0, 1)))
+        copy_rows(rank, [(1, 5), (2, 5)], source)
 
 
 @pytest.mark.parametrize("moves", [[(1, 60)], [(60, 1)]])

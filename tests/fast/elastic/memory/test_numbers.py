@@ -21,7 +21,7 @@ from sgl_elastic.memory import messages as m
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.request_fence import RequestFence
-from tests.fast.elastic.memory_proxy import FAULTS, PAGES, Proxy, channel_of
+from tests.fast.elastic.memory_proxy import PAGES, Proxy, channel_of
 from tests.fast.elastic.memory_workers import (
     PAGE,
     comes_to,
@@ -57,11 +57,6 @@ def ask(
     answer, fds = channel.receive()
     fds.close()
     return answer
-
-
-def test_an_answer_repeats_the_number_of_its_request(channel: wire.Channel[m.Answered]) -> None:
-    for number in (1, 2, 7, 1 << 40):
-        assert ask(channel, number, m.AskUsage()).number == number
 
 
 def test_a_request_that_comes_twice_is_done_once(
@@ -194,16 +189,6 @@ def test_what_waits_for_the_lock_is_given_up_too() -> None:
     assert not fence.memory_lock.locked()
 
 
-@pytest.mark.parametrize("number", [0, -1, None, "1", 1.5])
-def test_a_request_without_a_number_ends_the_connection(
-    one: Hmm, channel: wire.Channel[m.Answered], number: Any
-) -> None:
-    channel.send(m.Asked("test", number, m.AskHello()))
-    with pytest.raises(MemoryWorkerError, match=r"closed|lost"):
-        channel.receive()
-    assert one.client(0).hello().device_id == 0
-
-
 @contextmanager
 def worker_that_says(directory: Path, say: Say) -> Iterator[DeviceClient]:
     """A client of a worker that answers as `say` does, but for AskHello."""
@@ -283,19 +268,6 @@ def test_an_answer_of_another_kind_leaves_the_caller_in_doubt(tmp_path: Path) ->
         with pytest.raises(WireError, match="answered Changed, not Digest"):
             client.digest(W13, 0)
         assert client.is_in_doubt
-
-
-@pytest.mark.parametrize("how", [how for how, fault in FAULTS.items() if fault.is_harmless])
-def test_a_late_answer_is_not_the_next_ones(one: Hmm, how: str) -> None:
-    """All of these are answered by Changed, which says other slots each time."""
-    slots = [{W13: ((first, 2),)} for first in (0, 2, 4)]
-    proxy = Proxy(one.socket_path(0), one.socket_path(0).with_name("p.sock"), how)
-    with DeviceClient(proxy.path, 5.0) as client:
-        assert [client.map_slots(each) for each in slots] == slots
-        assert client.unmap_slots({W13: ((0, 6),)}) == {W13: ((0, 6),)}
-    assert proxy.is_done
-    proxy.close()
-    assert one.usage()[0].used_pages == 0
 
 
 @pytest.mark.parametrize("how", ["doubled answer", "doubled answer, late", "doubled request, late"])

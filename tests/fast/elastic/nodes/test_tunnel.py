@@ -26,13 +26,10 @@ from sgl_elastic.errors import (
 )
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
-from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.nodes import tunnel
 from sgl_elastic.nodes.tunnel import Tunnels
 from tests.fast.elastic.memory_workers import (
     PAGE,
-    all_slots,
-    attached,
     comes_to,
     count_fds,
     digests,
@@ -104,19 +101,6 @@ def test_a_region_of_several_parts(tmp_path: Path) -> None:
         pair.client(0).mark_loaded(slots)
         pair.copy(slots)  # compares digests
         assert pair.client(1).digest("trunk", 0) == pair.client(0).digest("trunk", 0)
-
-
-def test_kv_rows_are_copied_by_bytes(pair: Pair) -> None:
-    slots = {"kv.0": [(0, 101)], "kv.1": [(0, 101)]}
-    for node in (0, 1):
-        pair.fill(node, slots, seed=node)
-    with attached(pair.hmms[1], 1, slots) as (mapping, _):
-        copy_rows(mapping, [(50, 10), (51, 11), (7, 99)], str(pair.path), by_bytes=True)
-    theirs, expected = expected_digests(slots, 0), expected_digests(slots, 1)
-    for name in slots:
-        for source, target in ((50, 10), (51, 11), (7, 99)):
-            expected[name, target] = theirs[name, source]
-    assert digests(pair.hmms[1], 1, slots) == expected
 
 
 def test_what_is_not_there_is_not_copied(pair: Pair) -> None:
@@ -349,10 +333,3 @@ def test_nothing_is_opened_after_the_end(tmp_path: Path) -> None:
     with pytest.raises(NodeLostError, match="closed"):
         found.open(tmp_path / "echo", "echo", found.address)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_all_of_a_device_through_a_tunnel(pair: Pair) -> None:
-    slots = {name: runs for name in (W13, W2) for name, runs in all_slots(name).items()}
-    pair.fill(0, slots)
-    pair.copy(slots)
-    assert digests(pair.hmms[1], 1, slots) == expected_digests(slots)

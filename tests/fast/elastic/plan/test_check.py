@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -59,116 +58,93 @@ def test_good_plan_has_every_kind_of_step_it_can_have_and_passes() -> None:
     assert kinds == set(StepKind) - missing
 
 
-BROKEN: dict[str, tuple[Callable[[], Plan], str]] = {
+ADD_DEVICE, REMOVE_DEVICE = StepKind.ADD_DEVICE, StepKind.REMOVE_DEVICE
+MAP_TRUNK, COPY_TRUNK = StepKind.MAP_TRUNK, StepKind.COPY_TRUNK
+MAP_EXPERTS, COPY_EXPERTS = StepKind.MAP_EXPERTS, StepKind.COPY_EXPERTS
+UNMAP_EXPERTS, MAP_KV = StepKind.UNMAP_EXPERTS, StepKind.MAP_KV
+SHRINK_KV, GROW_KV = StepKind.SHRINK_KV, StepKind.GROW_KV
+
+BROKEN: dict[str, tuple[Plan, str]] = {
     "homeless expert": (
-        lambda: replace(GOOD, new=replace(NEW, homes=(0, *NEW.homes[1:]))),
+        replace(GOOD, new=replace(NEW, homes=(0, *NEW.homes[1:]))),
         "are not all on devices",
     ),
-    "too few homes": (lambda: replace(GOOD, new=replace(NEW, homes=NEW.homes[1:])), "8 experts"),
-    "device twice": (lambda: replace(GOOD, new=replace(NEW, device_ids=(1, 1))), "devices are"),
-    "capacity missing": (lambda: replace(GOOD, new=replace(NEW, kv_tokens=(1,))), "KV tokens"),
-    "capacity negative": (lambda: replace(GOOD, new=replace(NEW, kv_tokens=(1, -1))), "KV tokens"),
+    "too few homes": (replace(GOOD, new=replace(NEW, homes=NEW.homes[1:])), "8 experts"),
+    "device twice": (replace(GOOD, new=replace(NEW, device_ids=(1, 1))), "devices are"),
+    "capacity missing": (replace(GOOD, new=replace(NEW, kv_tokens=(1,))), "KV tokens"),
+    "capacity negative": (replace(GOOD, new=replace(NEW, kv_tokens=(1, -1))), "KV tokens"),
     "unmap before the switch": (
-        lambda: last(GOOD, Step(StepKind.UNMAP_EXPERTS, 0, expert_ids=(0,))),
+        last(GOOD, Step(UNMAP_EXPERTS, 0, expert_ids=(0,))),
         "must not come before",
     ),
-    "remove before the switch": (
-        lambda: last(GOOD, Step(StepKind.REMOVE_DEVICE, 0)),
-        "must not come before",
-    ),
-    "copy after the switch": (lambda: finally_(GOOD, COPY_0_TO_1), "must not come after"),
-    "wrong bytes": (lambda: changed(GOOD, StepKind.COPY_EXPERTS, num_bytes=5), "moves 1536 bytes"),
-    "wrong trunk bytes": (lambda: changed(GOOD, StepKind.COPY_TRUNK, num_bytes=5), "moves 200"),
-    "bytes of no copy": (lambda: changed(GOOD, StepKind.MAP_KV, num_bytes=5), "moves 0 bytes"),
-    "no such device": (lambda: without(GOOD, StepKind.ADD_DEVICE), "no worker"),
-    "added twice": (lambda: first(GOOD, Step(StepKind.ADD_DEVICE, 0)), "there already"),
-    "trunk never mapped": (lambda: without(GOOD, StepKind.MAP_TRUNK), "trunk is not mapped"),
-    "trunk never copied": (lambda: without(GOOD, StepKind.COPY_TRUNK), "lacks the trunk"),
-    "trunk copied over": (
-        lambda: last(GOOD, Step(StepKind.COPY_TRUNK, 1, 0, num_bytes=200)),
-        "trunk is in use",
-    ),
-    "trunk mapped twice": (lambda: first(GOOD, Step(StepKind.MAP_TRUNK, 0)), "mapped already"),
-    "experts never mapped": (lambda: without(GOOD, StepKind.MAP_EXPERTS), "not mapped"),
-    "experts never copied": (lambda: without(GOOD, StepKind.COPY_EXPERTS), "experts"),
+    "remove before the switch": (last(GOOD, Step(REMOVE_DEVICE, 0)), "must not come before"),
+    "copy after the switch": (finally_(GOOD, COPY_0_TO_1), "must not come after"),
+    "wrong bytes": (changed(GOOD, COPY_EXPERTS, num_bytes=5), "moves 1536 bytes"),
+    "wrong trunk bytes": (changed(GOOD, COPY_TRUNK, num_bytes=5), "moves 200"),
+    "bytes of no copy": (changed(GOOD, MAP_KV, num_bytes=5), "moves 0 bytes"),
+    "no such device": (without(GOOD, ADD_DEVICE), "no worker"),
+    "added twice": (first(GOOD, Step(ADD_DEVICE, 0)), "there already"),
+    "trunk never mapped": (without(GOOD, MAP_TRUNK), "trunk is not mapped"),
+    "trunk never copied": (without(GOOD, COPY_TRUNK), "lacks the trunk"),
+    "trunk copied over": (last(GOOD, Step(COPY_TRUNK, 1, 0, num_bytes=200)), "trunk is in use"),
+    "trunk mapped twice": (first(GOOD, Step(MAP_TRUNK, 0)), "mapped already"),
+    "experts never mapped": (without(GOOD, MAP_EXPERTS), "not mapped"),
+    "experts never copied": (without(GOOD, COPY_EXPERTS), "experts"),
     "copied from who has them not": (
-        lambda: changed(GOOD, StepKind.COPY_EXPERTS, source_id=1),
+        changed(GOOD, COPY_EXPERTS, source_id=1),
         "does not hold experts",
     ),
-    "copied from itself": (
-        lambda: changed(GOOD, StepKind.COPY_EXPERTS, source_id=2),
-        "cannot be its source",
-    ),
-    "copied from nobody": (
-        lambda: changed(GOOD, StepKind.COPY_TRUNK, source_id=3),
-        "cannot be its source",
-    ),
+    "copied from itself": (changed(GOOD, COPY_EXPERTS, source_id=2), "cannot be its source"),
+    "copied from nobody": (changed(GOOD, COPY_TRUNK, source_id=3), "cannot be its source"),
     "trunk from who has none": (
-        lambda: last(
+        last(
             GOOD,
-            Step(StepKind.ADD_DEVICE, 3),
-            Step(StepKind.MAP_TRUNK, 3),
-            Step(StepKind.ADD_DEVICE, 4),
-            Step(StepKind.COPY_TRUNK, 3, 4, num_bytes=200),
+            Step(ADD_DEVICE, 3),
+            Step(MAP_TRUNK, 3),
+            Step(ADD_DEVICE, 4),
+            Step(COPY_TRUNK, 3, 4, num_bytes=200),
         ),
         "has no trunk",
     ),
     "live experts overwritten": (
-        lambda: last(GOOD, Step(StepKind.COPY_EXPERTS, 2, 0, (0,), num_bytes=2 * 192)),
+        last(GOOD, Step(COPY_EXPERTS, 2, 0, (0,), num_bytes=2 * 192)),
         "in use",
     ),
-    "experts mapped twice": (
-        lambda: last(GOOD, Step(StepKind.MAP_EXPERTS, 1, expert_ids=(5,))),
-        "mapped already",
-    ),
-    "no experts": (lambda: last(GOOD, Step(StepKind.MAP_EXPERTS, 1)), "none, or some twice"),
-    "an expert too many": (
-        lambda: last(GOOD, Step(StepKind.MAP_EXPERTS, 1, expert_ids=(0,))),
-        "do not end up",
-    ),
+    "experts mapped twice": (last(GOOD, Step(MAP_EXPERTS, 1, expert_ids=(5,))), "mapped already"),
+    "no experts": (last(GOOD, Step(MAP_EXPERTS, 1)), "none, or some twice"),
+    "an expert too many": (last(GOOD, Step(MAP_EXPERTS, 1, expert_ids=(0,))), "do not end up"),
     "unmapped what is not there": (
-        lambda: finally_(GOOD, Step(StepKind.UNMAP_EXPERTS, 1, expert_ids=(0,))),
+        finally_(GOOD, Step(UNMAP_EXPERTS, 1, expert_ids=(0,))),
         "not mapped",
     ),
     "unmapped what the new one needs": (
-        lambda: finally_(GOOD, Step(StepKind.UNMAP_EXPERTS, 1, expert_ids=(4,))),
+        finally_(GOOD, Step(UNMAP_EXPERTS, 1, expert_ids=(4,))),
         "do not end up",
     ),
-    "KV never mapped": (lambda: without(GOOD, StepKind.MAP_KV), "KV tokens at the switch"),
-    "KV mapped twice": (lambda: first(GOOD, Step(StepKind.MAP_KV, 0, num_tokens=3)), "already"),
-    "device added after the switch": (
-        lambda: finally_(GOOD, Step(StepKind.ADD_DEVICE, 3)),
-        "must not come after",
-    ),
+    "KV never mapped": (without(GOOD, MAP_KV), "KV tokens at the switch"),
+    "KV mapped twice": (first(GOOD, Step(MAP_KV, 0, num_tokens=3)), "already"),
+    "device added after the switch": (finally_(GOOD, Step(ADD_DEVICE, 3)), "must not come after"),
     "device forgotten": (
-        lambda: replace(GOOD, before=tuple(s for s in GOOD.before if s.device_id != 2)),
+        replace(GOOD, before=tuple(s for s in GOOD.before if s.device_id != 2)),
         "device 2 is not there at the switch",
     ),
     "KV grown where none is": (
-        lambda: finally_(
-            last(GOOD, Step(StepKind.ADD_DEVICE, 3)), Step(StepKind.GROW_KV, 3, num_tokens=1)
-        ),
+        finally_(last(GOOD, Step(ADD_DEVICE, 3)), Step(GROW_KV, 3, num_tokens=1)),
         "no KV is mapped",
     ),
-    "KV never grown": (lambda: without(GOOD, StepKind.GROW_KV), "do not end up"),
-    "KV grown to less": (lambda: changed(GOOD, StepKind.GROW_KV, num_tokens=7), "200 tokens"),
-    "KV shrunk to more": (
-        lambda: first(GOOD, Step(StepKind.SHRINK_KV, 1, num_tokens=201)),
-        "200 tokens",
-    ),
-    "KV below zero": (
-        lambda: first(GOOD, Step(StepKind.SHRINK_KV, 1, num_tokens=-2)),
-        "negative",
-    ),
+    "KV never grown": (without(GOOD, GROW_KV), "do not end up"),
+    "KV grown to less": (changed(GOOD, GROW_KV, num_tokens=7), "200 tokens"),
+    "KV shrunk to more": (first(GOOD, Step(SHRINK_KV, 1, num_tokens=201)), "200 tokens"),
+    "KV below zero": (first(GOOD, Step(SHRINK_KV, 1, num_tokens=-2)), "negative"),
     "more KV at the switch than in the end": (
-        lambda: changed(GOOD, StepKind.MAP_KV, num_tokens=301),
+        changed(GOOD, MAP_KV, num_tokens=301),
         "301 KV tokens at the switch, then 300",
     ),
-    "device never removed": (lambda: without(GOOD, StepKind.REMOVE_DEVICE), r"devices \[0\] do"),
-    "wrong peak": (lambda: replace(GOOD, peak_pages={0: 1}), "peaks are"),
-    "wrong final pages": (lambda: replace(GOOD, final_pages={0: 1}), "final pages are"),
-    "KV moves nowhere": (lambda: replace(GOOD, kv_moves={}), "KV moves"),
-    "KV moves to who leaves": (lambda: replace(GOOD, kv_moves={0: 0}), "KV moves"),
+    "device never removed": (without(GOOD, REMOVE_DEVICE), r"devices \[0\] do"),
+    "wrong peak": (replace(GOOD, peak_pages={0: 1}), "peaks are"),
+    "wrong final pages": (replace(GOOD, final_pages={0: 1}), "final pages are"),
+    "KV moves nowhere": (replace(GOOD, kv_moves={}), "KV moves"),
+    "KV moves to who leaves": (replace(GOOD, kv_moves={0: 0}), "KV moves"),
 }
 
 
@@ -176,19 +152,19 @@ BROKEN: dict[str, tuple[Callable[[], Plan], str]] = {
 def test_broken_plan_is_found(name: str) -> None:
     broken, message = BROKEN[name]
     with pytest.raises(PlanError, match=message):
-        check(broken(), SHAPE, (), BUDGET)
+        check(broken, SHAPE, (), BUDGET)
 
 
 def test_what_the_old_instance_loses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if unmapping were allowed before the switch."""
-    monkeypatch.setattr(checker, "KINDS_BEFORE", frozenset(StepKind))
+    monkeypatch.setattr(checker, "KINDS_AFTER", checker.KINDS_AFTER - {StepKind.UNMAP_EXPERTS})
     broken = last(GOOD, Step(StepKind.UNMAP_EXPERTS, 0, expert_ids=(0,)))
     with pytest.raises(PlanError, match="device 0 has lost what the old instance needs"):
         check(broken, SHAPE, (), BUDGET)
 
 
 def test_step_that_cannot_be_taken_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checker, "KINDS_BEFORE", frozenset(StepKind))
+    monkeypatch.setattr(checker, "KINDS_AFTER", checker.KINDS_AFTER - {StepKind.UNMAP_EXPERTS})
     extra: Any = {"device_id": 2, "expert_ids": (7,)}
     broken = last(GOOD, Step(StepKind.MAP_EXPERTS, **extra), Step(StepKind.UNMAP_EXPERTS, **extra))
     with pytest.raises(PlanError, match="cannot be taken back"):
@@ -215,5 +191,5 @@ def test_peak_may_be_in_the_middle() -> None:
     made = plan(old, swapped, SHAPE, (), BUDGET)
     check(made, SHAPE, (), BUDGET)
     assert made.peak_pages[0] > made.final_pages[0]
-    with pytest.raises(PlanError, match="after Step"):
+    with pytest.raises(PlanError, match=r"device 0 has .* at its peak"):
         check(made, SHAPE, (), BUDGET | {0: made.peak_pages[0] - 1})

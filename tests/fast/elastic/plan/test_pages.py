@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,20 +66,6 @@ def test_device_pages_are_those_of_all_its_bytes(data: st.DataObject) -> None:
         assert all(slot < region.num_slots for slot in slots)
         expected += touched_pages(slots, region.slot_bytes, shape.page_bytes)
     assert device_pages(shape, here, adapters, kv_tokens) == expected
-
-
-def test_edge_page_of_neighbours_is_counted_once() -> None:
-    assert pages_of_slots([0], 96, 64) == 2
-    assert pages_of_slots([1], 96, 64) == 2
-    assert pages_of_slots([0, 1], 96, 64) == 3
-    assert pages_of_slots([0, 2], 96, 64) == 4
-
-
-def test_adapter_expert_sits_where_its_base_expert_lives() -> None:
-    shape = make_shape(adapters=(2, 3))
-    adapter = make_adapter(1, {1: (2, 5, 7)})
-    assert expert_slots(shape, 1, {0, 5, 7}, [adapter]) == (0, 5, 7, 8 + 3 + 1, 8 + 3 + 2)
-    assert expert_slots(shape, 2, {0, 5, 7}, [adapter]) == (0, 5, 7)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +156,3 @@ def test_v2_lite() -> None:
     assert kv_pages(shape, 1_000_000) == 27 * -(-1152 * 1_000_001 // PAGE)
     tokens = max_kv_tokens(shape, 64 * GIB // PAGE, range(64), ())
     assert tokens == pytest.approx((64 * GIB - 31.4e9) / 31_104, rel=0.01)
-
-
-def test_layers_with_different_adapters_are_counted_apart() -> None:
-    shape = make_shape(adapters=(1, 2), expert_bytes=(64,))
-    adapter = make_adapter(0, {1: (0, 1), 2: (7,)})
-    assert expert_pages(shape, range(8), [adapter]) == 8 + 2 + 8 + 1
-    elsewhere = replace(adapter, experts={9: (0,)})
-    assert expert_pages(shape, range(8), [elsewhere]) == 16

@@ -80,11 +80,6 @@ def test_quotas_and_moves_of_random_scalings(data: st.DataObject) -> None:
         previous = placement
 
 
-def test_same_devices_change_nothing() -> None:
-    placement = place(SINGLES, (0, 1, 2), None, PLENTY, (), None)
-    assert place(SINGLES, (0, 1, 2), placement, PLENTY, (), None) == placement
-
-
 def test_heaviest_device_loses_first() -> None:
     shape = make_shape(expert_bytes=(64,), num_experts=7)
     for homes, expected in [((0,) * 4 + (1,) * 3, [2, 3, 2]), ((0,) * 3 + (1,) * 4, [3, 2, 2])]:
@@ -173,18 +168,6 @@ def test_fewest_devices_is_the_first_count_that_places(data: st.DataObject) -> N
 def test_place_on_devices_that_never_fit_says_so() -> None:
     with pytest.raises(DoesNotFitError, match="No number of devices"):
         place(SINGLES, (0,), None, {0: 3}, (), None)
-
-
-def test_v2_lite_1_2_3_2_1() -> None:
-    shape = v2_lite()
-    budget = dict.fromkeys(range(3), 64 * GIB // PAGE)
-    placement = place(shape, (0,), None, budget, (), None)
-    seen = []
-    for devices in [(0, 1), (0, 1, 2), (0, 1), (0,)]:
-        following = place(shape, devices, placement, budget, (), None)
-        seen.append((counts(following), num_moved(placement, following)))
-        placement = following
-    assert seen == [([32, 32], 32), ([24, 20, 20], 20), ([32, 32], 20), ([64], 32)]
 
 
 def test_v2_lite_needs_two_devices_of_32_gib() -> None:
