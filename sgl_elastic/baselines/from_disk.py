@@ -17,7 +17,7 @@ import msgspec
 
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance import handover
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.manager import InstanceManager
 from sgl_elastic.types import Placement
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance.messages import Adapter, Attach
+from sgl_elastic.instance.rank_messages import Adapter, Attach
 from sgl_esft.errors import EsftError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec

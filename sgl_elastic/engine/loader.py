@@ -22,7 +22,7 @@ from sgl_elastic.engine import disk, rank, sglang_api
 from sgl_elastic.engine.memory import expert_of
 from sgl_elastic.errors import ElasticInternalError
 from sgl_elastic.instance import engine_config
-from sgl_elastic.instance.messages import Attach
+from sgl_elastic.instance.rank_messages import Attach
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.weave import page_source
 

@@ -28,7 +28,7 @@ from sgl_elastic.coordinator.ports import HandOver, Wire
 from sgl_elastic.errors import BusyError, ElasticInternalError, EngineFailedError
 from sgl_elastic.front.rank_choice import LoadBook, RankPolicy, choose
 from sgl_elastic.front.routing import Routing
-from sgl_elastic.instance.messages import RequestState
+from sgl_elastic.instance.rank_messages import RequestState
 from sgl_elastic.types import Placement
 
 logger = logging.getLogger(__name__)

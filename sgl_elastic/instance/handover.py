@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.types import AdapterEntry, Placement
 
 # device id, device id of who asks -> path of the former's memory worker's socket

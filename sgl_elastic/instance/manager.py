@@ -21,10 +21,10 @@ import msgspec
 
 from sgl_elastic.errors import EngineFailedError, StepFailedError
 from sgl_elastic.instance import handover, supervise
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.links import RankLink, expect_all, send_all
-from sgl_elastic.instance.messages import shape_from_json
+from sgl_elastic.instance.rank_messages import shape_from_json
 from sgl_elastic.instance.running import EngineLink, Running, Timeouts
 from sgl_elastic.instance.standbys import likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
@@ -206,7 +206,7 @@ class InstanceManager(InstanceTable):
             if not self._is_alive(name):
                 raise EngineFailedError(f"{name} has ended")
             self._attach_all(running, placement, must_load=False)
-            expect_all(running.links, m.Done, self._timeouts.step_s)
+            expect_all(running.links, m.RankDone, self._timeouts.step_s)
         except StepFailedError:
             self.stop(name)
             raise
@@ -266,7 +266,7 @@ class InstanceManager(InstanceTable):
         """Tell an instance what it takes over; it runs when its requests are on their way."""
         try:
             send_all(new.links, activations)
-            expect_all(new.links, m.Done, self._timeouts.step_s)
+            expect_all(new.links, m.RankDone, self._timeouts.step_s)
         except StepFailedError as error:
             self._end_unless_done(new, str(error))
             raise
@@ -306,7 +306,7 @@ class InstanceManager(InstanceTable):
         try:
             with running.process.in_background():
                 send_all(running.links, [m.Detach()] * len(running.links))
-                expect_all(running.links, m.Done, self._timeouts.step_s)
+                expect_all(running.links, m.RankDone, self._timeouts.step_s)
         except StepFailedError as error:
             logger.warning("elastic: %s could not be parked, so it ends: %s", instance, error)
             self.stop(instance)
@@ -326,7 +326,7 @@ class InstanceManager(InstanceTable):
             raise EngineFailedError(f"instance {name} is lost: {running.lost}")
         try:
             running.links[rank].send(m.ResizeKv(num_tokens))
-            running.links[rank].expect(m.Done, time.monotonic() + self._timeouts.step_s)
+            running.links[rank].expect(m.RankDone, time.monotonic() + self._timeouts.step_s)
         finally:
             if shrinks:
                 self.resume(name)
@@ -386,7 +386,7 @@ class InstanceManager(InstanceTable):
 
     def _run(self, running: Running) -> None:
         send_all(running.links, [m.Run()] * len(running.links))
-        expect_all(running.links, m.Done, self._timeouts.step_s)
+        expect_all(running.links, m.RankDone, self._timeouts.step_s)
 
     def _note_adapters(self, link: RankLink, adapters: tuple[m.Adapter, ...]) -> None:
         """Every rank of the serving instance reports the same table; the first one's counts."""

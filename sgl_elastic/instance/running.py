@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.links import RankLink
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.processes import Process

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.links import RankLink, RankServer, send_all
 from sgl_elastic.instance.running import EngineLink, Running

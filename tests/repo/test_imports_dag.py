@@ -83,7 +83,7 @@ PURE = {
     "sgl_elastic.baselines.strategies",
     "sgl_elastic.errors",
     "sgl_elastic.instance.handover",
-    "sgl_elastic.instance.messages",
+    "sgl_elastic.instance.rank_messages",
     "sgl_elastic.instance.standbys",
     "sgl_elastic.instance.state",
     "sgl_elastic.memory.runs",

@@ -86,7 +86,7 @@ class MemoryScale:
     def settle(self) -> None:
         """What the next requests do first, until a worker that hung has come back."""
         deadline = time.monotonic() + 5
-        while any(self.hmm._owed.values()) and time.monotonic() < deadline:
+        while any(self.hmm._pending_unmap.values()) and time.monotonic() < deadline:
             self.hmm.require(self.plan.old.device_ids)
             time.sleep(0.02)
 

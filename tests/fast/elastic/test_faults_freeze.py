@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from sgl_elastic.front import router as module
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from tests.fast.elastic.front.test_router import Bench
 from tests.fast.elastic.test_faults_manager import ONE, STATE, Scene, scene
 

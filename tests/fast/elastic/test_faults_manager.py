@@ -22,7 +22,7 @@ import pytest
 
 from sgl_elastic import wire
 from sgl_elastic.errors import EngineFailedError, MemoryWorkerError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.manager import EngineSettings, InstanceManager, Timeouts
 from sgl_elastic.instance.state import InstanceState
@@ -57,7 +57,7 @@ class FakeRank(threading.Thread):
             failure=EngineFailedError,
             timeout_s=5.0,
         )
-        self.channel.send(m.Hello(instance, rank, 1))
+        self.channel.send(m.RankHello(instance, rank, 1))
         self.channel.send(m.Declared(json.dumps(asdict(SHAPE)).encode()))
         self.start()
 
@@ -87,7 +87,7 @@ class FakeRank(threading.Thread):
                 self.is_started = True
                 self.channel.send(m.Started())
             case _:
-                self.channel.send(m.Done(number=self._number))
+                self.channel.send(m.RankDone(number=self._number))
 
     def freeze(self) -> None:
         if m.Frozen not in self.mutes:
@@ -250,7 +250,7 @@ def test_a_rank_with_an_instruction_may_be_given_more_time(scene: Scene) -> None
         assert scene.manager.check(time.monotonic(), HANG_S) == ()
         time.sleep(0.02)
     rank = scene.ranks[name][0]
-    rank.channel.send(m.Done())
+    rank.channel.send(m.RankDone())
     told.join(5)
     scene.check_until_lost(name)
 
@@ -427,12 +427,12 @@ def test_kv_does_not_shrink_in_an_instance_that_is_lost(scene: Scene) -> None:
 def test_a_late_answer_is_not_taken_for_another(scene: Scene) -> None:
     name = scene.first()
     scene.ranks[name][0].mutes = {m.ResizeKv}
-    with pytest.raises(EngineFailedError, match="no Done in time"):
+    with pytest.raises(EngineFailedError, match="no RankDone in time"):
         scene.manager.resize_kv(0, 120)
     rank = scene.ranks[name][0]
     late = rank._number
     rank.mutes = set()
-    rank.channel.send(m.Done(number=late))
+    rank.channel.send(m.RankDone(number=late))
     scene.manager.freeze(name)
     rank.channel.send(m.Failed("E", "even later", late))
     scene.manager.resume(name)
@@ -499,7 +499,7 @@ def test_an_instance_whose_ranks_have_all_answered_is_parked_again(scene: Scene)
     slow = scene.ranks[new][1]
     slow.mutes = {m.Activate}
     number = 1 + len(slow.heard)  # of the Activate that comes next
-    threading.Timer(0.1, slow.channel.send, (m.Done(number=number),)).start()
+    threading.Timer(0.1, slow.channel.send, (m.RankDone(number=number),)).start()
     with pytest.raises(EngineFailedError, match="no bytes came"):
         scene.manager.activate(new, old, {})
     scene.manager.resume(old)

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from sgl_elastic.engine import requests
-from sgl_elastic.instance.messages import RequestState
+from sgl_elastic.instance.rank_messages import RequestState
 from tests.fast.elastic.instance.test_requests_state import (
     PROMPT,
     FakeGrammar,

@@ -23,7 +23,7 @@ from sgl_elastic.coordinator.coordinator import Coordinator, RetryPolicy
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.errors import BadScaleError, DoesNotFitError, ElasticConfigError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.handover import attach_messages, hand_over
 from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.plan.planner import placement_at_switch

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_elastic.engine import requests
-from sgl_elastic.instance.messages import RequestState
+from sgl_elastic.instance.rank_messages import RequestState
 
 PROMPT = [5, 6, 7]
 COUNTERS = {
