@@ -1,6 +1,6 @@
 """All instances of one server: who is there, who is lost, how each of them ends.
 
-    manager.py (what instances do) --is a--> [InstanceTable] <--check-- watch.py
+    starting.py, manager.py (what instances do) --are--> [InstanceTable] <--check-- recovery.py
                                                   |--> supervise.py, links.py, EngineLink
 A lost instance's processes are ended at once. Of the one that serves, everything else stays until
 a replacement has its memory and its requests.

@@ -94,7 +94,16 @@ def test_a_scale_calls_in_the_order_of_its_phases() -> None:
     names = [call[0] for call in SUCCESS]
     assert names[:FIRST] == ["serving", "serving"]
     memory = ["resize_kv" if s.kind is StepKind.SHRINK_KV else "execute" for s in BEFORE]
-    switch = ["prepare", "hold", "freeze", "activate", "switch", "release", "retire"]
+    switch = [
+        "prepare",
+        "hold",
+        "freeze",
+        "activate",
+        "switch",
+        "start_serving",
+        "release",
+        "retire",
+    ]
     assert names[FIRST:] == [*memory, *switch, "execute", "resize_kv", "resize_kv"]
 
 
