@@ -10,7 +10,7 @@ No step reads weights from disk: the new instance does, while it is prepared (fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_elastic.baselines.strategies import ScaleStrategy, check_strategy
@@ -22,8 +22,6 @@ from sgl_elastic.plan.placement import place
 from sgl_elastic.plan.replay import peak_and_final_pages
 from sgl_elastic.plan.request import resolve
 from sgl_elastic.types import (
-    AdapterEntry,
-    MemoryShape,
     Placement,
     Plan,
     ScaleRequest,
@@ -157,6 +155,9 @@ class StagedMemory:
     def __init__(self, hmm: Hmm, num_devices: int) -> None:
         self._hmm = hmm
         self._num_devices = num_devices
+        self.shape, self.adapters, self.budget_pages = hmm.shape, hmm.adapters, hmm.budget_pages
+        self.require, self.commit = hmm.require, hmm.commit
+        self.drop_partial_adapters = hmm.drop_partial_adapters
 
     def add_staging(self) -> None:
         """Start the staging workers, so that no scale waits for them."""
@@ -183,21 +184,3 @@ class StagedMemory:
         is_copy = step.kind in _MAPS
         source_id = step.device_id + self._num_devices if is_copy else step.source_id
         self._hmm.undo(replace(step, source_id=source_id))
-
-    def commit(self) -> None:
-        self._hmm.commit()
-
-    def shape(self) -> MemoryShape:
-        return self._hmm.shape()
-
-    def adapters(self) -> tuple[AdapterEntry, ...]:
-        return self._hmm.adapters()
-
-    def budget_pages(self, device_id: int) -> int:
-        return self._hmm.budget_pages(device_id)
-
-    def require(self, device_ids: Iterable[int]) -> None:
-        self._hmm.require(device_ids)
-
-    def drop_partial_adapters(self, placement: Placement) -> None:
-        self._hmm.drop_partial_adapters(placement)

@@ -83,10 +83,6 @@ class InstanceTable:
             records = [running.record for running in self._running.values()]
         return tuple(sorted(records, key=lambda r: (r.instance_id != self._active, r.instance_id)))
 
-    def rank_pids(self, instance: str) -> tuple[int, ...]:
-        """Process ids of an instance's ranks."""
-        return tuple(link.pid for link in self._running[instance].links)
-
     def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
         """Find out which instances have died or hang, and lose them. Returns their names."""
         alive = [each for each in list(self._running.items()) if not each[1].lost]

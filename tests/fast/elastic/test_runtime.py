@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,18 +14,6 @@ from sgl_elastic.types import OperationState, ScaleRequest
 from tests.fast.elastic.scale_fakes import World, make_coordinator
 
 WAIT_S = 10.0
-
-
-class Parts:
-    """Instances, memory and a folder that are closed; `ends` is what has ended, in order."""
-
-    def __init__(self, ends: list[str], name: str) -> None:
-        self._ends, self._name = ends, name
-
-    def close(self) -> None:
-        self._ends.append(self._name)
-
-    remove = close
 
 
 class Paused:
@@ -44,12 +33,11 @@ class Paused:
 
 def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:
     runtime = Runtime.__new__(Runtime)  # without its workers and folders
-    runtime.coordinator, runtime.autoscaler, runtime._watchdog = coordinator, None, None
     runtime._stopping, runtime._wanted = threading.Event(), threading.Event()
-    runtime.manager = Parts(ends, "instances")  # type: ignore[assignment]
-    runtime.hmm = Parts(ends, "memory")  # type: ignore[assignment]
-    runtime._cluster = Parts(ends, "nodes")  # type: ignore[assignment]
-    runtime._workdir = Parts(ends, "folder")  # type: ignore[assignment]
+    runtime._ends = ExitStack()
+    for name in ("folder", "nodes", "memory", "instances"):  # as they are made
+        runtime._ends.callback(ends.append, name)
+    runtime._ends.callback(runtime._end_scaling, coordinator)
     return runtime
 
 

@@ -114,6 +114,7 @@ def test_a_scale_ends_with_the_new_topology() -> None:
     assert world.state_of("i0") is InstanceState.PARKED
     assert world.kv == {0: 150, 1: 150, 2: 120}
     assert not world.is_held
+    assert world.handed_over.ranks == {"of i0": 0}, "what activate has returned"
     assert [phase.name for phase in operation.phases] == [
         "plan", "memory", "prepare", "switch", "retire", "after",
     ]  # fmt: skip

@@ -99,19 +99,18 @@ class Bench:
 
     def __init__(self, placement: Placement = TWO, **more: Any) -> None:
         self.wire = FakeWire()
-        self.handed = NOTHING
-        self.now_s = 10.0
-        self.placements: list[Placement] = []
-        self.router = RequestRouter(
-            self.wire,
-            handed_over=lambda: self.handed,
-            on_switch=self.placements.append,
-            policy=RankPolicy(strategy=RankStrategy.ROUND_ROBIN),
-            **more,
-        )
+        self.sizes: list[int] = []
+        self.held_s: list[float] = []
+        self.woken: list[str] = []
+        policy = RankPolicy(strategy=RankStrategy.ROUND_ROBIN)
+        self.router = RequestRouter(self.wire, policy=policy, **more)
+        self.router.listen(self.sizes.append, self.held_s.append)
         for name in ("i1", "i2"):
-            self.router.connect(name, f"{name}.in")
+            self.connect(name)
         self.router.begin("i1", placement)
+
+    def connect(self, name: str) -> None:
+        self.router.connect(name, f"{name}.in", lambda: self.woken.append(name))
 
     def sent_to(self, instance: str) -> list[str]:
         """Names of what went there: of a request, with its rank."""
@@ -128,9 +127,8 @@ class Bench:
         self.router.on_output([rid], ["stop" if is_finished else None], [num_tokens])
 
     def switch(self, placement: Placement = THREE, handed: HandedOver = NOTHING) -> None:
-        self.handed = handed
         self.router.hold()
-        self.router.switch("i2", placement)
+        self.router.switch("i2", placement, handed)
 
 
 @pytest.fixture
@@ -143,7 +141,7 @@ def test_requests_are_dealt_to_ranks_and_the_rest_goes_as_it_is(bench: Bench) ->
     bench.router.dispatch(Control("flush"))
     assert bench.sent_to("i1") == ["a@0", "b@1", "c@0", "flush"]
     assert bench.sent_to("i2") == []
-    assert bench.placements == [TWO]
+    assert bench.sizes == [], "nobody needs to be told of the first"
 
 
 def test_a_rank_that_the_client_chose_is_kept_if_there_is_one(bench: Bench) -> None:
@@ -190,12 +188,11 @@ def test_what_waits_goes_to_the_new_instance_after_what_ran(bench: Bench) -> Non
     bench.router.hold()
     bench.dispatch("c")
     bench.router.dispatch(Control("abort a"))
-    bench.handed = NOTHING
-    bench.router.switch("i2", THREE)
+    bench.router.switch("i2", THREE, NOTHING)
     bench.router.release()
     assert bench.sent_to("i1") == ["a@0", "b@1"]
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@2", "abort a"]
-    assert bench.placements == [TWO, THREE]
+    assert bench.sizes == [3]
 
 
 def test_a_switch_sends_each_request_once_to_where_its_kv_went(bench: Bench) -> None:
@@ -205,7 +202,7 @@ def test_a_switch_sends_each_request_once_to_where_its_kv_went(bench: Bench) -> 
     handed = HandedOver(ranks={"a": 2}, rank_of_old={0: 1, 1: 0})
     bench.switch(THREE, handed)
     assert bench.sent_to("i2") == ["a@2", "b@0", "c@1"], "a by its KV, the others by their rank"
-    bench.router.switch("i2", THREE)  # retried
+    bench.router.switch("i2", THREE, handed)  # retried
     assert len(bench.sent_to("i2")) == 3
     bench.router.release()
     bench.output("a", 9, is_finished=True)
@@ -216,10 +213,9 @@ def test_a_second_switch_starts_from_the_ranks_of_the_first(bench: Bench) -> Non
     bench.dispatch("a", "b")
     bench.switch(THREE, HandedOver({}, {0: 2, 1: 0}))
     bench.router.release()
-    bench.router.connect("i3", "i3.in")
-    bench.handed = HandedOver({}, {0: 0, 1: 0, 2: 1})
+    bench.connect("i3")
     bench.router.hold()
-    bench.router.switch("i3", TWO)
+    bench.router.switch("i3", TWO, HandedOver({}, {0: 0, 1: 0, 2: 1}))
     assert bench.sent_to("i3") == ["a@1", "b@0"]
 
 
@@ -246,26 +242,16 @@ def test_outputs_that_never_come_end_the_wait(
         bench.router.wait_for_outputs({"a": 1})
 
 
-def test_the_new_instance_runs_when_its_requests_have_been_sent() -> None:
-    went_on: list[list[str]] = []
-    bench = Bench(go_on=lambda name: went_on.append([name, *bench.sent_to(name)]))
+def test_an_idle_instance_is_woken_by_its_first_request(bench: Bench) -> None:
     bench.dispatch("a", "b")
-    bench.switch(THREE, HandedOver({"a": 2}, {0: 0, 1: 1}))
-    assert went_on == [["i2", "a@2", "b@1"]]
-
-
-def test_a_switch_whose_instance_did_not_run_is_tried_again() -> None:
-    failures = [EngineFailedError("no Done in time")]
-    bench = Bench(go_on=lambda name: failures and _raise(failures.pop()))
-    bench.dispatch("a")
-    with pytest.raises(EngineFailedError):
-        bench.switch()
-    bench.router.switch("i2", THREE)
-    assert bench.sent_to("i2") == ["a@0"], "once, though the switch was tried twice"
-
-
-def _raise(error: Exception) -> None:
-    raise error
+    assert bench.woken == ["i1"]
+    bench.output("a", 1, is_finished=True)
+    bench.output("b", 1, is_finished=True)
+    bench.switch()
+    bench.dispatch("c")
+    assert bench.woken == ["i1"], "it waits"
+    bench.router.release()
+    assert bench.woken == ["i1", "i2"]
 
 
 def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> None:
@@ -304,7 +290,7 @@ def test_a_change_that_does_not_end_keeps_no_other_waiting() -> None:
 def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench) -> None:
     """Those of the old one may have been more or fewer when it was asked."""
     expected: list[tuple[str, int]] = []
-    bench.wire.on_expect = lambda message: expected.append((message.name, len(bench.placements)))
+    bench.wire.on_expect = lambda message: expected.append((message.name, len(bench.sizes)))
     bench.router.scaling(True)
     bench.router.dispatch(Control("load x", is_adapter_change=True))
     bench.router.hold()
@@ -313,8 +299,8 @@ def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench
     bench.switch()
     bench.router.release()
     bench.router.scaling(False)
-    assert bench.placements == [TWO, THREE]
-    assert expected == [("flush", 2), ("load x", 2)]
+    assert bench.sizes == [3]
+    assert expected == [("flush", 1), ("load x", 1)]
     assert bench.sent_to("i2") == ["flush", "load x"]
 
 
