@@ -290,8 +290,8 @@ class ReplicaRouter:
         if wanted is None:
             min(members, key=lambda router: router.num_running()).dispatch(request)
             return
-        size = members[0].routing.table.placement.dp_size
-        replica, rank = divmod(wanted, size)
+        _, placement = members[0].table
+        replica, rank = divmod(wanted, placement.dp_size)
         members[replica % len(members)].dispatch(self._wire.with_rank(request, rank))
 
     def on_output(self, rids: Sequence[str], *outputs: Any) -> None:

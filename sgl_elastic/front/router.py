@@ -20,12 +20,11 @@ from typing import Any
 
 from sgl_elastic.autoscale.slo import Attainment, SloWindow
 from sgl_elastic.coordinator.ports import Wire
-from sgl_elastic.errors import ElasticInternalError, EngineFailedError
+from sgl_elastic.errors import ElasticInternalError, EngineFailedError, IllegalTransitionError
 from sgl_elastic.front.adapter_changes import AdapterChanges
 from sgl_elastic.front.in_flight import InFlight
 from sgl_elastic.front.links import InstanceLinks
 from sgl_elastic.front.rank_choice import RankPolicy
-from sgl_elastic.front.routing import Routing
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.rank_messages import RequestState
 from sgl_elastic.types import Placement
@@ -59,7 +58,18 @@ class RequestRouter(InstanceLinks):
         self._lost = ""  # the instance that requests may not be sent to
         self._on_size: Callable[[int], None] = lambda num_ranks: None
         self._on_held: Callable[[float], None] = lambda seconds: None
-        self.routing = Routing()
+        self._table: tuple[str, Placement] | None = None
+        self._is_held = False
+
+    @property
+    def table(self) -> tuple[str, Placement]:
+        """The instance that requests go to, and its placement; one assignment at a switch.
+
+        Raises IllegalTransitionError before `begin`.
+        """
+        if self._table is None:
+            raise IllegalTransitionError("no instance serves yet: begin with the first one")
+        return self._table
 
     def listen(self, on_size: Callable[[int], None], on_held: Callable[[float], None]) -> None:
         """Of each switch `on_size` hears the number of ranks, before anything is sent to them.
@@ -75,8 +85,8 @@ class RequestRouter(InstanceLinks):
         """Nothing goes to this instance any more; if it serves, requests wait for the next."""
         with self._lock:
             self._lost = instance
-            if self.routing.table.instance_id == instance:
-                self.routing.hold(self._clock())
+            if self.table[0] == instance:
+                self._is_held = True
 
     def states(self) -> list[tuple[int, RequestState]]:
         """(rank, state) of each request that has tokens, its instance being gone.
@@ -128,23 +138,23 @@ class RequestRouter(InstanceLinks):
         """The first instance serves."""
         with self._lock:
             self._in_flight.begin(placement)
-            self.routing.swap(instance, placement, self._clock())
+            self._table = (instance, placement)
 
     def hold(self) -> None:
         # The scale's thread and the links' take turns with the event loop, a hundred times in a
         # switch, and each turn may cost one interval.
         sys.setswitchinterval(_HELD_INTERVAL_S)
         with self._lock:
-            self.routing.hold(self._clock())
+            self._is_held = True
 
     def switch(self, instance: str, placement: Placement, handover: HandedOver) -> None:
         """Requests go to `instance`, which has taken over: those in flight first."""
         with self._lock:
-            if self.routing.table.instance_id == instance:
+            if self.table[0] == instance:
                 return
             self._in_flight.move(handover, placement, has_kv=not self._lost)
             self._on_size(placement.dp_size)
-            self.routing.swap(instance, placement, self._clock())
+            self._table = (instance, placement)
             if self._lost and self._lost != instance:
                 self._lost = ""
                 self._ask_again()
@@ -153,11 +163,11 @@ class RequestRouter(InstanceLinks):
 
     def release(self) -> None:
         with self._lock:
-            if self._lost == self.routing.table.instance_id:
+            if self._lost == self.table[0]:
                 return  # a release follows its replacement's switch
-            self.routing.release(self._clock())
+            self._is_held = False
             sys.setswitchinterval(_INTERVAL_S)
-            while self._held and self.routing.held is None:
+            while self._held and not self._is_held:
                 message, since_s = self._held.popleft()
                 self._route(message)
                 self._on_held(self._clock() - since_s)
@@ -176,7 +186,7 @@ class RequestRouter(InstanceLinks):
             self._asked.pop(type(message), None)
             if self._changes.defers(message):
                 return
-            if self.routing.held is not None:
+            if self._is_held:
                 self._held.append((copy.copy(message), self._clock()))
             else:
                 self._route(message)
@@ -197,17 +207,17 @@ class RequestRouter(InstanceLinks):
                 self._in_flight.output(rid, ids, num, now_s, is_finished=is_finished)
 
     def _route(self, message: Any) -> None:
-        table = self.routing.table
+        instance, placement = self.table
         if self._in_flight.num_running == 0:
-            self.wake(table.instance_id)
+            self.wake(instance)
         if self._wire.is_request(message):
             for request in self._wire.singles(message):
-                rank = self._in_flight.admit(request, table.placement.dp_size, self._clock())
-                self._send_or_keep(table.instance_id, self._wire.with_rank(request, rank))
+                rank = self._in_flight.admit(request, placement.dp_size, self._clock())
+                self._send_or_keep(instance, self._wire.with_rank(request, rank))
             return
         # Every rank answers a control message. While it was held their number may have changed.
         self._wire.expect_answers(message)
-        if self._send_or_keep(table.instance_id, message):
+        if self._send_or_keep(instance, message):
             self._asked[type(message)] = message
         else:
             self._held.append((message, self._clock()))

@@ -78,7 +78,6 @@ HANDED_OVER = {
 PURE = {
     "sgl_elastic.autoscale.policy",
     "sgl_elastic.front.rank_choice",
-    "sgl_elastic.front.routing",
     "sgl_elastic.autoscale.slo",
     "sgl_elastic.baselines.strategies",
     "sgl_elastic.errors",

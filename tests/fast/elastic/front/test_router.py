@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from sgl_elastic.autoscale.slo import SloTargets, SloWindow
-from sgl_elastic.errors import BusyError, ElasticInternalError, EngineFailedError, PlanError
+from sgl_elastic.errors import (
+    BusyError,
+    ElasticInternalError,
+    EngineFailedError,
+    IllegalTransitionError,
+    PlanError,
+)
 from sgl_elastic.front import router as module
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.front.router import RequestRouter
@@ -258,7 +264,7 @@ def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> Non
     bench.dispatch("a", "b")
     with pytest.raises(PlanError):
         bench.switch(ONE, HandedOver({}, {0: 0}))
-    assert bench.router.routing.table.instance_id == "i1"
+    assert bench.router.table == ("i1", TWO)
     assert bench.sent_to("i2") == []
 
 
@@ -328,6 +334,11 @@ def test_adapter_changes_that_waited_still_wait_for_a_hold(bench: Bench) -> None
     assert bench.sent_to("i1") == ["load x"]
 
 
+def test_a_router_without_an_instance_has_no_table() -> None:
+    with pytest.raises(IllegalTransitionError, match="no instance serves yet"):
+        RequestRouter(FakeWire()).dispatch(Request("a"))
+
+
 def test_a_pause_goes_to_the_instance_that_is_meant(bench: Bench) -> None:
     bench.router.pause("i2")
     assert (bench.sent_to("i1"), bench.sent_to("i2")) == ([], ["pause"])
@@ -363,7 +374,7 @@ def test_outputs_of_unknown_requests_are_passed_over(bench: Bench) -> None:
 
 
 def test_the_window_hears_of_arrivals_first_tokens_and_ends() -> None:
-    clock = iter([0.0, 10.0, 10.5, 12.5])  # begin, arrived, first token, finished
+    clock = iter([10.0, 10.5, 12.5])  # arrived, first token, finished
     window = SloWindow(SloTargets(ttft_s=1.0, tpot_s=0.1))
     bench = Bench(window=window, clock=lambda: next(clock))
     bench.dispatch("a")
