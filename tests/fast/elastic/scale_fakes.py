@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,7 @@ SHAPE = MemoryShape(
     ),
 )
 
+WAIT_S = 10.0
 Call = tuple[Any, ...]
 # Whether the call at this position, of this name, fails; the error, or None.
 Fault = Callable[[int, str], Exception | None]
@@ -285,3 +287,18 @@ def make_coordinator(
         new_id=lambda: f"op{next(numbers)}",
         carry_out=carry_out,
     )
+
+
+class Paused:
+    """A coordinator whose scale waits in `prepare` until told to go on."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.world.gate = self._gate
+        self.coordinator = make_coordinator(self.world)
+
+    def _gate(self, name: str) -> None:
+        if name == "prepare":
+            self.reached.set()
+            assert self.go_on.wait(WAIT_S)

@@ -11,24 +11,7 @@ import pytest
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.runtime import Runtime
 from sgl_elastic.types import OperationState, ScaleRequest
-from tests.fast.elastic.scale_fakes import World, make_coordinator
-
-WAIT_S = 10.0
-
-
-class Paused:
-    """A coordinator whose scale waits in `prepare` until told to go on."""
-
-    def __init__(self) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        world = World()
-        world.gate = self._gate
-        self.coordinator = make_coordinator(world)
-
-    def _gate(self, name: str) -> None:
-        if name == "prepare":
-            self.reached.set()
-            assert self.go_on.wait(WAIT_S)
+from tests.fast.elastic.scale_fakes import WAIT_S, Paused
 
 
 def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:

@@ -26,11 +26,10 @@ from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.types import OperationState, Placement, ScaleRequest, StepKind
 from tests.fast.elastic.front.test_router import Control, FakeWire, Request
-from tests.fast.elastic.scale_fakes import OLD, World, always, make_coordinator
+from tests.fast.elastic.scale_fakes import OLD, WAIT_S, World, always, make_coordinator
 
 ONE = Placement((0,), (0, 0), (100,))
 SECOND = Placement((2, 3), (2, 2, 2, 3, 3, 3), (100, 100))
-WAIT_S = 10.0
 
 
 # ---- placements and plans ----

@@ -22,11 +22,10 @@ from sgl_elastic.memory.control import Hmm
 from sgl_elastic.plan.planner import placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 from tests.fast.elastic import memory_workers
-from tests.fast.elastic.scale_fakes import OLD, World, always, make_coordinator
+from tests.fast.elastic.scale_fakes import OLD, WAIT_S, World, always, make_coordinator
 
 S = ScaleStrategy
 ONE = Placement((0,), (0,) * 6, (100,))
-WAIT_S = 10.0
 
 
 def request(dp_size: int, *device_ids: int, leave: tuple[int, ...] = ()) -> ScaleRequest:

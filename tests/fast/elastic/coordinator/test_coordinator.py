@@ -31,7 +31,9 @@ from tests.fast.elastic.scale_fakes import (
     NEW,
     OLD,
     PLAN,
+    WAIT_S,
     Call,
+    Paused,
     Ticks,
     World,
     always,
@@ -40,7 +42,6 @@ from tests.fast.elastic.scale_fakes import (
     once,
 )
 
-WAIT_S = 10.0
 UP = ScaleRequest(dp_size=3)
 AT_SWITCH = replace(NEW, kv_tokens=(80, 100, 120))
 
@@ -343,21 +344,6 @@ def test_adapters_go_on_when_no_scale_begins() -> None:
     with pytest.raises(DoesNotFitError):
         make_coordinator(world, refuse).submit(UP)
     assert not world.are_adapters_settled
-
-
-class Paused:
-    """A coordinator whose scale waits in `prepare` until told to go on."""
-
-    def __init__(self) -> None:
-        self.world = World()
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        self.world.gate = self._gate
-        self.coordinator = make_coordinator(self.world)
-
-    def _gate(self, name: str) -> None:
-        if name == "prepare":
-            self.reached.set()
-            assert self.go_on.wait(WAIT_S)
 
 
 def test_one_scale_at_a_time() -> None:
