@@ -175,7 +175,7 @@ class ReplicaRouter:
         self._num_open = 1  # replicas that new requests may go to
         self._on_size: Callable[[int], None] = lambda num_ranks: None
         changes = AdapterChanges(wire, self._lock, self.dispatch)
-        self.settle, self.scaling = changes.settle, changes.scaling
+        self.defer_adapter_changes, self.scaling = changes.defer, changes.scaling
         self._defers = changes.defers
 
     def listen(self, on_size: Callable[[int], None], on_held: Callable[[float], None]) -> None:
@@ -282,17 +282,10 @@ class ReplicaRouter:
                     router.dispatch(message)
                 return
             for request in self._wire.singles(message):
-                self._dispatch_one(request)
-
-    def _dispatch_one(self, request: Any) -> None:
-        """To the replica of the rank that the client wants, or to the one with the least to do."""
-        members, wanted = self._members()[: self._num_open], request.routed_dp_rank
-        if wanted is None:
-            min(members, key=lambda router: router.num_running()).dispatch(request)
-            return
-        _, placement = members[0].table
-        replica, rank = divmod(wanted, placement.dp_size)
-        members[replica % len(members)].dispatch(self._wire.with_rank(request, rank))
+                router, routed = _replica_for(
+                    request, self._members()[: self._num_open], self._wire
+                )
+                router.dispatch(routed)
 
     def on_output(self, rids: Sequence[str], *outputs: Any) -> None:
         """Outputs have come back; a router passes over what is not its own."""
@@ -303,6 +296,18 @@ class ReplicaRouter:
     def _members(self) -> list[RequestRouter]:
         with self._lock:
             return list(self._serving.values())
+
+
+def _replica_for(
+    request: Any, members: Sequence[RequestRouter], wire: Wire
+) -> tuple[RequestRouter, Any]:
+    """That of the rank which the client wants, by its own number there, or the least busy one."""
+    wanted = request.routed_dp_rank
+    if wanted is None:
+        return min(members, key=lambda router: router.num_running()), request
+    _, placement = members[0].table
+    replica, rank = divmod(wanted, placement.dp_size)
+    return members[replica % len(members)], wire.with_rank(request, rank)
 
 
 # Two replicas of a model as one placement, and back.

@@ -113,18 +113,18 @@ class Coordinator:
             self._check_idle()
             if request.dry_run:
                 return self._planned(request)[0]
-            with self._adapters_settled():
+            with self._adapter_changes_deferred():
                 operation, plan = self._planned(request)
                 self._start(operation, plan)
         return operation
 
     @contextmanager
-    def _adapters_settled(self) -> Iterator[None]:
+    def _adapter_changes_deferred(self) -> Iterator[None]:
         """A plan, and the ranks that take over, are to know every adapter that is there.
 
         They stay as they are until the operation has ended, or now if none begins.
         """
-        if self._front.settle(self._retry_policy.settle_s):
+        if self._front.defer_adapter_changes(self._retry_policy.adapter_change_s):
             self._instances.drain_messages(self._retry_policy.drain_messages_s)
         try:
             yield

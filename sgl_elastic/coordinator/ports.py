@@ -94,7 +94,7 @@ class Instances(Protocol):
 class Front(Protocol):
     """Where requests wait or go."""
 
-    def settle(self, timeout_s: float) -> bool:
+    def defer_adapter_changes(self, timeout_s: float) -> bool:
         """Adapters stay as they are from now on, until the operation has ended.
 
         Returns whether they have changed lately. Raises BusyError when a change does not end.

@@ -77,7 +77,7 @@ class RetryPolicy:
     attempts: int = 4
     first_pause_s: float = 0.1  # doubled after each attempt
     drain_timeout_s: float = 30.0
-    settle_s: float = 5.0  # for an adapter's change that is on its way to the ranks
+    adapter_change_s: float = 5.0  # for an adapter's change that is on its way to the ranks
     drain_messages_s: float = 1.0  # for what the ranks have said
 
     def retry(self, act: Callable[[], None], sleep: Callable[[float], None]) -> None:

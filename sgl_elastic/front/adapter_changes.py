@@ -1,7 +1,7 @@
 """Adapters stay as they are while a scale runs: loads and unloads wait for its end.
 
 router.py --each message--> [AdapterChanges.defers] --True--> kept until [scaling(False)]
-coordinator --settle------> the change that is on its way to the ranks has ended
+coordinator --defer-------> the change that is on its way to the ranks has ended
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from sgl_elastic.coordinator.ports import Wire
 from sgl_elastic.errors import BusyError
 
-_SETTLE_POLL_S = 0.002
+_POLL_S = 0.002
 _LATELY_S = 600.0  # a change takes no longer
 
 
@@ -51,7 +51,7 @@ class AdapterChanges:
                 self._deferred.append(message)
             return self._is_scaling
 
-    def settle(self, timeout_s: float, is_lost: Callable[[], bool] = lambda: False) -> bool:
+    def defer(self, timeout_s: float, is_lost: Callable[[], bool] = lambda: False) -> bool:
         """Changes wait from now on; the one that is on its way to the ranks has ended.
 
         Returns whether there was one lately. Raises BusyError at the time-out: none waits then.
@@ -65,7 +65,7 @@ class AdapterChanges:
                 raise BusyError(
                     f"an adapter's change has not ended within {timeout_s:g} s: scale when it has"
                 )
-            time.sleep(_SETTLE_POLL_S)
+            time.sleep(_POLL_S)
         return self._clock() - self._last_s < _LATELY_S
 
     def _is_changing(self, is_lost: Callable[[], bool]) -> bool:

@@ -86,7 +86,7 @@ class ElasticEngine:
         )
 
     def _table_of(self, instance: str) -> HeartbeatTable | None:
-        path = board_path(self._directory, instance)
+        path = heartbeat_path(self._directory, instance)
         if instance not in self._heartbeats and path.exists():
             self._heartbeats[instance] = HeartbeatTable.open(path)
         return self._heartbeats.get(instance)
@@ -96,6 +96,6 @@ class ElasticEngine:
             self._heartbeats.pop(name).close()
 
 
-def board_path(directory: Path, instance: str) -> Path:
+def heartbeat_path(directory: Path, instance: str) -> Path:
     """Where the ranks of an instance beat."""
     return directory / f"{instance}.beats"

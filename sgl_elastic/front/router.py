@@ -172,8 +172,8 @@ class RequestRouter(InstanceLinks):
                 self._route(message)
                 self._on_held(self._clock() - since_s)
 
-    def settle(self, timeout_s: float) -> bool:
-        return self._changes.settle(timeout_s, lambda: bool(self._lost))
+    def defer_adapter_changes(self, timeout_s: float) -> bool:
+        return self._changes.defer(timeout_s, lambda: bool(self._lost))
 
     def scaling(self, is_running: bool) -> None:
         self._changes.scaling(is_running)

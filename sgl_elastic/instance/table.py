@@ -75,7 +75,7 @@ class InstanceTable:
         for link in running.links:
             heard = link.read_to_the_end if running.lost else link.drain_messages
             if not heard(deadline):
-                logger.warning("elastic: %s was not heard out: the scale goes on", link.name)
+                logger.warning("elastic: %s did not say all in time: the scale goes on", link.name)
 
     def instances(self) -> tuple[Instance, ...]:
         """All of them, the serving one first."""

@@ -95,7 +95,7 @@ class World:
         self.lost_devices: set[int] = set()
         self.gate: Callable[[str], None] = lambda name: None
         self.has_changed_adapters = False
-        self.are_adapters_settled = False
+        self.are_adapters_deferred = False
         self._numbers = itertools.count(1)
 
     def call(self, name: str, *args: Any) -> None:
@@ -229,12 +229,12 @@ class World:
         self.table = (name, replace(placement, kv_tokens=tokens))
 
     # Front
-    def settle(self, timeout_s: float) -> bool:
-        self.are_adapters_settled = True
+    def defer_adapter_changes(self, timeout_s: float) -> bool:
+        self.are_adapters_deferred = True
         return self.has_changed_adapters
 
     def scaling(self, is_running: bool) -> None:
-        self.are_adapters_settled = is_running
+        self.are_adapters_deferred = is_running
 
     def hold(self) -> None:
         self.call("hold")

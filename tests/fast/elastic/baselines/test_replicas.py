@@ -252,14 +252,14 @@ def test_what_is_no_request_goes_to_both(two: Two) -> None:
 
 def test_adapters_change_in_both_when_the_scale_has_ended(two: Two) -> None:
     load = Control("load x", is_adapter_change=True)
-    assert not two.router.settle(1.0)
+    assert not two.router.defer_adapter_changes(1.0)
     two.router.dispatch(load)
     assert two.wire.sent == []
     two.router.scaling(False)
     assert two.sent_to("a") == two.sent_to("b") == [load]
     two.wire.is_changing = True
     with pytest.raises(BusyError):
-        two.router.settle(0.0)
+        two.router.defer_adapter_changes(0.0)
 
 
 def test_narrow_waits_for_the_second_and_sends_it_nothing_new(two: Two) -> None:

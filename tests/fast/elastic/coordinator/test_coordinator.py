@@ -326,7 +326,7 @@ def test_a_plan_knows_the_adapters_that_are_there() -> None:
     world.has_changed_adapters = True
 
     def plan(request: ScaleRequest, old: Placement) -> Plan:
-        assert world.are_adapters_settled is not request.dry_run
+        assert world.are_adapters_deferred is not request.dry_run
         heard = ("drain_messages",) in world.calls
         assert heard is not request.dry_run
         return PLAN
@@ -343,7 +343,7 @@ def test_adapters_go_on_when_no_scale_begins() -> None:
     world = World()
     with pytest.raises(DoesNotFitError):
         make_coordinator(world, refuse).submit(UP)
-    assert not world.are_adapters_settled
+    assert not world.are_adapters_deferred
 
 
 def test_one_scale_at_a_time() -> None:

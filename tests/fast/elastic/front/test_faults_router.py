@@ -136,7 +136,7 @@ def test_a_warm_up_ends_with_its_instance(bench: Bench, monkeypatch: pytest.Monk
         bench.router.warm_up("i2", 1, timeout_s=20)
 
 
-def test_the_board_starts_with_a_placement_of_any_size() -> None:
+def test_the_book_starts_with_a_placement_of_any_size() -> None:
     bench = Bench(Placement((4,), (4, 4), (10,)))
     bench.router.dispatch(Request("a"))
     bench.router.lose("i1")

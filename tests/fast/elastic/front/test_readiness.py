@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_elastic.front.readiness import ElasticEngine, board_path
+from sgl_elastic.front.readiness import ElasticEngine, heartbeat_path
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 
@@ -36,7 +36,7 @@ class Setup:
 
     def add(self, name: str, state: InstanceState, *devices: int) -> HeartbeatTable:
         self.table.found.append(Instance(name, devices, state))
-        return HeartbeatTable.open(board_path(self.folder, name))
+        return HeartbeatTable.open(heartbeat_path(self.folder, name))
 
     def ages(self) -> dict[str, bool]:
         """Name of each rank's loop, and whether it has turned."""
@@ -87,7 +87,7 @@ def test_a_lost_instance_is_trouble(setup: Setup) -> None:
     assert "replacement" in str(setup.engine.trouble())
 
 
-def test_boards_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
+def test_heartbeats_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
     setup.add("i1", InstanceState.ACTIVE, 0)
     setup.ages()
     setup.table.found.clear()

@@ -268,19 +268,19 @@ def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> Non
     assert bench.sent_to("i2") == []
 
 
-def test_a_change_on_its_way_ends_before_adapters_are_settled(bench: Bench) -> None:
-    assert not bench.router.settle(1.0), "none lately"
+def test_a_change_on_its_way_ends_before_changes_are_deferred(bench: Bench) -> None:
+    assert not bench.router.defer_adapter_changes(1.0), "none lately"
     bench.router.scaling(False)
     bench.router.dispatch(Control("load x", is_adapter_change=True))
     bench.wire.is_changing = True
     ending = threading.Timer(0.05, setattr, (bench.wire, "is_changing", False))
     ending.start()
-    assert bench.router.settle(10.0)
+    assert bench.router.defer_adapter_changes(10.0)
     assert not bench.wire.is_changing
     ending.join()
     bench.router.dispatch(Control("load y", is_adapter_change=True))
     bench.wire.is_changing = True  # but it waits here
-    assert bench.router.settle(10.0)
+    assert bench.router.defer_adapter_changes(10.0)
     assert bench.sent_to("i1") == ["load x"]
 
 
@@ -288,7 +288,7 @@ def test_a_change_that_does_not_end_keeps_no_other_waiting() -> None:
     bench = Bench(clock=itertools.count().__next__)
     bench.wire.is_changing = True
     with pytest.raises(BusyError, match="has not ended within 3 s"):
-        bench.router.settle(3.0)
+        bench.router.defer_adapter_changes(3.0)
     bench.router.dispatch(Control("load x", is_adapter_change=True))
     assert bench.sent_to("i1") == ["load x"]
 

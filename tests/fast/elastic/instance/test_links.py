@@ -250,7 +250,7 @@ def wait_until(is_true, timeout_s: float = 5.0) -> None:
         time.sleep(0.001)
 
 
-def test_all_that_a_rank_has_said_is_heard_out(bench: Bench) -> None:
+def test_all_that_a_rank_has_said_is_read(bench: Bench) -> None:
     """Also where a Ping is on its way already: its Pong may come before the rest."""
     (link,), (rank,) = bench.start(1)
     link.ping(time.monotonic())
