@@ -1,6 +1,6 @@
 """The router: between SGLang's tokenizer manager and the ranks of whichever instance serves.
 
-    TokenizerManager --dispatch--> [RequestRouter] --> the serving instance's socket (links.py)
+    TokenizerManager --dispatch--> [RequestRouter] --> its socket (instance_links.py)
     detokenizer --on_output--> [RequestRouter]   (in_flight.py: who runs where, what was sent)
     scale.py --hold, switch, release--> [RequestRouter]
 
@@ -23,7 +23,7 @@ from sgl_elastic.coordinator.ports import Wire
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError, IllegalTransitionError
 from sgl_elastic.front.adapter_changes import AdapterChanges
 from sgl_elastic.front.in_flight import InFlight
-from sgl_elastic.front.links import InstanceLinks
+from sgl_elastic.front.instance_links import InstanceLinks
 from sgl_elastic.front.rank_choice import RankPolicy
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.rank_messages import RequestState

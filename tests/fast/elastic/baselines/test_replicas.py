@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sgl_elastic import assembly, options
 from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.baselines.horizontal import (
     HorizontalScale,
@@ -189,6 +190,20 @@ def test_the_second_serves_from_its_start_to_its_end() -> None:
     assert set(manager.stopped) == {"b"}
     assert replicas.serving() == ("a", OLD)
     assert not replicas.is_lost(), "what dies is not replaced"
+
+
+def test_the_parts_of_horizontal_scaling() -> None:
+    found, _ = options.parse(["--elastic", "--scale-strategy", "horizontal"])
+    window = SloWindow(SloTargets(ttft_s=1.0, tpot_s=0.1))
+    router = assembly.make_router(found, FakeWire(), RankPolicy(), window)
+    assert isinstance(router, ReplicaRouter)
+    memory: Any = World()
+    manager: Any = OneInstance()
+    coordinator, watched = assembly.make_coordinator(found, memory, manager, router)
+    assert isinstance(watched, Replicas)
+    assert coordinator.serving == ("a", OLD)
+    plan = coordinator.submit(ScaleRequest(4, dry_run=True)).plan
+    assert [device["device_id"] for device in plan["devices"]] == [0, 1, 2, 3]
 
 
 # ---- the router ----

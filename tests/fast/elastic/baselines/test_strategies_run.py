@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_elastic import assembly, options
+from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.baselines import from_disk, plans
 from sgl_elastic.baselines.restarts import cold_restart, side_by_side
 from sgl_elastic.baselines.strategies import ScaleStrategy
@@ -15,6 +16,7 @@ from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.coordinator.scale import CarryOut, scale
 from sgl_elastic.errors import BadScaleError, DoesNotFitError, EngineFailedError, StepFailedError
+from sgl_elastic.front.rank_choice import RankPolicy
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.handover import FrozenInstance, HandedOver, attach_messages, hand_over
 from sgl_elastic.instance.state import InstanceState
@@ -22,6 +24,7 @@ from sgl_elastic.memory.control import Hmm
 from sgl_elastic.plan.planner import placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 from tests.fast.elastic import memory_workers
+from tests.fast.elastic.front.test_router import FakeWire
 from tests.fast.elastic.scale_fakes import OLD, WAIT_S, World, always, make_coordinator
 
 S = ScaleStrategy
@@ -313,6 +316,19 @@ def test_colocated_halves_every_device(tmp_path: Path) -> None:
     hmm = assembly.make_memory(found, tmp_path / "sockets", "host", 4096)
     halves = (32 << 20) // 4096
     assert [hmm.budget_pages(device) for device in range(4)] == [halves] * 4
+
+
+def test_staging_workers_are_there_before_the_first_scale(tmp_path: Path) -> None:
+    found = chosen("--ablate no_shared_allocator --max-devices 2 --device-memory 1MiB")
+    hmm = assembly.make_memory(found, tmp_path / "sockets", "host", 4096)
+    try:
+        router = assembly.make_router(found, FakeWire(), RankPolicy(), SloWindow(SloTargets(1, 1)))
+        coordinator, watched = assembly.make_coordinator(found, hmm, World(), router)  # type: ignore[arg-type]
+        assert hmm.device_ids() == (2, 3)
+        assert coordinator.serving == ("i0", OLD)
+        assert isinstance(watched, World), "the instance manager itself"
+    finally:
+        hmm.close()
 
 
 def test_without_an_ipc_safe_allocator_copies_are_staged(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_later_scale_is_strict_again(bench: Bench) -> None:
 
 
 def test_a_warm_up_ends_with_its_instance(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_elastic.front.links._WARM_UP_POLL_S", 0.01)
+    monkeypatch.setattr("sgl_elastic.front.instance_links._WARM_UP_POLL_S", 0.01)
     threading.Timer(0.05, bench.router.disconnect, ("i2",)).start()
     with pytest.raises(EngineFailedError, match="i2 ended while it warmed up"):
         bench.router.warm_up("i2", 1, timeout_s=20)
