@@ -236,9 +236,7 @@ def _serve(planned: ElasticPlan) -> int:
         serve.say(
             f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
         )
-        engine = ElasticEngine(
-            runtime.directory, lambda: runtime.manager, runtime.close, serve.tokenizer_manager
-        )
+        engine = ElasticEngine(runtime.directory, runtime, runtime.close, serve.tokenizer_manager)
         return serve.run(launch, server_args, started, heartbeats, lambda: _ready(runtime), engine)
     except (EsftError, ElasticError) as error:
         return _refuse(error)
@@ -263,11 +261,9 @@ def _ready(runtime: Runtime) -> None:
 
     from sgl_elastic.coordinator.app import add_routes
 
-    if runtime.coordinator is None or runtime.manager is None:
-        raise ElasticConfigError("the elastic runtime did not start")
     manager = http_server._global_state.tokenizer_manager
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    add_routes(http_server.app, runtime.coordinator, runtime.manager.instances, protect)
+    add_routes(http_server.app, runtime.parts.coordinator, runtime.instances, protect)
     runtime.serve(manager.update_control_communicator_fan_out, _zero_departed_ranks())
 
 

@@ -1,17 +1,17 @@
 """Which parts a strategy is made of, and which parts its ablations leave out.
 
-ElasticOptions --> [make_memory, make_instances, make_coordinator] --> runtime.py
+ElasticOptions --> [make_memory, make_router, make_instances, make_coordinator] --> runtime.py
 
-elastic             Hmm                Planner          InstanceManager  Coordinator
- no_shared_allocator StagedMemory
- no_peer_copy                           UncopiedPlanner  DiskInstances, which share memory
+                     plan             is carried out by  instances        besides
+elastic              Planner          scale              InstanceManager
+ no_shared_allocator                                                      StagedMemory
+ no_peer_copy        without_copies                      with DiskAttach, which share memory
  no_standby                                              nothing is parked
- no_zero_copy                           CutOverPlanner   DiskInstances    CutOverCoordinator
-cold_restart        Hmm                CutOverPlanner   DiskInstances    CutOverCoordinator
-extravagant         Hmm                FreshPlanner     DiskInstances    Coordinator
-colocated           Hmm, two a device  FreshPlanner     DiskInstances    Coordinator
-horizontal          Hmm                ReplicaPlanner   ReplicatedInstances, ReplicaCoordinator
-                                                        and a ReplicaRequestRouter
+ no_zero_copy        FreshPlanner     cold_restart       with DiskAttach
+cold_restart         FreshPlanner     cold_restart       with DiskAttach
+extravagant          FreshPlanner     side_by_side       with DiskAttach
+colocated            FreshPlanner     side_by_side       with DiskAttach  two workers a device
+horizontal           ReplicaPlanner   HorizontalScale    Replicas         ReplicaRouter
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sgl_elastic.autoscale.slo import SloWindow
 from sgl_elastic.baselines import plans
-from sgl_elastic.baselines.cold_restart import CutOverCoordinator
-from sgl_elastic.baselines.from_disk import DiskInstances
+from sgl_elastic.baselines.from_disk import DiskAttach
 from sgl_elastic.baselines.horizontal import (
-    ReplicaCoordinator,
+    HorizontalScale,
     ReplicaPlanner,
-    ReplicaRequestRouter,
-    ReplicatedInstances,
+    ReplicaRouter,
+    Replicas,
 )
-from sgl_elastic.baselines.staged_memory import StagedMemory
+from sgl_elastic.baselines.restarts import cold_restart, side_by_side
 from sgl_elastic.baselines.strategies import ScaleStrategy
-from sgl_elastic.coordinator.coordinator import Coordinator
+from sgl_elastic.coordinator.coordinator import Coordinator, MakePlan
 from sgl_elastic.coordinator.operations import Journal
 from sgl_elastic.coordinator.planning import Planner
-from sgl_elastic.coordinator.ports import Front
+from sgl_elastic.coordinator.ports import Memory, Wire
+from sgl_elastic.coordinator.recovery import Watched
+from sgl_elastic.coordinator.scale import CarryOut, scale
+from sgl_elastic.front.rank_choice import RankPolicy
 from sgl_elastic.front.router import RequestRouter
-from sgl_elastic.instance.manager import EngineLink, EngineSettings, InstanceManager, Timeouts
+from sgl_elastic.instance.manager import InstanceManager
+from sgl_elastic.instance.running import EngineLink, Timeouts
+from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.options import ElasticOptions
+from sgl_elastic.types import Placement
 
 if TYPE_CHECKING:
     from sgl_elastic.memory.worker_processes import Launcher
@@ -82,27 +88,18 @@ def make_memory(
     may need is so set aside from the start, as the paper's baseline does. `launcher` says where the
     workers run, None = on this machine.
     """
-    num_devices, num_bytes = options.max_devices, options.device_bytes
+    num_workers, num_bytes = options.max_devices, options.device_bytes
     if options.strategy is _S.COLOCATED:
-        num_devices, num_bytes = 2 * num_devices, num_bytes // 2
-    budgets = dict.fromkeys(range(num_devices), num_bytes)
-    verify = options.verify_copies
-    if options.ablation.shared_allocator:
-        return Hmm(
-            directory,
-            budgets,
-            backend=backend,
-            page_bytes=page_bytes,
-            verify_copies=verify,
-            launcher=launcher,
-        )
-    return StagedMemory(
+        num_workers, num_bytes = 2 * num_workers, num_bytes // 2
+    if not options.ablation.shared_allocator:
+        num_workers *= 2  # of each device one that stages
+    return Hmm(
         directory,
-        budgets,
-        num_devices,
+        dict.fromkeys(range(num_workers), num_bytes),
         backend=backend,
         page_bytes=page_bytes,
-        verify_copies=verify,
+        verify_copies=options.verify_copies,
+        launcher=launcher,
     )
 
 
@@ -115,9 +112,15 @@ def place_engines(cluster: Cluster | None, settings: EngineSettings) -> EngineSe
     return SpreadEngines(cluster, settings.directory).settings(settings)
 
 
-def router_type_of(options: ElasticOptions) -> type[RequestRouter]:
-    """The kind of router; all are made alike."""
-    return ReplicaRequestRouter if options.strategy is _S.HORIZONTAL else RequestRouter
+def make_router(
+    options: ElasticOptions, wire: Wire, policy: RankPolicy, window: SloWindow
+) -> RequestRouter | ReplicaRouter:
+    """Where requests wait or go."""
+
+    def make() -> RequestRouter:
+        return RequestRouter(wire, policy=policy, window=window)
+
+    return ReplicaRouter(wire, make, window) if options.strategy is _S.HORIZONTAL else make()
 
 
 def make_instances(
@@ -126,41 +129,60 @@ def make_instances(
     """The instance manager; from disk where the strategy or an ablation wants it."""
     parts = (settings, hmm, engine_link)
     standby_ranks, max_devices = options.standby_ranks, options.max_devices
-    if isinstance(hmm, StagedMemory):
-        hmm.add_staging()
     if options.strategy is _S.ELASTIC and options.ablation.peer_copy and not cuts_over(options):
         return InstanceManager(*parts, standby_ranks=standby_ranks, max_devices=max_devices)
-    # Reading weights takes as long as it takes.
-    timeouts = Timeouts(step_s=Timeouts.start_s, silent_s=Timeouts.start_s)
-    if options.strategy is _S.HORIZONTAL:
-        return ReplicatedInstances(
-            *parts, timeouts=timeouts, standby_ranks=0, max_devices=max_devices
-        )
+
+    def present() -> Placement:
+        return manager.serving()[1]
+
     shares_memory = options.strategy is _S.ELASTIC and options.ablation.zero_copy
-    return DiskInstances(
+    manager = InstanceManager(
         *parts,
-        shares_memory=shares_memory,
-        timeouts=timeouts,
         standby_ranks=standby_ranks,
         max_devices=max_devices,
+        attach_messages=DiskAttach(present if shares_memory else None),
+        # Reading weights takes as long as it takes.
+        timeouts=Timeouts(step_s=Timeouts.start_s, silent_s=Timeouts.start_s),
     )
+    return manager
 
 
 def make_coordinator(
-    options: ElasticOptions, hmm: Hmm, instances: InstanceManager, front: Front
-) -> Coordinator:
-    """The coordinator of the strategy, with its planner and journal."""
+    options: ElasticOptions,
+    hmm: Hmm,
+    manager: InstanceManager,
+    router: RequestRouter | ReplicaRouter,
+) -> tuple[Coordinator, Watched]:
+    """The coordinator of the strategy, and what its watchdog is to watch."""
     journal = Journal(Path(options.journal) if options.journal else None)
-    planner = _planner(options, hmm)
-    if isinstance(instances, ReplicatedInstances) and isinstance(front, ReplicaRequestRouter):
-        return ReplicaCoordinator(
-            hmm, instances, front, planner.make_plan, planner.describe, journal
+    make_plan, planner = make_planner(options, hmm)
+    if isinstance(router, ReplicaRouter):
+        replicas, carry_out = Replicas(manager), HorizontalScale(router)
+        horizontal = Coordinator(
+            hmm, replicas, router, make_plan, planner.describe, journal, carry_out=carry_out
         )
-    if isinstance(instances, DiskInstances) and cuts_over(options):
-        return CutOverCoordinator(
-            hmm, instances, front, planner.make_plan, planner.describe, journal
-        )
-    return Coordinator(hmm, instances, front, planner.make_plan, planner.describe, journal)
+        return horizontal, replicas
+    memory: Memory = hmm
+    if not options.ablation.shared_allocator:
+        memory = staged = plans.StagedMemory(hmm, options.max_devices)
+        staged.add_staging()
+    coordinator = Coordinator(
+        memory,
+        manager,
+        router,
+        make_plan,
+        planner.describe,
+        journal,
+        carry_out=way_of(options),
+    )
+    return coordinator, manager
+
+
+def way_of(options: ElasticOptions) -> CarryOut:
+    """How plans are carried out where one instance serves."""
+    if cuts_over(options):
+        return cold_restart
+    return scale if options.strategy is _S.ELASTIC else side_by_side
 
 
 def cuts_over(options: ElasticOptions) -> bool:
@@ -168,12 +190,15 @@ def cuts_over(options: ElasticOptions) -> bool:
     return options.strategy is _S.COLD_RESTART or not options.ablation.zero_copy
 
 
-def _planner(options: ElasticOptions, hmm: Hmm) -> Planner:
+def make_planner(options: ElasticOptions, hmm: Hmm) -> tuple[MakePlan, Planner]:
+    """What makes the strategy's plans, and what describes them."""
     limits = (hmm, options.max_devices, options.kv_limit)
+    planner = Planner(*limits, headroom_pages=hmm.headroom_pages, node_of=hmm.node_name)
     if options.strategy is _S.HORIZONTAL:
-        return ReplicaPlanner(*limits)
+        return ReplicaPlanner(hmm, options.max_devices).make_plan, planner
     if options.strategy is _S.ELASTIC and not cuts_over(options):
-        kind = Planner if options.ablation.peer_copy else plans.UncopiedPlanner
-        return kind(*limits, headroom_pages=hmm.headroom_pages, node_of=hmm.node_name)
-    other = plans.CutOverPlanner if cuts_over(options) else plans.FreshPlanner
-    return other(*limits, options.strategy, _CHOICES[options.strategy])
+        copies = options.ablation.peer_copy
+        return planner.make_plan if copies else plans.without_copies(planner.make_plan), planner
+    choose, cuts = _CHOICES[options.strategy], cuts_over(options)
+    fresh = plans.FreshPlanner(*limits, options.strategy, choose, removes_first=cuts)
+    return fresh.make_plan, planner

@@ -1,7 +1,8 @@
 """The elastic runtime of one server: every part, put together.
 
-options, launch plan --> [Runtime] --> HMM, instances, router, coordinator, autoscaler
-                             ^-- start() when SGLang wants its schedulers
+options, launch plan --> [Runtime]: HMM, router
+SGLang wants its schedulers --> [start] --> Parts: instances, coordinator
+HTTP is up --> [serve]: standbys, watchdog, metrics, autoscaler
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_elastic import assembly, workdir
@@ -22,10 +25,12 @@ from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.ports import Wire
-from sgl_elastic.coordinator.recovery import Watchdog, WatchdogConfig
-from sgl_elastic.errors import ElasticError
+from sgl_elastic.coordinator.recovery import Watchdog, WatchdogConfig, Watched
+from sgl_elastic.errors import ElasticError, ElasticInternalError
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
-from sgl_elastic.instance.manager import EngineSettings, HandedOver, InstanceManager
+from sgl_elastic.instance.manager import InstanceManager
+from sgl_elastic.instance.state import Instance
+from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.plan.placement import place
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
@@ -35,6 +40,15 @@ logger = logging.getLogger(__name__)
 _PARKED_KV_TOKENS = 4096
 _CLOSE_S = 5.0  # for a scale that runs when the server ends; health's STOP_S is for all of it
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between attempts to start a standby
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What there is once the first instance serves."""
+
+    manager: InstanceManager
+    watched: Watched  # who is lost, and whether that is replaced
+    coordinator: Coordinator
 
 
 class Runtime:
@@ -63,49 +77,63 @@ class Runtime:
         self._first_adapters = first_adapters
         self._environment = environment
         self._page_bytes, self._backend = page_bytes, backend
+        self._parts: Parts | None = None
+        self._wanted = threading.Event()  # standbys are to be looked after
+        self._stopping = threading.Event()
+        self._ends = ExitStack()  # of each part that there is, the last one first
         for stale in workdir.remove_stale():
             logger.warning("elastic: removed %s, which a killed server left", stale)
-        self._workdir = workdir.make()
-        self.directory = self._workdir.path
+        folder = workdir.make()
+        self._ends.callback(folder.remove)
+        self.directory = folder.path
         try:
             self._cluster = assembly.make_cluster(options, self.directory)
         except ElasticError:
-            self._workdir.remove()
+            self.close()
             raise
+        if self._cluster is not None:
+            self._ends.callback(self._cluster.close)
         self.hmm = assembly.make_memory(options, self.directory, backend, page_bytes, self._cluster)
+        self._ends.callback(self.hmm.close)
         self.hmm.reserve_for_adapters(adapter_reserve_bytes)
         self._reserves = adapter_reserve_bytes > 0
-        self.window = SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s))
-        self.router = assembly.router_type_of(options)(
+        self.router = assembly.make_router(
+            options,
             wire,
-            handed_over=self._handed_over,
-            on_switch=self._note_switch,
-            wake=self._wake,
-            go_on=self._go_on,
-            on_held=self._note_held,
-            policy=RankPolicy(strategy=RankStrategy(options.rank_strategy)),
-            window=self.window,
+            RankPolicy(strategy=RankStrategy(options.rank_strategy)),
+            SloWindow(SloTargets(options.slo_ttft_s, options.slo_tpot_s)),
         )
-        self.manager: InstanceManager | None = None
-        self.coordinator: Coordinator | None = None
-        self.autoscaler: Autoscaler | None = None
-        self._watchdog: Watchdog | None = None
-        self._metrics: metrics.ScaleMetrics | None = None
-        self._on_size: Callable[[int], None] = lambda _: None
-        self._stopping = threading.Event()
-        self._wanted = threading.Event()  # standbys are to be looked after
+
+    @property
+    def parts(self) -> Parts:
+        """Raises ElasticInternalError before `start` has ended."""
+        if self._parts is None:
+            raise ElasticInternalError("the elastic runtime has not started")
+        return self._parts
+
+    def instances(self) -> tuple[Instance, ...]:
+        """All of them, the serving one first; none before the first one serves."""
+        return self._parts.manager.instances() if self._parts is not None else ()
+
+    def is_lost(self) -> bool:
+        """Whether the instance that serves is gone, and another is to take its place."""
+        return self.parts.watched.is_lost()
 
     def start(self, port_args: Any) -> dict[str, Any]:
         """Start the first instance. Returns what SGLang wants to know of its scheduler."""
-        manager = self.manager = assembly.make_instances(
-            self.options, self._settings(port_args), self.hmm, self.router
-        )
+        settings = self._settings(port_args)
+        manager = assembly.make_instances(self.options, settings, self.hmm, self.router)
+        self._ends.callback(manager.close)
         devices = tuple(range(self.options.dp_size))
         name = manager.start_first(devices, self._first_placement)
         _, placement = manager.serving()
         self.router.begin(name, placement)
-        self.coordinator = assembly.make_coordinator(self.options, self.hmm, manager, self.router)
-        self.coordinator.listen(self._note_operation)
+        coordinator, watched = assembly.make_coordinator(
+            self.options, self.hmm, manager, self.router
+        )
+        coordinator.listen(self._note_operation)
+        self._ends.callback(self._end_scaling, coordinator)
+        self._parts = Parts(manager, watched, coordinator)
         tokens = min(placement.kv_tokens)
         return {"max_total_num_tokens": tokens, "max_req_input_len": tokens - 6}
 
@@ -114,51 +142,42 @@ class Runtime:
 
         `on_size` hears each new size at its switch, `on_ended` the size after each operation.
         """
-        self._on_size = on_size
-        threading.Thread(target=self._keep_standbys, name="elastic-standbys", daemon=True).start()
-        self._wanted.set()
-        self._start_watchdog()
-        self._start_metrics(on_ended)
-        if self.options.autoscale is not None and self.coordinator is not None:
-            self.autoscaler = Autoscaler(
+        parts = self.parts
+        self._keep_standbys(parts.manager)
+        self._start_watchdog(parts)
+        observed = metrics.ScaleMetrics()
+        observed.set_placement(parts.coordinator.serving[1])
+        parts.coordinator.listen(observed.observe)
+        parts.coordinator.listen(metrics.when_ended(on_ended))
+        self.router.listen(on_size, observed.observe_held)
+        if self.options.autoscale is not None:
+            autoscaler = Autoscaler(
                 self.options.autoscale,
                 self._sample,
-                self.coordinator.submit,
+                parts.coordinator.submit,
                 metrics=AutoscaleMetrics(),
             )
-            self.autoscaler.start()
+            autoscaler.start()
+            self._ends.callback(autoscaler.stop)
 
-    def _start_metrics(self, on_ended: Callable[[int], None]) -> None:
-        if self.coordinator is None:
-            raise RuntimeError("metrics of a coordinator that is not there")
-        self._metrics = metrics.ScaleMetrics()
-        self._metrics.set_placement(self.coordinator.serving[1])
-        self.coordinator.listen(self._metrics.observe)
-        self.coordinator.listen(metrics.when_ended(on_ended))
-
-    def _note_held(self, seconds: float) -> None:
-        if self._metrics is not None:
-            self._metrics.observe_held(seconds)
-
-    def _start_watchdog(self) -> None:
-        if self.manager is None or self.coordinator is None:
-            raise RuntimeError("the watchdog starts before what it watches")
+    def _start_watchdog(self, parts: Parts) -> None:
         faults = FaultMetrics()
 
         def note(kind: str) -> None:
             faults.count(kind)
-            if self.manager is not None and not self.manager.is_lost():
+            if not parts.watched.is_lost():
                 self._wanted.set()  # another standby in place of the lost one
 
-        self._watchdog = Watchdog(
-            self.manager,
+        watchdog = Watchdog(
+            parts.watched,
             self.hmm,
-            self.coordinator.recover,
+            parts.coordinator.recover,
             config=WatchdogConfig(hang_s=self.options.hang_timeout_s),
             on_fault=note,
             on_hopeless=_end_server,
         )
-        self._watchdog.start()
+        watchdog.start()
+        self._ends.callback(watchdog.stop)
 
     def close(self) -> None:
         """End instances and workers; remove the sockets. Harmless a second time.
@@ -168,19 +187,12 @@ class Runtime:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._watchdog is not None:
-            self._watchdog.stop()
         self._wanted.set()
-        if self.autoscaler is not None:
-            self.autoscaler.stop()
-        if self.coordinator is not None and not self.coordinator.close(_CLOSE_S):
+        self._ends.close()
+
+    def _end_scaling(self, coordinator: Coordinator) -> None:
+        if not coordinator.close(_CLOSE_S):
             logger.warning("elastic: the server ends while a scale runs; its log ends with errors")
-        if self.manager is not None:
-            self.manager.close()
-        self.hmm.close()
-        if self._cluster is not None:
-            self._cluster.close()
-        self._workdir.remove()
 
     def _settings(self, port_args: Any) -> EngineSettings:
         settings = EngineSettings(
@@ -205,37 +217,24 @@ class Runtime:
         adapters = () if self._reserves else self._first_adapters
         return place(shape, devices, None, budgets, adapters, self.options.kv_limit)
 
-    def _handed_over(self) -> HandedOver:
-        if self.manager is None:
-            raise RuntimeError("a switch before the first instance")
-        return self.manager.handed_over()
-
-    def _wake(self, instance: str) -> None:
-        if self.manager is not None:
-            self.manager.wake(instance)
-
-    def _go_on(self, instance: str) -> None:
-        if self.manager is not None:
-            self.manager.go_on(instance)
-
-    def _note_switch(self, placement: Placement) -> None:
-        self.window.forget_finished()
-        self._on_size(placement.dp_size)
-
     def _note_operation(self, operation: Operation, placement: Placement) -> None:
         self.router.scaling(not operation.finished)
         if operation.finished:
             self._wanted.set()
 
-    def _keep_standbys(self) -> None:
+    def _keep_standbys(self, manager: InstanceManager) -> None:
+        self._wanted.set()
+        threading.Thread(
+            target=self._start_standbys, args=(manager,), name="elastic-standbys", daemon=True
+        ).start()
+
+    def _start_standbys(self, manager: InstanceManager) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             self._wanted.wait()
             self._wanted.clear()
-            if self._stopping.is_set() or self.manager is None:
-                return
             try:
-                self.manager.keep_standbys(self._stopping)
+                manager.keep_standbys(self._stopping)
                 pause_s = _FIRST_PAUSE_S
             except Exception:  # the thread's main loop: a standby less is no outage
                 logger.exception("elastic: a standby could not be started")
@@ -244,9 +243,8 @@ class Runtime:
                 self._wanted.set()
 
     def _sample(self, now_s: float) -> LoadSample:
-        if self.coordinator is None:
-            raise RuntimeError("the autoscaler samples before the coordinator is there")
-        _, placement = self.coordinator.serving
+        coordinator = self.parts.coordinator
+        _, placement = coordinator.serving
         return LoadSample(
             num_devices=placement.dp_size,
             attainment=self.router.attainment(now_s),
@@ -254,7 +252,7 @@ class Runtime:
             max_running=0,
             kv_used_tokens=self.router.num_tokens(),
             kv_capacity_tokens=sum(placement.kv_tokens),
-            is_scaling=self.coordinator.running() is not None,
+            is_scaling=coordinator.running() is not None,
         )
 
 

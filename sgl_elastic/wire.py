@@ -7,7 +7,7 @@ Nothing that arrives is run: payloads are msgpack that must fit a declared type.
 own side would not write is a WireError; a peer that is slow, gone or cut off mid-message is an
 error of the class that the caller chose. Either way the channel is closed: after half a message
 there is no telling where the next one begins. Which message answers which is not said here: the
-messages carry numbers for that (memory/messages.py, instance/messages.py).
+messages carry numbers for that (memory/messages.py, instance/rank_messages.py).
 """
 
 from __future__ import annotations

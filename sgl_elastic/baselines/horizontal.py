@@ -1,51 +1,53 @@
 """Horizontal scaling: a second, whole replica beside the first, and requests for both.
 
-    scale up:   memory, weights from disk --> replica runs --> [spread]: new requests go to either
+    scale up:   memory, weights from disk --> replica runs --> [switch]: new requests go to either
     scale down: [narrow]: new ones go to the first --> wait for the second's --> it ends
 
-The replicas look like one instance to the front: ranks 0 to N - 1 are the first's, N to 2 N - 1 the
-second's. They share nothing. A replica that dies is not replaced; this is a baseline.
+The replicas look like one instance, named `first+second`: ranks 0 to N - 1 are the first's, N to
+2 N - 1 the second's. They share nothing. A replica that dies is not replaced; this is a baseline.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from sgl_elastic.baselines.from_disk import DiskInstances
+from sgl_elastic.autoscale.slo import Attainment, SloWindow
 from sgl_elastic.baselines.plans import map_steps
 from sgl_elastic.baselines.strategies import ScaleStrategy, check_strategy
-from sgl_elastic.coordinator.coordinator import Coordinator, PostSwitchTasks, Task
-from sgl_elastic.coordinator.planning import Planner
-from sgl_elastic.coordinator.ports import Front, Instances, Memory
-from sgl_elastic.coordinator.progress import Progress
+from sgl_elastic.coordinator.ports import Memory, Wire
+from sgl_elastic.coordinator.scale import Scaling
+from sgl_elastic.coordinator.steps import Task
 from sgl_elastic.errors import BadScaleError, EngineFailedError
+from sgl_elastic.front.adapter_changes import AdapterChanges
 from sgl_elastic.front.router import RequestRouter
-from sgl_elastic.instance.state import InstanceState
+from sgl_elastic.instance.handover import HandedOver
+from sgl_elastic.instance.manager import InstanceManager
+from sgl_elastic.instance.rank_messages import RequestState
 from sgl_elastic.plan.replay import peak_and_final_pages
 from sgl_elastic.types import Placement, Plan, ScaleRequest, Step, StepKind
 
 _ATTEMPT_S = 60.0  # to wait for the second replica's requests, each of the coordinator's attempts
+_POLL_S = 0.01
 
 
-class ReplicaPlanner(Planner):
+@dataclass(frozen=True)
+class ReplicaPlanner:
     """Twice as many devices, or half of them again."""
 
-    def __init__(self, memory: Memory, max_devices: int, kv_limit: int | None = None) -> None:
-        super().__init__(memory, max_devices, kv_limit)
-        self._memory_of_all = memory
-        self._num_devices = max_devices
+    memory: Memory
+    max_devices: int
 
     def make_plan(self, request: ScaleRequest, old: Placement) -> Plan:
         """Raises BadScaleError."""
         first, second = parts(old)
         if request.dp_size == old.dp_size and not request.device_ids:
             return Plan(old, old, (), (), {}, {})
-        check_strategy(ScaleStrategy.HORIZONTAL, old.dp_size, request.dp_size, self._num_devices)
+        check_strategy(ScaleStrategy.HORIZONTAL, old.dp_size, request.dp_size, self.max_devices)
         if request.device_ids or request.leave:
             raise BadScaleError("horizontal scaling chooses its devices itself: name only dp_size")
         if request.dp_size < old.dp_size:
@@ -55,7 +57,7 @@ class ReplicaPlanner(Planner):
     def _up(self, old: Placement, second: Placement | None) -> Plan:
         if second is not None:
             raise BadScaleError("there are two replicas and can be no more: halve them first")
-        free = [d for d in range(self._num_devices) if d not in old.device_ids]
+        free = [d for d in range(self.max_devices) if d not in old.device_ids]
         replica = replica_on(free[: old.dp_size], old)
         steps = tuple(map_steps(replica))
         peak, final = self._pages(old, steps)
@@ -74,205 +76,238 @@ class ReplicaPlanner(Planner):
     def _pages(
         self, placement: Placement, steps: Sequence[Step]
     ) -> tuple[dict[int, int], dict[int, int]]:
-        memory = self._memory_of_all
-        return peak_and_final_pages(memory.shape(), memory.adapters(), placement, steps)
+        shape, adapters = self.memory.shape(), self.memory.adapters()
+        return peak_and_final_pages(shape, adapters, placement, steps)
 
 
-class Replicas(Instances, Protocol):
-    """instance/replicated.py's ReplicatedInstances."""
+@dataclass(frozen=True)
+class HorizontalScale:
+    """`CarryOut` that adds and takes away a replica; nothing is ever held."""
 
-    def join(self, instance: str) -> str:
-        """A prepared replica runs beside the first; the name of the two together."""
+    front: ReplicaRouter
 
-    def first(self) -> str:
-        """The name of the first by itself."""
-
-    def end_second(self) -> None:
-        """The second replica ends; harmless a second time."""
-
-
-class ReplicaFront(Front, Protocol):
-    """replica_board.py's ReplicaRequestRouter."""
-
-    def spread(self, group: str, placement: Placement) -> None:
-        """From now on requests go to both; those that run stay where they are."""
-
-    def narrow(self, num_ranks: int, timeout_s: float) -> None:
-        """New requests go to the first; returns when the second has none. EngineFailedError."""
-
-    def unite(self, instance: str, placement: Placement) -> None:
-        """The first serves alone."""
-
-
-class ReplicaCoordinator(Coordinator):
-    """A Coordinator that adds and takes away a replica; nothing is ever held."""
-
-    def __init__(
-        self, memory: Memory, instances: Replicas, front: ReplicaFront, *args: Any, **options: Any
-    ) -> None:
-        super().__init__(memory, instances, front, *args, **options)
-        self._replicas = instances
-        self._replica_front = front
-
-    def scale(self, progress: Progress, plan: Plan) -> None:
-        """Carry a plan out. Raises what stopped it; before the switch everything is undone."""
+    def __call__(self, scaling: Scaling, plan: Plan) -> None:
+        """Raises what stopped it; a replica that does not come up is taken back."""
         if plan.before:
-            self._grow(progress, plan)
+            self._grow(scaling, plan)
         else:
-            progress.switched()
-            self._post_switch = PostSwitchTasks(progress, deque(self._shrink_tasks(progress, plan)))
-            self._go_on(self._post_switch)
+            self._shrink(scaling, plan)
 
-    def _grow(self, progress: Progress, plan: Plan) -> None:
+    def _grow(self, scaling: Scaling, plan: Plan) -> None:
         _, replica = parts(plan.new)
         if replica is None:
             raise BadScaleError(f"{plan.new.device_ids} are not two replicas")
-        with ExitStack() as stack:
-            undo = partial(self._undo_later, stack, progress)
-            new = self._prepared(progress, plan, replica, undo)
-            progress.enter("switch")
-            group = self._replicas.join(new)
-            stack.pop_all()
-            progress.switched()
-        spread = partial(self._replica_front.spread, group, plan.new)
-        tasks = [
-            Task("switch", spread),
-            Task("switch", partial(self._note_serving, group, plan.new)),
-        ]
-        self._post_switch = PostSwitchTasks(progress, deque(tasks))
-        self._go_on(self._post_switch)
+        scaling.map_memory(plan)
+        new = scaling.prepare(replica)
+        scaling.progress.enter("switch")
+        scaling.instances.start_serving(new)
+        scaling.finish(self._switch(scaling, f"{scaling.old}+{new}", plan.new))
 
-    def _shrink_tasks(self, progress: Progress, plan: Plan) -> list[Task]:
-        narrow = partial(self._replica_front.narrow, plan.new.dp_size, _ATTEMPT_S)
-        first = self._replicas.first()
-        steps = enumerate(plan.after)
+    def _shrink(self, scaling: Scaling, plan: Plan) -> None:
+        first, _, second = scaling.old.partition("+")
+        scaling.finish(
+            [
+                Task("drain", partial(self.front.narrow, _ATTEMPT_S)),
+                *self._switch(scaling, first, plan.new),
+                Task("retire", partial(scaling.instances.retire, second)),
+                *scaling.step_tasks("after", plan),
+            ]
+        )
+
+    def _switch(self, scaling: Scaling, name: str, placement: Placement) -> list[Task]:
+        executor = scaling.executor
         return [
-            Task("drain", narrow),
-            Task("switch", partial(self._replica_front.unite, first, plan.new)),
-            Task("switch", partial(self._note_serving, first, plan.new)),
-            Task("retire", self._replicas.end_second),
-            *(Task("after", partial(self._do, progress, index, step)) for index, step in steps),
+            Task("switch", partial(executor.front.switch, name, placement, HandedOver({}, {}))),
+            Task("switch", partial(executor.note_serving, name, placement)),
         ]
 
 
-# The router of horizontal scaling: two instances of equal size serve at once.
-#
-#     dispatch --> [ReplicaRequestRouter] --> the first replica: ranks 0 to N - 1
-#                                      '--> the second: ranks N to 2 N - 1
-#
-# A group of two is named `first+second`. What is no request goes to both.
+class Replicas:
+    """`Instances` of the coordinator, and what its watchdog watches: a second one may serve too."""
 
-_POLL_S = 0.01
-
-
-class ReplicaRequestRouter(RequestRouter):
-    """`ReplicaFront` of strategy_replicas.py."""
-
-    def __init__(self, *args: Any, wake: Callable[[str], None], **options: Any) -> None:
-        super().__init__(*args, wake=self._wake_all, **options)
-        self._wake_one = wake
-        self._num_open: int | None = None  # ranks that new requests may go to; None = all
-
-    def spread(self, group: str, placement: Placement) -> None:
-        """From now on requests go to both; those that run stay where they are."""
-        self._regroup(group, placement)
-
-    def narrow(self, num_ranks: int, timeout_s: float) -> None:
-        """New requests go to the first `num_ranks`; returns when the others have none left.
-
-        Raises EngineFailedError at the time-out; new requests then still go to the first.
-        """
-        with self._lock:
-            self._num_open = num_ranks
-        deadline = time.monotonic() + timeout_s
-        while self._num_between(num_ranks, 2 * num_ranks):
-            if time.monotonic() > deadline:
-                raise EngineFailedError(f"the second replica still runs after {timeout_s:g} s")
-            time.sleep(_POLL_S)
-
-    def unite(self, instance: str, placement: Placement) -> None:
-        """The first serves alone; the second has no requests."""
-        self._regroup(instance, placement)
-
-    def _regroup(self, name: str, placement: Placement) -> None:
-        with self._lock:
-            former = self.routing.table
-            if former.instance_id == name:
-                return
-            kept = {r: r for r in range(min(former.placement.dp_size, placement.dp_size))}
-            self._book.rebase(kept, placement.dp_size, placement.kv_tokens)
-            self._on_switch(placement)
-            self.routing.swap(name, placement, self._clock())
-            self._num_open = None
-
-    def _num_between(self, first: int, end: int) -> int:
-        with self._lock:
-            return sum(first <= request.rank < end for request in self._requests.values())
-
-    def _choose_rank(self, request: Any) -> int:
-        rank = super()._choose_rank(request)
-        return rank if self._num_open is None else rank % self._num_open
-
-    def _send(self, instance: str, message: Any) -> None:
-        members = instance.split("+")
-        if len(members) > 1 and self._wire.is_request(message):
-            self._send_to_one(members, message)
-            return
-        for member in members:
-            super()._send(member, message)
-
-    def _send_to_one(self, members: list[str], request: Any) -> None:
-        size = self.routing.table.placement.dp_size // len(members)
-        place, rank = divmod(request.routed_dp_rank, size)
-        if self._num_between(place * size, (place + 1) * size) <= 1:  # this one: they may sleep
-            self._wake_one(members[place])
-        super()._send(members[place], self._wire.with_rank(request, rank))
-
-    def _wake_all(self, instance: str) -> None:
-        for member in instance.split("+"):
-            self._wake_one(member)
-
-
-# Two instances that serve at once, for horizontal scaling.
-#
-#     strategy_replicas.py --> [ReplicatedInstances] --> the first instance, and a second beside it
-#
-# Together they are named `first+second`. The second reads its weights from disk and shares nothing.
-
-
-class ReplicatedInstances(DiskInstances):
-    """`Replicas` of coordinator/strategy_replicas.py."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, shares_memory=False, **options)
+    def __init__(self, manager: InstanceManager) -> None:
+        self._manager = manager
         self._second = ""
+        self.prepare, self.cancel = manager.prepare, manager.cancel
+        self.freeze, self.resume, self.drain = manager.freeze, manager.resume, manager.drain
+        self.activate, self.resize_kv = manager.activate, manager.resize_kv
+        self.drain_messages, self.check = manager.drain_messages, manager.check
 
     def serving(self) -> tuple[str, Placement]:
-        name, placement = super().serving()
-        second = self._running.get(self._second)
-        if second is None or second.record.placement is None:
-            return name, placement
-        return f"{name}+{self._second}", both(placement, second.record.placement)
+        name, first = self._manager.serving()
+        for each in self._manager.instances():
+            if each.instance_id == self._second and each.placement is not None:
+                return f"{name}+{self._second}", both(first, each.placement)
+        return name, first
 
     def is_lost(self) -> bool:
         return False  # a baseline: what dies is not replaced
 
-    def join(self, instance: str) -> str:
-        """A prepared replica runs beside the first; the name of the two together."""
-        running = self._running[instance]
-        self._run(running)
-        self._advance(running, InstanceState.ACTIVE)
+    def start_serving(self, instance: str) -> None:
+        """A prepared replica runs beside the first."""
+        self._manager.start_serving(instance)
         self._second = instance
-        return self.serving()[0]
 
-    def first(self) -> str:
-        """The name of the first by itself."""
-        return self._active
-
-    def end_second(self) -> None:
+    def retire(self, instance: str) -> None:
         """The second replica ends; harmless a second time."""
-        self.stop(self._second)
+        self._manager.stop(instance)
         self._second = ""
+
+
+class ReplicaRouter:
+    """A RequestRouter for each replica: `Front`, and the way to every instance.
+
+        dispatch --> [ReplicaRouter] --> the first replica's router: ranks 0 to N - 1
+                                    '--> the second's: ranks N to 2 N - 1
+
+    Who serves is in `_serving`. What is no request goes to all that serve.
+    """
+
+    def __init__(
+        self, wire: Wire, make_router: Callable[[], RequestRouter], window: SloWindow
+    ) -> None:
+        self._wire = wire
+        self._make_router = make_router
+        self._window = window
+        self._lock = threading.RLock()
+        self._routers: dict[str, RequestRouter] = {}  # of all instances
+        self._serving: dict[str, RequestRouter] = {}
+        self._num_open = 1  # replicas that new requests may go to
+        self._on_size: Callable[[int], None] = lambda num_ranks: None
+        changes = AdapterChanges(wire, self._lock, self.dispatch)
+        self.defer_adapter_changes, self.scaling = changes.defer, changes.scaling
+        self._defers = changes.defers
+
+    def listen(self, on_size: Callable[[int], None], on_held: Callable[[float], None]) -> None:
+        """As a RequestRouter's; nothing is ever held."""
+        self._on_size = on_size
+
+    # ---- EngineLink ----
+
+    def connect(self, instance: str, input_ipc: str, wake: Callable[[], None]) -> None:
+        router = self._make_router()
+        router.connect(instance, input_ipc, wake)
+        with self._lock:
+            self._routers[instance] = router
+
+    def disconnect(self, instance: str) -> None:
+        with self._lock:
+            self._serving.pop(instance, None)
+            router = self._routers.pop(instance, None)
+        if router is not None:
+            router.disconnect(instance)
+
+    def pause(self, instance: str) -> None:
+        self._routers[instance].pause(instance)
+
+    def warm_up(self, instance: str, num_ranks: int, timeout_s: float) -> None:
+        self._routers[instance].warm_up(instance, num_ranks, timeout_s)
+
+    def lose(self, instance: str) -> None:
+        if instance in self._serving:
+            self._serving[instance].lose(instance)
+
+    def states(self) -> list[tuple[int, RequestState]]:
+        return [state for router in self._members() for state in router.states()]
+
+    def wait_for_outputs(self, num_sent: Mapping[str, int]) -> None:
+        for router in self._members():
+            router.wait_for_outputs(num_sent)
+
+    def num_running(self) -> int:
+        return sum(router.num_running() for router in self._members())
+
+    def num_tokens(self) -> int:
+        """Tokens of all requests in flight, prompts and answers."""
+        return sum(router.num_tokens() for router in self._members())
+
+    def attainment(self, now_s: float) -> Attainment:
+        """How the window's requests met their targets."""
+        with self._lock:
+            return self._window.attainment(now_s)
+
+    # ---- Front ----
+
+    def begin(self, instance: str, placement: Placement) -> None:
+        """The first instance serves."""
+        with self._lock:
+            self._routers[instance].begin(instance, placement)
+            self._serving[instance] = self._routers[instance]
+
+    def hold(self) -> None:
+        for router in self._members():
+            router.hold()
+
+    def release(self) -> None:
+        for router in self._members():
+            router.release()
+
+    def switch(self, group: str, placement: Placement, handover: HandedOver) -> None:
+        """Requests go to the replicas of `group`; those that run stay where they are."""
+        names = group.split("+")
+        with self._lock:
+            if names == list(self._serving):
+                return
+            pieces = zip(names, parts(placement), strict=False)
+            for name, piece in pieces:
+                if name not in self._serving and piece is not None:
+                    self.begin(name, piece)
+            self._serving = {name: self._serving[name] for name in names}
+            self._num_open = len(names)
+            self._window.forget_finished()
+            self._on_size(placement.dp_size)
+
+    def narrow(self, timeout_s: float) -> None:
+        """New requests go to the first replica; returns when the second has none left.
+
+        Raises EngineFailedError at the time-out; new requests then still go to the first.
+        """
+        with self._lock:
+            self._num_open = 1
+        deadline = time.monotonic() + timeout_s
+        while any(router.num_running() for router in self._members()[1:]):
+            if time.monotonic() > deadline:
+                raise EngineFailedError(f"the second replica still runs after {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    # ---- requests ----
+
+    def dispatch(self, message: Any) -> None:
+        """What the tokenizer manager has for the scheduler."""
+        with self._lock:
+            if self._defers(message):
+                return
+            if not self._wire.is_request(message):
+                for router in self._serving.values():
+                    router.dispatch(message)
+                return
+            for request in self._wire.singles(message):
+                router, routed = _replica_for(
+                    request, self._members()[: self._num_open], self._wire
+                )
+                router.dispatch(routed)
+
+    def on_output(self, rids: Sequence[str], *outputs: Any) -> None:
+        """Outputs have come back; a router passes over what is not its own."""
+        with self._lock:
+            for router in self._routers.values():
+                router.on_output(rids, *outputs)
+
+    def _members(self) -> list[RequestRouter]:
+        with self._lock:
+            return list(self._serving.values())
+
+
+def _replica_for(
+    request: Any, members: Sequence[RequestRouter], wire: Wire
+) -> tuple[RequestRouter, Any]:
+    """That of the rank which the client wants, by its own number there, or the least busy one."""
+    wanted = request.routed_dp_rank
+    if wanted is None:
+        return min(members, key=lambda router: router.num_running()), request
+    _, placement = members[0].table
+    replica, rank = divmod(wanted, placement.dp_size)
+    return members[replica % len(members)], wire.with_rank(request, rank)
 
 
 # Two replicas of a model as one placement, and back.

@@ -1,9 +1,12 @@
-"""What `scale()` needs of memory, instances and the front door; real ones and fakes alike.
+"""What a scale needs of memory, instances and the front door; real ones and fakes alike.
 
-    coordinator.py --> [Memory, Instances, Front] <-- memory/control.py, instance/manager.py, ..
+    scale.py --> [Memory, Instances, Front] <-- memory/control.py, instance/manager.py, ..
+
+    Instances.freeze --FrozenInstance--> Instances.activate --HandedOver--> Front.switch
 
 Every call blocks until it is done and raises StepFailedError (or a subclass) when it cannot be;
-then it has undone its own half. Calls come from one thread, that of the scale.
+then it has undone its own half. Calls come from one thread, that of the scale, and none calls
+another port.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from sgl_elastic.instance.handover import FrozenInstance, HandedOver
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step
 
 
@@ -57,8 +61,8 @@ class Instances(Protocol):
     def cancel(self, instance: str) -> None:
         """Take `prepare` back: detach and park."""
 
-    def freeze(self, instance: str) -> None:
-        """Stop at a token boundary; KV directory and requests are published.
+    def freeze(self, instance: str) -> FrozenInstance:
+        """Stop at a token boundary. Returns what was published: KV directory and requests.
 
         Of an instance that is lost, or hangs and so is lost now: what the front knows of them.
         """
@@ -69,8 +73,16 @@ class Instances(Protocol):
     def drain(self, instance: str, timeout_s: float) -> None:
         """Wait until no request runs. Raises EngineFailedError at the time-out."""
 
-    def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
-        """Import the frozen instance's KV and requests. It runs when the front has switched."""
+    def activate(
+        self, instance: str, frozen: FrozenInstance, kv_moves: Mapping[int, int]
+    ) -> HandedOver:
+        """Import the frozen instance's KV and requests; `start_serving` follows the switch.
+
+        Returns which rank each request went to.
+        """
+
+    def start_serving(self, instance: str) -> None:
+        """An attached instance runs: the requests it took over have been sent. Repeatable."""
 
     def retire(self, instance: str) -> None:
         """After the switch: detach, and park as a standby or stop."""
@@ -82,7 +94,7 @@ class Instances(Protocol):
 class Front(Protocol):
     """Where requests wait or go."""
 
-    def settle(self, timeout_s: float) -> bool:
+    def defer_adapter_changes(self, timeout_s: float) -> bool:
         """Adapters stay as they are from now on, until the operation has ended.
 
         Returns whether they have changed lately. Raises BusyError when a change does not end.
@@ -94,8 +106,8 @@ class Front(Protocol):
     def hold(self) -> None:
         """From now on new requests queue."""
 
-    def switch(self, instance: str, placement: Placement) -> None:
-        """One assignment: requests, the held and the handed-over ones first, go there."""
+    def switch(self, instance: str, placement: Placement, handover: HandedOver) -> None:
+        """One assignment: requests go there, those that were handed over first. Repeatable."""
 
     def release(self) -> None:
         """Queued requests go to whatever the table says; harmless when nothing is held."""
@@ -116,12 +128,3 @@ class Wire(Protocol):
     def with_rank(self, request: Any, rank: int) -> Any: ...
     def pause(self) -> Any: ...
     def warm_up(self, rid: str, rank: int) -> Any: ...
-
-
-class HandOver(Protocol):
-    """instance/manager.py's HandedOver."""
-
-    @property
-    def ranks(self) -> Any: ...
-    @property
-    def rank_of_old(self) -> Any: ...

@@ -1,6 +1,6 @@
 """One step of a plan, done or taken back: by the memory, or by the rank that serves.
 
-    coordinator.py --[Steps.do, .take_back]--> Memory.execute, .undo   all kinds but two
+    scale.py --[Steps.do, .take_back]--> Memory.execute, .undo   all kinds but two
                                            '-> Instances.resize_kv     SHRINK_KV, GROW_KV
 
 A rank that shrinks its KV first stops using it, then asks for its pages to be taken back. If the
@@ -12,7 +12,6 @@ back before anything else.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -78,7 +77,7 @@ class RetryPolicy:
     attempts: int = 4
     first_pause_s: float = 0.1  # doubled after each attempt
     drain_timeout_s: float = 30.0
-    settle_s: float = 5.0  # for an adapter's change that is on its way to the ranks
+    adapter_change_s: float = 5.0  # for an adapter's change that is on its way to the ranks
     drain_messages_s: float = 1.0  # for what the ranks have said
 
     def retry(self, act: Callable[[], None], sleep: Callable[[float], None]) -> None:
@@ -94,7 +93,7 @@ class RetryPolicy:
 
 # What follows a switch: it must happen, and is tried until it does.
 #
-# coordinator.py --> [PostSwitchTasks] --tasks, in order--> done, or kept for the next operation
+# scale.py --> [PostSwitchTasks] --tasks, in order--> done, or kept for the next operation
 
 
 @dataclass(frozen=True)
@@ -110,4 +109,4 @@ class PostSwitchTasks:
     """What an operation still has to do after its switch."""
 
     progress: Progress
-    tasks: deque[Task]
+    tasks: list[Task]

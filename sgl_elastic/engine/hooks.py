@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_elastic.engine import loader, rank, sglang_api
-from sgl_elastic.instance.messages import PAUSE_TO_PARK
+from sgl_elastic.instance.rank_messages import PAUSE_TO_PARK
 from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.lifecycle.commands import is_command
 

@@ -23,7 +23,7 @@ from sgl_elastic.engine import rank, sglang_api
 from sgl_elastic.engine.memory import expert_of
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import engine_config
-from sgl_elastic.instance.messages import Adapter, Attach
+from sgl_elastic.instance.rank_messages import Adapter, Attach
 from sgl_esft.errors import EsftError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec

@@ -1,6 +1,6 @@
 """One engine rank in the elastic runtime: it does what the instance manager says.
 
-    load:   Hello, Declared --> Attach (real memory) or Park (scratch) --> model bound
+    load:   RankHello, Declared --> Attach (real memory) or Park (scratch) --> model bound
     freeze: pause arrives --> retract, publish (Frozen) --> [parking place] --> Run
     live:   between two batches --> poll --> ResizeKv (growing)
 
@@ -26,11 +26,11 @@ import msgspec
 import torch
 
 from sgl_elastic import wire
-from sgl_elastic.engine import handover, requests, sglang_api
+from sgl_elastic.engine import kv_handover, requests, sglang_api
 from sgl_elastic.engine.idle import WakefulSleeper
 from sgl_elastic.engine.memory import EngineMemory
 from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.kv_rows import copy_rows
@@ -58,7 +58,7 @@ class EngineRank:
         self._sleeper: WakefulSleeper | None = None
         self._num_received = 0
         self._channel = _connect(config)
-        self._channel.send(m.Hello(config.instance, rank, os.getpid()))
+        self._channel.send(m.RankHello(config.instance, rank, os.getpid()))
 
     # ---- loading ----
 
@@ -179,7 +179,7 @@ class EngineRank:
         """Publish KV and requests, then wait for instructions until one says Run."""
         self._channel.send(
             m.Frozen(
-                sequences=handover.sequences_of(scheduler),
+                sequences=kv_handover.sequences_of(scheduler),
                 requests=tuple(
                     requests.state_of(req)
                     for req in sglang_api.waiting_requests(scheduler)
@@ -201,7 +201,7 @@ class EngineRank:
                 sys.stdout.flush()
                 os._exit(0)
             self._answer(lambda todo=instruction: self._carry_out(scheduler, todo))  # type: ignore[misc]
-        self._channel.send(m.Done(number=self._num_received))
+        self._channel.send(m.RankDone(number=self._num_received))
         self._stay_awake()
         sglang_api.resume_paused(scheduler)
 
@@ -246,7 +246,7 @@ class EngineRank:
         sglang_api.drop_pending_input(scheduler)
         self._resumed.clear()
         sglang_api.reset_prefix_cache(scheduler)
-        sglang_api.set_free_slots(scheduler, handover.used_slots(scheduler))  # none
+        sglang_api.set_free_slots(scheduler, kv_handover.used_slots(scheduler))  # none
         self.memory.required_mapping().park()
         self._leave_worker()
         self.attached = None
@@ -255,9 +255,9 @@ class EngineRank:
     def _activate(self, scheduler: Any, activate: m.Activate) -> int:
         sglang_api.forget_requests(scheduler)
         sglang_api.drop_pending_input(scheduler)
-        handover.take_over(scheduler, activate.sequences)
+        kv_handover.take_over(scheduler, activate.sequences)
         for move in activate.moves:
-            handover.take_moved(
+            kv_handover.take_moved(
                 scheduler,
                 move.sequences,
                 partial(self._copy_kv, source_socket=move.source_socket, by_bytes=move.by_bytes),
@@ -272,14 +272,14 @@ class EngineRank:
 
     def _set_capacity(self, scheduler: Any, num_tokens: int) -> None:
         sglang_api.set_kv_capacity(scheduler, num_tokens)
-        sglang_api.set_free_slots(scheduler, handover.used_slots(scheduler))
+        sglang_api.set_free_slots(scheduler, kv_handover.used_slots(scheduler))
 
     def _resize_frozen(self, scheduler: Any, num_tokens: int) -> int:
         old = sglang_api.kv_capacity(scheduler)
         if num_tokens >= old:
             self._grow_kv(scheduler, num_tokens)
             return 0
-        num_moved = handover.compact(scheduler, num_tokens, self._copy_kv)
+        num_moved = kv_handover.compact(scheduler, num_tokens, self._copy_kv)
         self._set_capacity(scheduler, num_tokens)
         lost = self.memory.kv_run(num_tokens + 1, old - num_tokens)
         self.memory.required_mapping().shrink(lost)
@@ -333,7 +333,7 @@ class EngineRank:
             logger.exception("elastic: an instruction failed")
             self._channel.send(m.Failed(type(error).__name__, str(error), self._num_received))
             return
-        self._channel.send(m.Done(time.monotonic() - started, num_bytes, self._num_received))
+        self._channel.send(m.RankDone(time.monotonic() - started, num_bytes, self._num_received))
 
 
 def _connect(config: EngineConfig) -> wire.Channel[m.Told]:

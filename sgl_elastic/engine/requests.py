@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from sgl_elastic.instance.messages import RequestState
+from sgl_elastic.instance.rank_messages import RequestState
 
 # SGLang's names. What a client sent travels with its own request; offsets into the prompt are
 # worked out again from it.

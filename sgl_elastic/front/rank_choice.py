@@ -28,14 +28,12 @@ Deterministic; no clock. Not thread-safe: all calls come from the front's event 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from sgl_elastic.autoscale.slo import check_above_zero
 from sgl_elastic.errors import ElasticConfigError, ElasticInternalError, PlanError
-from sgl_elastic.types import Placement
 
 AdapterId = str | None  # None = the base
 
@@ -90,12 +88,11 @@ def choose(
     policy: RankPolicy,
     *,
     turn: int = 0,
-    preferred: int | None = None,
 ) -> int:
     """The rank for a request; a function of its arguments alone.
 
     loads: of every rank, at least one. num_tokens: its prompt's. turn: requests sent before it, for
-    round robin. preferred: the rank that has its prefix in its cache; taken while within the bound.
+    round robin.
 
     Never a rank that would then have more than `max_imbalance` requests above the least loaded.
     Among those, ranks whose KV has room for `num_tokens` go first. Ties: fewer requests, then the
@@ -104,8 +101,6 @@ def choose(
     if policy.strategy is RankStrategy.ROUND_ROBIN:
         return turn % len(loads)
     ranks = _with_room(loads, _within_bound(loads, policy.max_imbalance), num_tokens)
-    if preferred in ranks:
-        return preferred
     return min(
         ranks,
         key=lambda rank: (_cost(loads[rank], adapter_id, policy), loads[rank].num_requests, rank),
@@ -141,19 +136,12 @@ def _cost(load: RankLoad, adapter_id: AdapterId, policy: RankPolicy) -> float:
 class LoadBook:
     """What the front knows of every rank, kept as requests come and go.
 
-    O(distinct adapters of a rank) a call. Memory: the requests in flight and `max_prefixes`.
+    O(distinct adapters of a rank) a call.
     """
 
-    def __init__(
-        self, num_ranks: int, capacity_tokens: Sequence[int] = (), max_prefixes: int = 65536
-    ) -> None:
-        """capacity_tokens: KV tokens of each rank; () = unknown.
-
-        max_prefixes: of which the rank is remembered; those used longest ago are forgotten.
-        """
-        self._max_prefixes = max_prefixes
+    def __init__(self, num_ranks: int, capacity_tokens: Sequence[int] = ()) -> None:
+        """capacity_tokens: KV tokens of each rank; () = unknown."""
         self._requests: dict[Hashable, _Request] = {}
-        self._prefixes: OrderedDict[Hashable, int] = OrderedDict()  # -> rank
         self._loads = _empty(num_ranks, capacity_tokens)
         self.num_added = 0  # since the book was opened; the turn of round robin
 
@@ -161,26 +149,7 @@ class LoadBook:
         """Every rank's load as of now, by rank."""
         return tuple(self._loads)
 
-    def rank_of(self, rid: Hashable) -> int | None:
-        """Where an unfinished request is; None for one that is not in the book."""
-        request = self._requests.get(rid)
-        return None if request is None else request.rank
-
-    def rank_of_prefix(self, adapter_id: AdapterId, prefix: Hashable | None) -> int | None:
-        """Where a request of this adapter with this prefix went last, for `choose`'s preferred.
-
-        prefix: whatever tells prompts that share KV, as a hash of their first tokens; None = none.
-        """
-        return None if prefix is None else self._prefixes.get((adapter_id, prefix))
-
-    def add(
-        self,
-        rid: Hashable,
-        rank: int,
-        adapter_id: AdapterId,
-        num_tokens: int,
-        prefix: Hashable | None = None,
-    ) -> None:
+    def add(self, rid: Hashable, rank: int, adapter_id: AdapterId, num_tokens: int) -> None:
         """A request was sent to a rank. One that is in the book already is moved there.
 
         Raises ElasticInternalError for a rank that there is not.
@@ -194,18 +163,6 @@ class LoadBook:
         self._requests[rid] = request = _Request(rank, adapter_id, num_tokens)
         self._count(request, 1)
         self.num_added += 1
-        if prefix is not None:
-            self._remember((adapter_id, prefix), rank)
-
-    def set_tokens(self, rid: Hashable, num_tokens: int) -> None:
-        """The tokens that a request has now, answer included; an unknown one is passed over."""
-        request = self._requests.get(rid)
-        if request is None:
-            return
-        load = self._loads[request.rank]
-        in_flight = load.num_tokens + num_tokens - request.num_tokens
-        self._loads[request.rank] = replace(load, num_tokens=in_flight)
-        self._requests[rid] = replace(request, num_tokens=num_tokens)
 
     def finish(self, rid: Hashable) -> bool:
         """It ended, however; False for one that is not in the book, which changes nothing."""
@@ -220,9 +177,8 @@ class LoadBook:
     ) -> None:
         """After a switch: what was on rank r is on rank `moves[r]` of `num_ranks`.
 
-        Prefixes move along, since the KV of a device that stays or leaves does. Those of a rank
-        that is not in `moves` are forgotten. Raises PlanError, with nothing changed, where a rank
-        with requests has nowhere to go, or goes to a rank that there is not.
+        Raises PlanError, with nothing changed, where a rank with requests has nowhere to go, or
+        goes to a rank that there is not.
         """
         missing = [r for r, load in enumerate(self._loads) if load.num_requests and r not in moves]
         beyond = [rank for rank in moves.values() if not 0 <= rank < num_ranks]
@@ -235,8 +191,6 @@ class LoadBook:
         for rid, request in self._requests.items():
             self._requests[rid] = moved = replace(request, rank=moves[request.rank])
             self._count(moved, 1)
-        kept = ((key, rank) for key, rank in self._prefixes.items() if rank in moves)
-        self._prefixes = OrderedDict((key, moves[rank]) for key, rank in kept)
 
     def _count(self, request: _Request, sign: int) -> None:
         load = self._loads[request.rank]
@@ -250,12 +204,6 @@ class LoadBook:
             num_tokens=load.num_tokens + sign * request.num_tokens,
             adapters=adapters,
         )
-
-    def _remember(self, key: Hashable, rank: int) -> None:
-        self._prefixes[key] = rank
-        self._prefixes.move_to_end(key)
-        if len(self._prefixes) > self._max_prefixes:
-            self._prefixes.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -271,17 +219,3 @@ def _empty(num_ranks: int, capacity_tokens: Sequence[int]) -> list[RankLoad]:
             f"KV capacities of {len(capacity_tokens)} ranks were given for {num_ranks} ranks."
         )
     return [RankLoad(capacity_tokens=n) for n in capacity_tokens or [0] * num_ranks]
-
-
-def rank_moves(old: Placement, new: Placement, kv_moves: Mapping[int, int]) -> dict[int, int]:
-    """Old rank -> new rank, for `LoadBook.rebase`: that of its device, or of who takes its KV.
-
-    kv_moves: of the plan, leaving device -> who takes its KV. Old ranks with neither are left out.
-    """
-    new_ranks = {device_id: rank for rank, device_id in enumerate(new.device_ids)}
-    found = {}
-    for rank, device_id in enumerate(old.device_ids):
-        heir = device_id if device_id in new_ranks else kv_moves.get(device_id, -1)
-        if heir in new_ranks:
-            found[rank] = new_ranks[heir]
-    return found

@@ -20,30 +20,30 @@ from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from sgl_esft.health.readiness import Loop
 
 
-class Instances(Protocol):
-    """What is asked of the instance table."""
+class Serving(Protocol):
+    """What is asked of the runtime."""
 
     def instances(self) -> Sequence[Instance]:
-        """All of them, the serving one first."""
+        """All of them, the serving one first; none before the engine starts."""
 
     def is_lost(self) -> bool:
         """Whether the instance that serves is gone."""
 
 
 class ElasticEngine:
-    """The ranks of whichever instance serves. `instances()` is None before the engine starts."""
+    """The ranks of whichever instance serves."""
 
     replaces_ranks = True
 
     def __init__(
         self,
         directory: Path,
-        instances: Callable[[], Instances | None],
+        serving: Serving,
         close: Callable[[], None],
         manager: Callable[[], Any],
     ) -> None:
         self._directory = directory
-        self._instances = instances
+        self._serving = serving
         self._close = close
         self._manager = manager
         self._heartbeats: dict[str, HeartbeatTable] = {}
@@ -54,8 +54,7 @@ class ElasticEngine:
         While requests are handed over the old instance has stopped, for much less than a rank may
         be silent.
         """
-        table = self._instances()
-        known = table.instances() if table is not None else ()
+        known = self._serving.instances()
         serving = [each for each in known if each.state is InstanceState.ACTIVE] or known[:1]
         self._forget_others({each.instance_id for each in known})
         return [
@@ -63,10 +62,9 @@ class ElasticEngine:
         ]
 
     def trouble(self) -> str | None:
-        table = self._instances()
-        if table is None or not table.instances():
+        if not self._serving.instances():
             return "no instance serves"
-        if table.is_lost():
+        if self._serving.is_lost():
             return "the instance that served is lost; a replacement is on its way"
         return None
 
@@ -88,7 +86,7 @@ class ElasticEngine:
         )
 
     def _table_of(self, instance: str) -> HeartbeatTable | None:
-        path = board_path(self._directory, instance)
+        path = heartbeat_path(self._directory, instance)
         if instance not in self._heartbeats and path.exists():
             self._heartbeats[instance] = HeartbeatTable.open(path)
         return self._heartbeats.get(instance)
@@ -98,6 +96,6 @@ class ElasticEngine:
             self._heartbeats.pop(name).close()
 
 
-def board_path(directory: Path, instance: str) -> Path:
+def heartbeat_path(directory: Path, instance: str) -> Path:
     """Where the ranks of an instance beat."""
     return directory / f"{instance}.beats"

@@ -27,7 +27,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.network import get_zmq_socket
 
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance.messages import PAUSE_TO_PARK
+from sgl_elastic.instance.rank_messages import PAUSE_TO_PARK
 
 _BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
 _SINGLES = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)

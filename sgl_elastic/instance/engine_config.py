@@ -1,6 +1,12 @@
 """What an engine rank must know of the runtime around it, as its supervisor hands it down.
 
 instance/process.py --ELASTIC_ENGINE--> [EngineConfig] --> engine/*
+                    --[rank_environment]--> the supervisor's environment --SGLang--> ranks
+
+Device d is the d-th that the front sees; its memory worker, which sees what the front sees, opens
+it by that number. A supervisor sees the devices of its instance only, in the order of its ranks,
+and SGLang shows each rank no other than its own. To the rank that is device 0, whose addresses
+engine/memory.py reserves.
 """
 
 from __future__ import annotations
@@ -8,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +22,8 @@ from typing import Any
 from sgl_elastic.errors import ElasticConfigError
 
 VARIABLE = "ELASTIC_ENGINE"
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "acl": "ASCEND_RT_VISIBLE_DEVICES"}
+_ONE_EACH = {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
 
 
 @dataclass(frozen=True)
@@ -59,3 +68,35 @@ def required() -> EngineConfig:
     if config is None:
         raise ElasticConfigError(f"{VARIABLE} is not set, but the elastic engine's code runs")
     return config
+
+
+def rank_environment(
+    backend: str, device_ids: Sequence[int], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """What to set before SGLang is imported; nothing on a CPU, where devices are only numbers.
+
+    `environment` is the front's. Raises ElasticConfigError for a device that it does not show.
+    """
+    name = _VISIBLE.get(backend)
+    if name is None:
+        return {}
+    shown = environment.get(name)
+    if shown is None:
+        return {name: ",".join(map(str, device_ids)), **_ONE_EACH}
+    names = [each.strip() for each in shown.split(",") if each.strip()]
+    if max(device_ids) >= len(names):
+        raise ElasticConfigError(
+            f"device {max(device_ids)}, but {name}={shown} shows {len(names)}: name more there, or "
+            "lower --max-devices"
+        )
+    return {name: ",".join(names[device_id] for device_id in device_ids), **_ONE_EACH}
+
+
+def start_method(backend: str) -> str:
+    """Of multiprocessing, for ranks.
+
+    On a CPU a rank is a copy of its supervisor, which has imported all that it needs: it starts at
+    once, and shares that memory. A process that uses an accelerator cannot go on in a copy, and
+    SGLang may ask the accelerator for its abilities in the supervisor.
+    """
+    return "fork" if backend == "host" else "spawn"

@@ -1,7 +1,7 @@
 """What ranks are told when memory or requests become theirs: a pure part of manager.py.
 
     placement, adapters --> [attach_messages] --> Attach, one a rank
-    what old ranks published, devices --> [hand_over] --> Activate, one a rank, and HandedOver
+    FrozenInstance, new devices --> [hand_over] --> Activate, one a rank, and HandedOver
 
 A rank takes over the KV of its own device in place. What a leaving device holds is copied.
 """
@@ -10,13 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.types import AdapterEntry, Placement
 
 # device id, device id of who asks -> path of the former's memory worker's socket
 SocketOf = Callable[[int, int], object]
 AreApart = Callable[[int, int], bool]  # whether two devices are on different nodes
+
+
+class AttachMessages(Protocol):
+    """How ranks come to what they hold: `attach_messages`, or a baseline's own."""
+
+    def __call__(
+        self,
+        placement: Placement,
+        adapters: Iterable[AdapterEntry],
+        socket_of: SocketOf,
+        *,
+        must_load: bool,
+    ) -> list[m.Attach]: ...
+
+
+@dataclass(frozen=True)
+class FrozenInstance:
+    """What a frozen instance published: `ranks[r]` by the rank on `device_ids[r]`."""
+
+    instance_id: str
+    device_ids: tuple[int, ...]
+    ranks: tuple[m.Frozen, ...]
+
+    def num_sent(self) -> dict[str, int]:
+        """Tokens of each request that its frozen rank had sent on their way."""
+        return {state.rid: state.num_sent for each in self.ranks for state in each.requests}
 
 
 @dataclass(frozen=True)
@@ -25,11 +52,6 @@ class HandedOver:
 
     ranks: Mapping[str, int]
     rank_of_old: Mapping[int, int]  # old rank -> new rank, for requests without any token yet
-
-
-def num_sent(frozen: Iterable[m.Frozen]) -> dict[str, int]:
-    """Tokens of each request that its frozen rank had sent on their way."""
-    return {state.rid: state.num_sent for each in frozen for state in each.requests}
 
 
 def attach_messages(
@@ -66,42 +88,42 @@ def new_ranks(
 
 
 def hand_over(
-    old_devices: Sequence[int],
-    frozen: Sequence[m.Frozen],
+    old: FrozenInstance,
     new_devices: Sequence[int],
     kv_moves: Mapping[int, int],
     socket_of: SocketOf,
     are_apart: AreApart = lambda one, other: False,
 ) -> tuple[list[m.Activate], HandedOver]:
-    """What each new rank takes over. `frozen[r]` is what the rank on `old_devices[r]` published."""
+    """What each new rank takes over."""
+    old_devices, frozen = old.device_ids, old.ranks
 
-    def moved(old: int, device_id: int) -> m.KvMove:
-        source = old_devices[old]
+    def moved(old_rank: int, device_id: int) -> m.KvMove:
+        source = old_devices[old_rank]
         path, is_apart = socket_of(source, device_id), are_apart(source, device_id)
-        return _kv_move(path, frozen[old], by_bytes=is_apart)
+        return _kv_move(path, frozen[old_rank], by_bytes=is_apart)
 
     rank_of_old = new_ranks(old_devices, new_devices, kv_moves)
     activations = []
     for rank, device_id in enumerate(new_devices):
-        sources = [old for old, target in rank_of_old.items() if target == rank]
-        stays = [old for old in sources if old_devices[old] == device_id]
-        leaves = [old for old in sources if old_devices[old] != device_id]
+        sources = [source for source, target in rank_of_old.items() if target == rank]
+        stays = [source for source in sources if old_devices[source] == device_id]
+        leaves = [source for source in sources if old_devices[source] != device_id]
         activations.append(
             m.Activate(
-                sequences=tuple(s for old in stays for s in frozen[old].sequences),
-                moves=tuple(moved(old, device_id) for old in leaves),
-                requests=tuple(q for old in sources for q in frozen[old].requests),
+                sequences=tuple(s for at in stays for s in frozen[at].sequences),
+                moves=tuple(moved(at, device_id) for at in leaves),
+                requests=tuple(q for at in sources for q in frozen[at].requests),
             )
         )
     return activations, _handed_over(frozen, rank_of_old)
 
 
-def frozen_of(states: Sequence[tuple[int, m.RequestState]], num_ranks: int) -> list[m.Frozen]:
+def frozen_of(states: Sequence[tuple[int, m.RequestState]], num_ranks: int) -> tuple[m.Frozen, ...]:
     """What the ranks of a lost instance would have published: (rank, state) each, but no KV."""
-    return [
+    return tuple(
         m.Frozen((), tuple(state for at, state in states if at % num_ranks == rank))
         for rank in range(num_ranks)
-    ]
+    )
 
 
 def _handed_over(frozen: Sequence[m.Frozen], rank_of_old: Mapping[int, int]) -> HandedOver:

@@ -1,6 +1,6 @@
 """The instance manager's end of the ranks' connections.
 
-    ranks --Hello--> [RankServer] --> RankLink (instance, rank) --> manager.py
+    ranks --RankHello--> [RankServer] --> RankLink (instance, rank) --> manager.py
                           '--AdapterTable--> on_adapters
 
 One thread accepts, one thread a rank reads; answers wait in the link until the manager takes them.
@@ -22,7 +22,7 @@ import msgspec
 
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, EngineFailedError, MemoryWorkerError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RankLink:
     """One rank, as the manager talks to it. Thread-safe."""
 
     def __init__(
-        self, hello: m.Hello, channel: wire.Channel[m.FromRank], sock: socket.socket
+        self, hello: m.RankHello, channel: wire.Channel[m.FromRank], sock: socket.socket
     ) -> None:
         self.instance = hello.instance
         self.rank = hello.rank
@@ -277,7 +277,7 @@ class RankServer:
             logger.warning("elastic: a connection was refused: %s", error)
             channel.close()
             return
-        if not isinstance(hello, m.Hello):
+        if not isinstance(hello, m.RankHello):
             logger.warning("elastic: a rank began with %s", type(hello).__name__)
             channel.close()
             return

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 import sgl_esft  # noqa: F401 - its __init__ must run before sglang, in spawned children too
-from sgl_elastic.instance import devices, engine_config
+from sgl_elastic.instance import engine_config
 from sgl_esft import env
 from sgl_esft.health import ending
 
@@ -53,9 +53,9 @@ def main() -> int:
     os.environ[engine_config.VARIABLE] = spec.engine
     engine = engine_config.EngineConfig.from_json(spec.engine)
     os.environ[env.HEARTBEAT_TABLE] = f"{engine.directory}/{engine.instance}.beats"
-    os.environ.update(devices.rank_environment(engine.backend, engine.device_ids, os.environ))
+    os.environ.update(engine_config.rank_environment(engine.backend, engine.device_ids, os.environ))
     ending.ignore_ends()  # a terminal's, a service manager's; the front says when to end
-    return _run(spec, devices.start_method(engine.backend))
+    return _run(spec, engine_config.start_method(engine.backend))
 
 
 def _die_with(parent_pid: int) -> None:

@@ -6,12 +6,12 @@ watch.py --> [Running.fault] --> why it counts as lost, or ""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.links import RankLink
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.processes import Process
@@ -23,8 +23,8 @@ _PINGS = 4  # in the time after which a silent rank counts as hung
 class EngineLink(Protocol):
     """What reaches an instance by SGLang's own messages."""
 
-    def connect(self, instance: str, input_ipc: str) -> None:
-        """Open the way to an instance, before it starts."""
+    def connect(self, instance: str, input_ipc: str, wake: Callable[[], None]) -> None:
+        """Open the way to an instance, before it starts. `wake` precedes a first request."""
 
     def disconnect(self, instance: str) -> None:
         """Close it."""
@@ -68,12 +68,10 @@ class Running:
     record: Instance
     process: Process
     links: list[RankLink] = field(default_factory=list)
-    frozen: list[m.Frozen] = field(default_factory=list)
-    sent: tuple[m.Attach, ...] = ()
     lost: str = ""
     placement: Placement | None = None
     stopped_since_s: float | None = None  # when the supervisor was first seen stopped
-    took_over: bool = False  # and has not been told to run since
+    is_waiting: bool = False  # attached, and not told to run since
     asked_s: float = 0.0  # when its ranks were last asked for a sign of life
 
     def lose(self, reason: str) -> None:

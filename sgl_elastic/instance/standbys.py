@@ -1,6 +1,6 @@
 """Which parked instances to keep ready: a pure table, least recently used first out.
 
-    placement now --> [likely_next] --> [choose] --> start these, stop those
+    placement now --> [likely_next] --> start these
     scale --> [Standbys.take] --> a warm instance, or None: one must be started
 
 A standby costs host memory and a process a rank, so the capacity is counted in ranks.
@@ -8,7 +8,7 @@ A standby costs host memory and a process a rank, so the capacity is counted in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -33,7 +33,7 @@ class Standbys:
     @property
     def num_ranks(self) -> int:
         """Ranks of all parked instances."""
-        return sum(len(device_ids) for device_ids, _ in self.parked)
+        return _ranks(self.parked)
 
     def find(self, device_ids: DeviceIds) -> str | None:
         """The instance parked for exactly these devices in this order, or None."""
@@ -79,25 +79,5 @@ def _resized(device_ids: DeviceIds, size: int, max_devices: int) -> DeviceIds:
     return tuple(sorted([*sorted(device_ids), *free][:size]))
 
 
-def choose(
-    wanted: Sequence[DeviceIds], have: Sequence[DeviceIds], capacity_ranks: int
-) -> tuple[tuple[DeviceIds, ...], tuple[DeviceIds, ...]]:
-    """(start, stop): what makes the standbys `wanted`, the most wanted first, as far as they fit.
-
-    `have` is what is parked now, used longest ago first. What is not wanted stays while there is
-    room. After all stops and starts the ranks are at most `capacity_ranks`.
-    """
-    kept: list[DeviceIds] = []
-    for each in (*wanted, *reversed(have)):
-        if each not in kept and _sum(kept) + len(each) <= capacity_ranks:
-            kept.append(each)
-    start = tuple(each for each in kept if each not in have)
-    return start, tuple(each for each in have if each not in kept)
-
-
-def _sum(configurations: Iterable[DeviceIds]) -> int:
-    return sum(len(device_ids) for device_ids in configurations)
-
-
 def _ranks(entries: Iterable[tuple[DeviceIds, str]]) -> int:
-    return _sum(device_ids for device_ids, _ in entries)
+    return sum(len(device_ids) for device_ids, _ in entries)

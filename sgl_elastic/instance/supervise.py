@@ -14,25 +14,18 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.instance.process import InstanceSpec
 from sgl_elastic.processes import LocalProcess, Process
 
-
-class StartInstance(Protocol):
-    """How the processes of an instance are started. Raises EngineFailedError."""
-
-    def __call__(
-        self,
-        settings: EngineSettings,
-        name: str,
-        device_ids: tuple[int, ...],
-        more_argv: tuple[str, ...],
-        /,
-    ) -> Process: ...
+# How the processes of an instance are started: its name, devices and further flags. Raises
+# EngineFailedError.
+StartInstance: TypeAlias = Callable[
+    ["EngineSettings", str, tuple[int, ...], tuple[str, ...]], Process
+]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """All instances of one server: who is there, who is lost, how each of them ends.
 
-    manager.py (what instances do) --is a--> [InstanceTable] <--check-- watch.py
+    starting.py, manager.py (what instances do) --are--> [InstanceTable] <--check-- recovery.py
                                                   |--> supervise.py, links.py, EngineLink
 A lost instance's processes are ended at once. Of the one that serves, everything else stays until
 a replacement has its memory and its requests.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.links import RankLink, RankServer, send_all
 from sgl_elastic.instance.running import EngineLink, Running
@@ -75,17 +75,13 @@ class InstanceTable:
         for link in running.links:
             heard = link.read_to_the_end if running.lost else link.drain_messages
             if not heard(deadline):
-                logger.warning("elastic: %s was not heard out: the scale goes on", link.name)
+                logger.warning("elastic: %s did not say all in time: the scale goes on", link.name)
 
     def instances(self) -> tuple[Instance, ...]:
         """All of them, the serving one first."""
         with self._lock:
             records = [running.record for running in self._running.values()]
         return tuple(sorted(records, key=lambda r: (r.instance_id != self._active, r.instance_id)))
-
-    def rank_pids(self, instance: str) -> tuple[int, ...]:
-        """Process ids of an instance's ranks."""
-        return tuple(link.pid for link in self._running[instance].links)
 
     def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
         """Find out which instances have died or hang, and lose them. Returns their names."""

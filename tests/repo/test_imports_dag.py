@@ -78,12 +78,11 @@ HANDED_OVER = {
 PURE = {
     "sgl_elastic.autoscale.policy",
     "sgl_elastic.front.rank_choice",
-    "sgl_elastic.front.routing",
     "sgl_elastic.autoscale.slo",
     "sgl_elastic.baselines.strategies",
     "sgl_elastic.errors",
     "sgl_elastic.instance.handover",
-    "sgl_elastic.instance.messages",
+    "sgl_elastic.instance.rank_messages",
     "sgl_elastic.instance.standbys",
     "sgl_elastic.instance.state",
     "sgl_elastic.memory.runs",

@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sgl_elastic.coordinator.coordinator import Coordinator, RetryPolicy
+from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
+from sgl_elastic.coordinator.steps import RetryPolicy
 from sgl_elastic.errors import MemoryWorkerError
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sgl_elastic.coordinator.coordinator import Clock, Coordinator, RetryPolicy
+from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Journal
+from sgl_elastic.coordinator.progress import Clock
+from sgl_elastic.coordinator.scale import CarryOut, scale
+from sgl_elastic.coordinator.steps import RetryPolicy
 from sgl_elastic.errors import MemoryLostError, StepFailedError
+from sgl_elastic.instance.handover import FrozenInstance, HandedOver
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.types import (
     AdapterEntry,
@@ -53,6 +58,7 @@ SHAPE = MemoryShape(
     ),
 )
 
+WAIT_S = 10.0
 Call = tuple[Any, ...]
 # Whether the call at this position, of this name, fails; the error, or None.
 Fault = Callable[[int, str], Exception | None]
@@ -84,10 +90,12 @@ class World:
         self.instances = {"i0": first}
         self.table: tuple[str, Placement] = ("i0", placement)
         self.is_held = False
+        self.handed_over = HandedOver({}, {})  # as the last switch got it
+        self.may_hand_over = {InstanceState.FROZEN}
         self.lost_devices: set[int] = set()
         self.gate: Callable[[str], None] = lambda name: None
         self.has_changed_adapters = False
-        self.are_adapters_settled = False
+        self.are_adapters_deferred = False
         self._numbers = itertools.count(1)
 
     def call(self, name: str, *args: Any) -> None:
@@ -180,9 +188,10 @@ class World:
         self.call("cancel", instance)
         self._move(instance, InstanceState.PARKED)
 
-    def freeze(self, instance: str) -> None:
+    def freeze(self, instance: str) -> FrozenInstance:
         self.call("freeze", instance)
         self._move(instance, InstanceState.FROZEN)
+        return FrozenInstance(instance, self.instances[instance].device_ids, ())
 
     def resume(self, instance: str) -> None:
         self.call("resume", instance)
@@ -192,13 +201,19 @@ class World:
         self.call("drain", instance, timeout_s)
         self._move(instance, InstanceState.DRAINING)
 
-    def activate(self, instance: str, old: str, kv_moves: Mapping[int, int]) -> None:
-        self.call("activate", instance, old, dict(kv_moves))
-        assert self.state_of(old) is InstanceState.FROZEN
+    def activate(
+        self, instance: str, frozen: FrozenInstance, kv_moves: Mapping[int, int]
+    ) -> HandedOver:
+        self.call("activate", instance, frozen.instance_id, dict(kv_moves))
+        assert self.state_of(frozen.instance_id) in self.may_hand_over
         self._move(instance, InstanceState.ACTIVE)
         placement = self.instances[instance].placement
         assert placement is not None
         self.kv = {d: placement.kv_tokens_of(d) for d in placement.device_ids}
+        return HandedOver({f"of {frozen.instance_id}": 0}, {})
+
+    def start_serving(self, instance: str) -> None:
+        self.call("start_serving", instance)
 
     def retire(self, instance: str) -> None:
         self.call("retire", instance)
@@ -214,19 +229,20 @@ class World:
         self.table = (name, replace(placement, kv_tokens=tokens))
 
     # Front
-    def settle(self, timeout_s: float) -> bool:
-        self.are_adapters_settled = True
+    def defer_adapter_changes(self, timeout_s: float) -> bool:
+        self.are_adapters_deferred = True
         return self.has_changed_adapters
 
     def scaling(self, is_running: bool) -> None:
-        self.are_adapters_settled = is_running
+        self.are_adapters_deferred = is_running
 
     def hold(self) -> None:
         self.call("hold")
         self.is_held = True
 
-    def switch(self, instance: str, placement: Placement) -> None:
+    def switch(self, instance: str, placement: Placement, handover: HandedOver) -> None:
         self.call("switch", instance, placement)
+        self.handed_over = handover
         assert self.state_of(instance) is InstanceState.ACTIVE
         self.table = (instance, placement)
 
@@ -255,6 +271,7 @@ def make_coordinator(
     plan: Callable[[ScaleRequest, Placement], Plan] = lambda request, old: PLAN,
     journal: Journal | None = None,
     ticks: Ticks | None = None,
+    carry_out: CarryOut = scale,
 ) -> Coordinator:
     """A coordinator over a world, with a plan that is always the same unless told otherwise."""
     numbers = itertools.count(1)
@@ -268,4 +285,20 @@ def make_coordinator(
         retry_policy=RetryPolicy(attempts=3, first_pause_s=0.5, drain_timeout_s=7.0),
         clock=(ticks or Ticks()).clock(),
         new_id=lambda: f"op{next(numbers)}",
+        carry_out=carry_out,
     )
+
+
+class Paused:
+    """A coordinator whose scale waits in `prepare` until told to go on."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.world.gate = self._gate
+        self.coordinator = make_coordinator(self.world)
+
+    def _gate(self, name: str) -> None:
+        if name == "prepare":
+            self.reached.set()
+            assert self.go_on.wait(WAIT_S)

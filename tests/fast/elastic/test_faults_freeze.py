@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from sgl_elastic.front import router as module
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from tests.fast.elastic.front.test_router import Bench
 from tests.fast.elastic.test_faults_manager import ONE, STATE, Scene, scene
 
@@ -42,9 +42,9 @@ def test_requests_go_on_from_the_tokens_that_came_by(scene: Scene, bench: Bench)
     name = scene.first()
     frozen(scene, name)
     new = scene.manager.prepare(ONE)
-    scene.manager.freeze(name)
+    published = scene.manager.freeze(name)
     assert scene.lost == [name]
-    scene.manager.activate(new, name, {1: 0})
+    scene.manager.activate(new, published, {1: 0})
     assert scene.heard(new, 0, m.Activate) == [
         m.Activate((), (m.KvMove("device-1", ()),), (STATE,))
     ]
@@ -55,9 +55,9 @@ def test_a_death_after_the_outputs_came_by_is_no_trouble(scene: Scene, bench: Be
     frozen(scene, name)
     bench.output("a", 3)
     new = scene.manager.prepare(ONE)
-    scene.manager.freeze(name)
+    published = scene.manager.freeze(name)
     assert scene.lost == []
-    scene.manager.activate(new, name, {1: 0})
+    scene.manager.activate(new, published, {1: 0})
     moved = m.KvMove("device-1", (KV,))
     assert scene.heard(new, 0, m.Activate) == [m.Activate((), (moved,), (PUBLISHED,))]
 

@@ -22,10 +22,13 @@ import pytest
 
 from sgl_elastic import wire
 from sgl_elastic.errors import EngineFailedError, MemoryWorkerError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
-from sgl_elastic.instance.manager import EngineSettings, InstanceManager, Timeouts
+from sgl_elastic.instance.handover import FrozenInstance, HandedOver
+from sgl_elastic.instance.manager import InstanceManager
+from sgl_elastic.instance.running import Timeouts
 from sgl_elastic.instance.state import InstanceState
+from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.processes import LocalProcess
 from sgl_elastic.types import Placement
 from tests.fast.elastic.memory_workers import comes_to, count_fds, settle
@@ -57,7 +60,7 @@ class FakeRank(threading.Thread):
             failure=EngineFailedError,
             timeout_s=5.0,
         )
-        self.channel.send(m.Hello(instance, rank, 1))
+        self.channel.send(m.RankHello(instance, rank, 1))
         self.channel.send(m.Declared(json.dumps(asdict(SHAPE)).encode()))
         self.start()
 
@@ -87,7 +90,7 @@ class FakeRank(threading.Thread):
                 self.is_started = True
                 self.channel.send(m.Started())
             case _:
-                self.channel.send(m.Done(number=self._number))
+                self.channel.send(m.RankDone(number=self._number))
 
     def freeze(self) -> None:
         if m.Frozen not in self.mutes:
@@ -146,7 +149,7 @@ class Scene:
         return process
 
     # EngineLink
-    def connect(self, instance: str, input_ipc: str) -> None: ...
+    def connect(self, instance: str, input_ipc: str, wake: object) -> None: ...
     def disconnect(self, instance: str) -> None: ...
     def warm_up(self, instance: str, num_ranks: int, timeout_s: float) -> None: ...
     def num_running(self) -> int:
@@ -250,7 +253,7 @@ def test_a_rank_with_an_instruction_may_be_given_more_time(scene: Scene) -> None
         assert scene.manager.check(time.monotonic(), HANG_S) == ()
         time.sleep(0.02)
     rank = scene.ranks[name][0]
-    rank.channel.send(m.Done())
+    rank.channel.send(m.RankDone())
     told.join(5)
     scene.check_until_lost(name)
 
@@ -356,23 +359,20 @@ def test_nothing_is_started_for_memory_that_is_gone(scene: Scene) -> None:
     assert scene.names() == {"i1"}
 
 
-def replaced(scene: Scene, lost: str, placement: Placement) -> str:
+def replaced(scene: Scene, lost: str, placement: Placement) -> tuple[str, HandedOver]:
     new = scene.manager.prepare(placement)
-    scene.manager.freeze(lost)
-    scene.manager.activate(new, lost, {1: 0})
-    return new
+    return new, scene.manager.activate(new, scene.manager.freeze(lost), {1: 0})
 
 
 def test_requests_of_a_lost_instance_go_on_in_its_replacement(scene: Scene) -> None:
     name = scene.first()
     os.kill(scene.pid_of(name), signal.SIGKILL)
     scene.check_until_lost(name)
-    new = replaced(scene, name, TWO)
+    new, handed = replaced(scene, name, TWO)
     assert [scene.heard(new, rank, m.Activate) for rank in (0, 1)] == [
         [m.Activate((), (), ())],
         [m.Activate((), (), (STATE,))],
     ]
-    handed = scene.manager.handed_over()
     assert handed.ranks == {"a": 1}
     assert not scene.manager.is_lost()
     scene.manager.retire(name)
@@ -380,10 +380,10 @@ def test_requests_of_a_lost_instance_go_on_in_its_replacement(scene: Scene) -> N
 
 
 def test_what_has_taken_over_runs_once_its_requests_are_sent(scene: Scene) -> None:
-    new = replaced(scene, scene.first(), TWO)
+    new, _ = replaced(scene, scene.first(), TWO)
     assert scene.heard(new, 0, m.Run) == []
-    scene.manager.go_on(new)
-    scene.manager.go_on(new)
+    scene.manager.start_serving(new)
+    scene.manager.start_serving(new)
     assert [scene.heard(new, rank, m.Run) for rank in (0, 1)] == [[m.Run()], [m.Run()]]
 
 
@@ -391,12 +391,12 @@ def test_an_instance_that_does_not_freeze_is_lost_and_the_scale_goes_on(scene: S
     name = scene.first()
     scene.ranks[name][1].mutes = {m.Frozen}
     began = time.monotonic()
-    new = replaced(scene, name, ONE)
+    new, handed = replaced(scene, name, ONE)
     assert time.monotonic() - began < 5
     assert scene.lost == [name]
     activations = scene.heard(new, 0, m.Activate)
     assert [each.requests for each in activations] == [(STATE,)]
-    assert scene.manager.handed_over().ranks == {"a": 0}
+    assert handed.ranks == {"a": 0}
 
 
 def test_a_scale_that_is_rolled_back_without_its_old_instance(scene: Scene) -> None:
@@ -404,15 +404,15 @@ def test_a_scale_that_is_rolled_back_without_its_old_instance(scene: Scene) -> N
     name = scene.first()
     scene.ranks[name][0].mutes = {m.Frozen}
     new = scene.manager.prepare(ONE)
-    scene.manager.freeze(name)
+    frozen = scene.manager.freeze(name)
     scene.ranks[new][0].mutes = {m.Activate, m.Detach}
     with pytest.raises(EngineFailedError):
-        scene.manager.activate(new, name, {1: 0})
+        scene.manager.activate(new, frozen, {1: 0})
     scene.manager.resume(name)
     scene.manager.cancel(new)
     assert scene.names() == {name}
     assert scene.manager.is_lost()
-    newest = replaced(scene, name, TWO)
+    newest, _ = replaced(scene, name, TWO)
     assert scene.heard(newest, 1, m.Activate) == [m.Activate((), (), (STATE,))]
 
 
@@ -427,12 +427,12 @@ def test_kv_does_not_shrink_in_an_instance_that_is_lost(scene: Scene) -> None:
 def test_a_late_answer_is_not_taken_for_another(scene: Scene) -> None:
     name = scene.first()
     scene.ranks[name][0].mutes = {m.ResizeKv}
-    with pytest.raises(EngineFailedError, match="no Done in time"):
+    with pytest.raises(EngineFailedError, match="no RankDone in time"):
         scene.manager.resize_kv(0, 120)
     rank = scene.ranks[name][0]
     late = rank._number
     rank.mutes = set()
-    rank.channel.send(m.Done(number=late))
+    rank.channel.send(m.RankDone(number=late))
     scene.manager.freeze(name)
     rank.channel.send(m.Failed("E", "even later", late))
     scene.manager.resume(name)
@@ -448,7 +448,7 @@ def test_everything_is_as_before_after_ten_losses(scene: Scene) -> None:
     def lose_and_replace(name: str) -> str:
         os.kill(scene.pid_of(name), signal.SIGKILL)
         scene.check_until_lost(name)
-        new = replaced(scene, name, ONE)
+        new, _ = replaced(scene, name, ONE)
         scene.manager.retire(name)
         for rank in scene.ranks.pop(name):
             rank.channel.close()
@@ -467,25 +467,25 @@ def test_everything_is_as_before_after_ten_losses(scene: Scene) -> None:
     assert comes_to(is_as_before, True), (left(), before)
 
 
-def about_to_take_over(scene: Scene) -> tuple[str, str]:
+def about_to_take_over(scene: Scene) -> tuple[FrozenInstance, str]:
     """The frozen instance on one device, and the one on two that is to go on with its work."""
     old = scene.first(ONE)
     scene.manager._park_new((0, 1))
     new = scene.manager.prepare(TWO)
-    scene.manager.freeze(old)
-    return old, new
+    return scene.manager.freeze(old), new
 
 
 def test_a_rank_that_may_still_be_copying_ends_before_the_old_instance_goes_on(
     scene: Scene,
 ) -> None:
     """It would write KV into slots that the old instance's books say are free."""
-    old, new = about_to_take_over(scene)
+    frozen, new = about_to_take_over(scene)
+    old = frozen.instance_id
     pid = scene.pid_of(new)
     scene.ranks[new][0].fails = {m.Activate}
     scene.ranks[new][1].mutes = {m.Activate}
     with pytest.raises(EngineFailedError, match="no bytes came"):
-        scene.manager.activate(new, old, {})
+        scene.manager.activate(new, frozen, {})
     assert not Path(f"/proc/{pid}").exists()
     scene.manager.resume(old)
     scene.manager.cancel(new)
@@ -494,14 +494,15 @@ def test_a_rank_that_may_still_be_copying_ends_before_the_old_instance_goes_on(
 
 
 def test_an_instance_whose_ranks_have_all_answered_is_parked_again(scene: Scene) -> None:
-    old, new = about_to_take_over(scene)
+    frozen, new = about_to_take_over(scene)
+    old = frozen.instance_id
     scene.ranks[new][0].fails = {m.Activate}
     slow = scene.ranks[new][1]
     slow.mutes = {m.Activate}
     number = 1 + len(slow.heard)  # of the Activate that comes next
-    threading.Timer(0.1, slow.channel.send, (m.Done(number=number),)).start()
+    threading.Timer(0.1, slow.channel.send, (m.RankDone(number=number),)).start()
     with pytest.raises(EngineFailedError, match="no bytes came"):
-        scene.manager.activate(new, old, {})
+        scene.manager.activate(new, frozen, {})
     scene.manager.resume(old)
     scene.manager.cancel(new)
     assert scene.state_of(new) is InstanceState.PARKED

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from sgl_elastic import wire
-from sgl_elastic.engine import handover, sglang_api
+from sgl_elastic.engine import kv_handover, sglang_api
 from sgl_elastic.engine.rank import _DECODER, EngineRank
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 
 FROM_RANK: msgspec.msgpack.Decoder[m.FromRank] = msgspec.msgpack.Decoder(m.FromRank)
 
@@ -61,7 +61,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(handover, "sequences_of", lambda scheduler: ())
+    monkeypatch.setattr(kv_handover, "sequences_of", lambda scheduler: ())
     monkeypatch.setattr(sglang_api, "waiting_requests", lambda scheduler: [])
     monkeypatch.setattr(sglang_api, "resume_paused", lambda scheduler: None)
     bench = Bench()
@@ -83,7 +83,7 @@ def test_a_second_run_is_done_already(bench: Bench) -> None:
     bench.rank.poll(None)
     bench.rank.poll(None)
     done = bench.hears()
-    assert isinstance(done, m.Done)
+    assert isinstance(done, m.RankDone)
     assert done.number == 2
 
 
@@ -95,7 +95,7 @@ def test_a_serving_rank_refuses_what_only_a_parked_one_does(bench: Bench) -> Non
     assert failed == m.Failed("EngineFailedError", "Detach while serving", 1)
     bench.rank.poll(None)
     done = bench.hears()
-    assert isinstance(done, m.Done)
+    assert isinstance(done, m.RankDone)
     assert (done.num_bytes, done.number) == (5, 2)
 
 
@@ -107,7 +107,7 @@ def test_a_parked_rank_answers_each_instruction_by_its_number(bench: Bench) -> N
     numbers = []
     for _ in range(3):
         done = bench.hears()
-        assert isinstance(done, m.Done)
+        assert isinstance(done, m.RankDone)
         numbers.append(done.number)
     assert numbers == [2, 3, 5]
     assert bench.carried_out == [m.Detach(), m.Detach()]
@@ -140,7 +140,7 @@ def test_an_instruction_that_comes_twice_is_carried_out_once(bench: Bench) -> No
     for _ in range(3):
         bench.rank.poll(None)
     answers = [bench.hears(), bench.hears()]
-    assert [answer.number for answer in answers if isinstance(answer, m.Done)] == [1, 2]
+    assert [answer.number for answer in answers if isinstance(answer, m.RankDone)] == [1, 2]
     bench.says_again(m.ResizeKv(8))
     bench.says(m.Ping())
     bench.rank.poll(None)

@@ -43,6 +43,7 @@ def test_another_instance_gets_memory_and_requests() -> None:
         ("freeze", "i0"),
         ("activate", "i1", "i0", {}),
         ("switch", "i1", OLD),
+        ("start_serving", "i1"),
         ("release",),
         ("retire", "i0"),
     ]

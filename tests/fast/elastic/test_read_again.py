@@ -11,7 +11,7 @@ import torch
 
 from sgl_elastic.engine.loader import fill_adapters
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance.messages import Adapter, Attach
+from sgl_elastic.instance.rank_messages import Adapter, Attach
 from sgl_esft.formats.manifest import AdapterReader, read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.weave.moe_layer import ExpertShard

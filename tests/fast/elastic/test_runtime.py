@@ -4,52 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 
 import pytest
 
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.runtime import Runtime
 from sgl_elastic.types import OperationState, ScaleRequest
-from tests.fast.elastic.scale_fakes import World, make_coordinator
-
-WAIT_S = 10.0
-
-
-class Parts:
-    """Instances, memory and a folder that are closed; `ends` is what has ended, in order."""
-
-    def __init__(self, ends: list[str], name: str) -> None:
-        self._ends, self._name = ends, name
-
-    def close(self) -> None:
-        self._ends.append(self._name)
-
-    remove = close
-
-
-class Paused:
-    """A coordinator whose scale waits in `prepare` until told to go on."""
-
-    def __init__(self) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        world = World()
-        world.gate = self._gate
-        self.coordinator = make_coordinator(world)
-
-    def _gate(self, name: str) -> None:
-        if name == "prepare":
-            self.reached.set()
-            assert self.go_on.wait(WAIT_S)
+from tests.fast.elastic.scale_fakes import WAIT_S, Paused
 
 
 def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:
     runtime = Runtime.__new__(Runtime)  # without its workers and folders
-    runtime.coordinator, runtime.autoscaler, runtime._watchdog = coordinator, None, None
     runtime._stopping, runtime._wanted = threading.Event(), threading.Event()
-    runtime.manager = Parts(ends, "instances")  # type: ignore[assignment]
-    runtime.hmm = Parts(ends, "memory")  # type: ignore[assignment]
-    runtime._cluster = Parts(ends, "nodes")  # type: ignore[assignment]
-    runtime._workdir = Parts(ends, "folder")  # type: ignore[assignment]
+    runtime._ends = ExitStack()
+    for name in ("folder", "nodes", "memory", "instances"):  # as they are made
+        runtime._ends.callback(ends.append, name)
+    runtime._ends.callback(runtime._end_scaling, coordinator)
     return runtime
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sgl_elastic import options
 from sgl_elastic.errors import ElasticConfigError
-from sgl_elastic.instance import devices
+from sgl_elastic.instance import engine_config
 from sgl_esft import platform
 from sgl_esft_launch import elastic
 
@@ -73,18 +73,18 @@ def test_ranks_see_the_devices_of_their_instance(
 ) -> None:
     for backend, name in (("cuda", "CUDA_VISIBLE_DEVICES"), ("acl", "ASCEND_RT_VISIBLE_DEVICES")):
         environment = {"PATH": "/bin"} if shown is None else {name: shown}
-        found = devices.rank_environment(backend, device_ids, environment)
+        found = engine_config.rank_environment(backend, device_ids, environment)
         assert found == {name: seen, **ONE_EACH}
 
 
 def test_on_a_cpu_devices_are_only_numbers() -> None:
-    assert devices.rank_environment("host", (0, 9), {"CUDA_VISIBLE_DEVICES": "1"}) == {}
+    assert engine_config.rank_environment("host", (0, 9), {"CUDA_VISIBLE_DEVICES": "1"}) == {}
 
 
 @pytest.mark.parametrize("shown", ["", "3", "3,5"])
 def test_a_device_that_is_not_shown_is_refused(shown: str) -> None:
     with pytest.raises(ElasticConfigError, match=f"device 2, but CUDA_VISIBLE_DEVICES={shown} "):
-        devices.rank_environment("cuda", (0, 2), {"CUDA_VISIBLE_DEVICES": shown})
+        engine_config.rank_environment("cuda", (0, 2), {"CUDA_VISIBLE_DEVICES": shown})
 
 
 def test_sglang_shows_each_rank_its_own_device() -> None:
@@ -99,7 +99,7 @@ def test_sglang_shows_each_rank_its_own_device() -> None:
         "    print(number, os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )
-    environment = {**os.environ, **devices.rank_environment("cuda", (2, 5), {})}
+    environment = {**os.environ, **engine_config.rank_environment("cuda", (2, 5), {})}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
@@ -107,7 +107,7 @@ def test_sglang_shows_each_rank_its_own_device() -> None:
 
 
 def test_only_on_a_cpu_a_rank_is_a_copy_of_its_supervisor() -> None:
-    assert [devices.start_method(name) for name in ("host", "cuda", "acl")] == [
+    assert [engine_config.start_method(name) for name in ("host", "cuda", "acl")] == [
         "fork",
         "spawn",
         "spawn",

@@ -1,19 +1,19 @@
-"""What each strategy of the paper needs, and what its ablations change."""
+"""What each strategy of the paper needs, and which of elastic scaling's parts can be left out."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from sgl_elastic import options
 from sgl_elastic.baselines.strategies import (
-    CHANGES,
-    PROGRESSION,
-    TRAITS,
     AblationSwitches,
     ScaleStrategy,
-    changes,
     check_strategy,
     check_switches,
     devices_needed,
+    parse_switches,
 )
 from sgl_elastic.errors import BadScaleError, ElasticConfigError
 
@@ -38,27 +38,22 @@ def test_horizontal_goes_by_whole_replicas() -> None:
         check_strategy(S.HORIZONTAL, 4, 6, 100)
 
 
-def test_only_a_cold_restart_stops_serving_and_only_colocated_doubles_memory() -> None:
-    assert set(TRAITS) == set(S)
-    assert [each for each in S if not TRAITS[each].serves_meanwhile] == [S.COLD_RESTART]
-    assert [each for each in S if TRAITS[each].weight_copies > 1] == [S.COLOCATED]
-
-
-def test_the_progression_turns_one_more_part_off_in_each_row() -> None:
-    assert [len(row.off) for row in PROGRESSION] == [0, 1, 2, 3, 4]
-    assert [row.serves_meanwhile for row in PROGRESSION] == [True] * 4 + [False]
-    assert changes(PROGRESSION[0]) == ()
-    assert changes(PROGRESSION[-1]) == CHANGES
-
-
-def test_changes_name_phases_of_the_elastic_strategy() -> None:
-    assert {change.phase for change in CHANGES} <= set(TRAITS[S.ELASTIC].phases)
-    assert [c.phase for c in changes(AblationSwitches(zero_copy=False))] == ["prepare", "switch"]
-
-
-def test_other_strategies_have_nothing_to_turn_off() -> None:
+def test_only_elastic_scaling_has_parts_to_turn_off() -> None:
     for strategy in S:
         check_switches(strategy, AblationSwitches())
-    check_switches(S.ELASTIC, PROGRESSION[-1])
+    check_switches(S.ELASTIC, AblationSwitches(False, False, False, False))
     with pytest.raises(ElasticConfigError, match="peer_copy"):
         check_switches(S.COLOCATED, AblationSwitches(peer_copy=False))
+    with pytest.raises(ElasticConfigError, match="use the elastic strategy"):
+        options.parse(["--elastic", "--scale-strategy", "colocated", "--ablate", "no_standby"])
+
+
+def test_switches_are_parsed() -> None:
+    assert parse_switches("") == AblationSwitches()
+    assert parse_switches("no_standby, no_peer_copy") == replace(
+        AblationSwitches(), standby=False, peer_copy=False
+    )
+    every = "no_shared_allocator,no_peer_copy,no_standby,no_zero_copy"
+    assert parse_switches(every) == AblationSwitches(False, False, False, False)
+    with pytest.raises(ElasticConfigError, match="no_magic: there are no_shared"):
+        parse_switches("no_magic")

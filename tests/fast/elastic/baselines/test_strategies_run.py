@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from sgl_elastic import assembly, options
+from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.baselines import from_disk, plans
-from sgl_elastic.baselines.cold_restart import CutOverCoordinator
-from sgl_elastic.baselines.staged_memory import StagedMemory
-from sgl_elastic.baselines.strategies import (
-    PROGRESSION,
-    AblationSwitches,
-    ScaleStrategy,
-    parse_switches,
-)
-from sgl_elastic.coordinator.coordinator import Coordinator, RetryPolicy
+from sgl_elastic.baselines.restarts import cold_restart, side_by_side
+from sgl_elastic.baselines.strategies import ScaleStrategy
+from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.planning import Planner
-from sgl_elastic.errors import BadScaleError, DoesNotFitError, ElasticConfigError
-from sgl_elastic.instance import messages as m
-from sgl_elastic.instance.handover import attach_messages, hand_over
+from sgl_elastic.coordinator.scale import CarryOut, scale
+from sgl_elastic.errors import BadScaleError, DoesNotFitError, EngineFailedError, StepFailedError
+from sgl_elastic.front.rank_choice import RankPolicy
+from sgl_elastic.instance import rank_messages as m
+from sgl_elastic.instance.handover import FrozenInstance, HandedOver, attach_messages, hand_over
 from sgl_elastic.instance.state import InstanceState
+from sgl_elastic.memory.control import Hmm
 from sgl_elastic.plan.planner import placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 from tests.fast.elastic import memory_workers
-from tests.fast.elastic.scale_fakes import OLD, Ticks, World, always
+from tests.fast.elastic.front.test_router import FakeWire
+from tests.fast.elastic.scale_fakes import OLD, WAIT_S, World, always, make_coordinator
 
 S = ScaleStrategy
 ONE = Placement((0,), (0,) * 6, (100,))
-WAIT_S = 10.0
 
 
 def request(dp_size: int, *device_ids: int, leave: tuple[int, ...] = ()) -> ScaleRequest:
     return ScaleRequest(dp_size, device_ids, leave)
 
 
-def fresh(strategy: ScaleStrategy, max_devices: int, world: World | None = None) -> Planner:
-    kind = plans.CutOverPlanner if strategy is S.COLD_RESTART else plans.FreshPlanner
-    choose = assembly._CHOICES[strategy]
-    return kind(world or World(), max_devices, None, strategy, choose)
+def fresh(
+    strategy: ScaleStrategy, max_devices: int, world: World | None = None
+) -> plans.FreshPlanner:
+    choose, cuts = assembly._CHOICES[strategy], strategy is S.COLD_RESTART
+    memory = world or World()
+    return plans.FreshPlanner(memory, max_devices, None, strategy, choose, removes_first=cuts)
 
 
 def kinds(steps: tuple[Step, ...]) -> list[tuple[StepKind, int]]:
@@ -116,40 +113,35 @@ def test_memory_that_does_not_fit_is_refused() -> None:
 def test_without_peer_copies_a_plan_only_maps() -> None:
     world = World()
     made = Planner(world, 4).make_plan(request(3), OLD)
-    uncopied = plans.UncopiedPlanner(world, 4).make_plan(request(3), OLD)
+    uncopied = plans.without_copies(Planner(world, 4).make_plan)(request(3), OLD)
     copies = {StepKind.COPY_TRUNK, StepKind.COPY_EXPERTS}
     assert copies & {step.kind for step in made.before}
     assert uncopied.before == tuple(s for s in made.before if s.kind not in copies)
     assert uncopied.after == made.after
 
 
-# ---- the coordinator of a cold restart ----
+# ---- how they are carried out ----
 
 
-class CutOverWorld(World):
-    """The fakes with an instance that can let go."""
+class FrozenWorld(World):
+    """The fakes with a frozen request and its KV; whose old instance may be gone when it is."""
 
-    def let_go(self, instance: str) -> None:
-        self.call("let_go", instance)
-        self._move(instance, InstanceState.PARKED)
+    def freeze(self, instance: str) -> FrozenInstance:
+        device_ids = super().freeze(instance).device_ids
+        self.may_hand_over = {InstanceState.FROZEN, InstanceState.PARKED}
+        return FrozenInstance(instance, device_ids, (m.Frozen((SEQUENCE,), (STATE,)),))
 
-    def activate(self, instance: str, old: str, kv_moves: Any) -> None:
-        self.call("activate", instance, old, dict(kv_moves))
-        assert self.state_of(old) is InstanceState.PARKED
-        self._move(instance, InstanceState.ACTIVE)
+    def activate(self, instance: str, frozen: FrozenInstance, kv_moves: object) -> HandedOver:
+        self.taken_over = frozen
+        return super().activate(instance, frozen, {})
 
 
-def restarted(world: CutOverWorld) -> tuple[Coordinator, Operation]:
-    planner = fresh(S.COLD_RESTART, 4, world)
-    coordinator = CutOverCoordinator(
-        world,
-        world,
-        world,
-        planner.make_plan,
-        planner.describe,
-        retry_policy=RetryPolicy(attempts=3, first_pause_s=0.5),
-        clock=Ticks().clock(),
-    )
+def scaled(
+    world: World, carry_out: CarryOut, plan: Plan | None = None
+) -> tuple[Coordinator, Operation]:
+    strategy = S.COLD_RESTART if carry_out is cold_restart else S.EXTRAVAGANT
+    make_plan = (lambda *_: plan) if plan else fresh(strategy, 5, world).make_plan
+    coordinator = make_coordinator(world, make_plan, carry_out=carry_out)
     operation = coordinator.submit(request(3))
     ended = coordinator.wait(operation.operation_id, WAIT_S)
     assert ended.finished
@@ -160,68 +152,74 @@ def names(world: World) -> list[str]:
     return [call[0] for call in world.calls if call[0] != "serving"]
 
 
+def test_side_by_side_the_new_instance_computes_all_kv_again() -> None:
+    world = FrozenWorld()
+    _, operation = scaled(world, side_by_side)
+    assert operation.state is OperationState.SUCCEEDED
+    before = [*["execute"] * 12, "prepare", "hold", "freeze", "activate"]
+    after = ["switch", "start_serving", "release", "retire", "execute", "execute"]
+    assert names(world) == [*before, *after]
+    assert world.taken_over.ranks == (m.Frozen((), (STATE,)),)
+    assert world.active() == ["i1"]
+
+
+@pytest.mark.parametrize("name", ["execute", "prepare", "freeze", "activate"])
+def test_side_by_side_a_failure_leaves_everything_as_it_was(name: str) -> None:
+    world = FrozenWorld(fault=always(name))
+    before = world.model()
+    _, operation = scaled(world, side_by_side)
+    assert operation.state is OperationState.ROLLED_BACK
+    assert world.model() == before
+
+
 def test_a_cold_restart_holds_until_the_new_instance_is_there() -> None:
-    world = CutOverWorld()
-    coordinator, operation = restarted(world)
+    world = FrozenWorld()
+    coordinator, operation = scaled(world, cold_restart)
     assert operation.state is OperationState.SUCCEEDED
     steps = ["execute"] * (2 + 3 * 4)
-    wanted = ["hold", "freeze", "let_go", *steps, "prepare", "activate", "switch", "release"]
-    assert names(world) == wanted
+    begun = ["hold", "freeze", "retire", *steps, "prepare", "activate"]
+    assert names(world) == [*begun, "switch", "start_serving", "release"]
     assert [phase.name for phase in operation.phases] == [
         "plan", "switch", "retire", "memory", "prepare", "switch",
     ]  # fmt: skip
     # All but planning is down time.
     down_s = sum(phase.seconds for phase in operation.phases[2:])
     assert operation.gap_s > down_s - 1e-9
+    assert world.taken_over.ranks == (m.Frozen((), (STATE,)),), "no KV"
     assert world.active() == ["i1"]
     assert coordinator.serving[0] == "i1"
 
 
 def test_a_freeze_that_fails_leaves_everything_as_it_was() -> None:
-    world = CutOverWorld(fault=always("freeze"))
+    world = FrozenWorld(fault=always("freeze"))
     before = world.model()
-    _, operation = restarted(world)
-    assert operation.state is OperationState.ROLLED_BACK
+    assert scaled(world, cold_restart)[1].state is OperationState.ROLLED_BACK
     assert world.model() == before
 
 
 def test_a_start_that_fails_is_tried_again_and_nothing_stays_held() -> None:
-    world = CutOverWorld(fault=always("prepare"))
-    _, operation = restarted(world)
+    world = FrozenWorld(fault=always("prepare"))
+    _, operation = scaled(world, cold_restart)
     assert operation.state is OperationState.DEGRADED
     assert len(world.named("prepare")) == 3
     assert not world.is_held
     assert world.active() == []
 
 
-def test_a_release_that_fails_once_activates_once() -> None:
-    failures = iter([True])
-    world = CutOverWorld()
-    switch = world.switch
-
-    def flaky(instance: str, placement: Placement) -> None:
-        if next(failures, False):
-            raise EngineError("once")
-        switch(instance, placement)
-
-    world.switch = flaky  # type: ignore[method-assign]
-    _, operation = restarted(world)
+@pytest.mark.parametrize("name", ["switch", "start_serving", "release"])
+def test_a_switch_that_fails_once_activates_once(name: str) -> None:
+    world, failures = FrozenWorld(), iter([EngineFailedError("once")])
+    world.fault = lambda at, called: next(failures, None) if called == name else None
+    _, operation = scaled(world, cold_restart)
     assert operation.state is OperationState.SUCCEEDED
     assert len(world.named("activate")) == 1
-
-
-class EngineError(from_disk.EngineFailedError):
-    """An error that is tried again."""
+    assert len(world.named(name)) == 2
 
 
 def test_a_plan_with_steps_before_is_no_cold_restart() -> None:
-    world = CutOverWorld()
+    world = FrozenWorld()
     made = Plan(OLD, ONE, (Step(StepKind.ADD_DEVICE, 3),), (), {}, {})
-    coordinator = CutOverCoordinator(
-        world, world, world, lambda *_: made, lambda _: {}, clock=Ticks().clock()
-    )
-    operation = coordinator.submit(request(1))
-    assert coordinator.wait(operation.operation_id, WAIT_S).state is OperationState.ROLLED_BACK
+    assert scaled(world, cold_restart, made)[1].state is OperationState.ROLLED_BACK
     assert world.named("hold", "freeze") == []
 
 
@@ -250,13 +248,28 @@ def test_elastic_without_copies_reads_what_is_new_to_a_device() -> None:
     assert [each.loads_trunk for each in told] == [False, False, True]
 
 
+def test_the_first_instance_reads_by_its_loader_and_later_ones_what_is_not_shared() -> None:
+    asked: list[bool] = []
+
+    def present() -> Placement:
+        asked.append(True)
+        return OLD
+
+    new = Placement((0, 1, 2), (0, 0, 2, 1, 1, 2), (10, 10, 10))
+    sharing = from_disk.DiskAttach(present)
+    first = sharing(new, (), path_of, must_load=True)
+    assert first == attach_messages(new, (), path_of, must_load=True)
+    assert asked == [], "nothing serves yet"
+    assert [a.disk_experts for a in sharing(new, (), path_of, must_load=False)] == [(), (), (2, 5)]
+    alone = from_disk.DiskAttach(None)(new, (), path_of, must_load=False)
+    assert all(attach.loads_trunk for attach in alone)
+
+
 def test_requests_go_on_without_their_kv() -> None:
-    state = m.RequestState("r", b"", 3, {}, {})
-    sequence = m.KvSequence(b"", b"", None, None, 0.0)
-    frozen = from_disk.without_kv((m.Frozen((sequence,), (state,)), m.Frozen((sequence,), ())))
-    activations, handed = hand_over((0, 1), frozen, (2,), {0: 2, 1: 2}, path_of)
-    (activation,) = activations
-    assert activation.requests == (state,)
+    ranks = (m.Frozen((SEQUENCE,), (STATE,)), m.Frozen((SEQUENCE,), ()))
+    frozen = from_disk.without_kv(FrozenInstance("i1", (0, 1), ranks))
+    (activation,), handed = hand_over(frozen, (2,), {0: 2, 1: 2}, path_of)
+    assert activation.requests == (STATE,)
     assert activation.sequences == ()
     assert [move.sequences for move in activation.moves] == [(), ()]
     assert handed.ranks == {"r": 0}
@@ -270,40 +283,32 @@ def chosen(line: str) -> options.ElasticOptions:
 
 
 @pytest.mark.parametrize(
-    ("line", "planner", "cuts_over"),
+    ("line", "way", "order"),
     [
-        ("", Planner, False),
-        ("--ablate no_standby", Planner, False),
-        ("--ablate no_peer_copy", plans.UncopiedPlanner, False),
-        ("--ablate no_zero_copy", plans.CutOverPlanner, True),
-        ("--scale-strategy cold_restart", plans.CutOverPlanner, True),
-        ("--scale-strategy extravagant", plans.FreshPlanner, False),
-        ("--scale-strategy colocated", plans.FreshPlanner, False),
+        ("", scale, "copies"),
+        ("--ablate no_standby", scale, "copies"),
+        ("--ablate no_peer_copy", scale, "maps"),
+        ("--ablate no_zero_copy", cold_restart, "removes first"),
+        ("--scale-strategy cold_restart", cold_restart, "removes first"),
+        ("--scale-strategy extravagant", side_by_side, "maps, then removes"),
+        ("--scale-strategy colocated", side_by_side, "maps, then removes"),
     ],
 )
-def test_which_planner_a_strategy_has(line: str, planner: type, cuts_over: bool) -> None:
-    found = chosen(line)
-    assert type(assembly._planner(found, World())) is planner  # type: ignore[arg-type]
-    assert assembly.cuts_over(found) is cuts_over
+def test_which_parts_a_strategy_has(line: str, way: CarryOut, order: str) -> None:
+    found = chosen(f"{line} --max-devices 6 --kv-tokens 100")
+    assert assembly.way_of(found) is way
+    make_plan, _ = assembly.make_planner(found, World())  # type: ignore[arg-type]
+    made = make_plan(request(3), OLD)
+    before, after = ({step.kind for step in steps} for steps in (made.before, made.after))
+    assert (StepKind.COPY_TRUNK in before) == (order == "copies")
+    assert (before == set()) == (order == "removes first")
+    assert (StepKind.REMOVE_DEVICE in after) == ("removes" in order)
 
 
 def test_only_elastic_with_standbys_keeps_any() -> None:
     assert chosen("").standby_ranks == 4
     assert chosen("--ablate no_standby --standby-ranks 3").standby_ranks == 0
     assert chosen("--scale-strategy cold_restart").standby_ranks == 0
-
-
-def test_switches_are_parsed_and_checked() -> None:
-    assert parse_switches("") == AblationSwitches()
-    assert parse_switches("no_standby, no_peer_copy") == replace(
-        AblationSwitches(), standby=False, peer_copy=False
-    )
-    text = ",".join(f"no_{name}" for name in PROGRESSION[-1].off)
-    assert parse_switches(text) == PROGRESSION[-1]
-    with pytest.raises(ElasticConfigError, match="no_magic: there are no_shared"):
-        parse_switches("no_magic")
-    with pytest.raises(ElasticConfigError, match="use the elastic strategy"):
-        chosen("--scale-strategy colocated --ablate no_standby")
 
 
 def test_colocated_halves_every_device(tmp_path: Path) -> None:
@@ -313,90 +318,46 @@ def test_colocated_halves_every_device(tmp_path: Path) -> None:
     assert [hmm.budget_pages(device) for device in range(4)] == [halves] * 4
 
 
+def test_staging_workers_are_there_before_the_first_scale(tmp_path: Path) -> None:
+    found = chosen("--ablate no_shared_allocator --max-devices 2 --device-memory 1MiB")
+    hmm = assembly.make_memory(found, tmp_path / "sockets", "host", 4096)
+    try:
+        router = assembly.make_router(found, FakeWire(), RankPolicy(), SloWindow(SloTargets(1, 1)))
+        coordinator, watched = assembly.make_coordinator(found, hmm, World(), router)  # type: ignore[arg-type]
+        assert hmm.device_ids() == (2, 3)
+        assert coordinator.serving == ("i0", OLD)
+        assert isinstance(watched, World), "the instance manager itself"
+    finally:
+        hmm.close()
+
+
 def test_without_an_ipc_safe_allocator_copies_are_staged(tmp_path: Path) -> None:
-    budgets = dict.fromkeys(range(2), memory_workers.BUDGET)
-    hmm = StagedMemory(
-        tmp_path / "sockets", budgets, 2, page_bytes=memory_workers.PAGE, timeout_s=10.0
-    )
+    budgets = dict.fromkeys(range(4), memory_workers.BUDGET)
+    hmm = Hmm(tmp_path / "sockets", budgets, page_bytes=memory_workers.PAGE, timeout_s=10.0)
+    memory = plans.StagedMemory(hmm, 2)
+    copy = Step(StepKind.COPY_TRUNK, 1, source_id=0)
     try:
         for device in range(2):
             hmm.add_device(device)
         hmm.define(memory_workers.SHAPE)
-        hmm.add_staging()
+        memory.add_staging()
         for device in range(2):
-            hmm.execute(Step(StepKind.MAP_TRUNK, device))
-        trunk = {"trunk": [(0, 1)]}
-        memory_workers.fill(hmm, 0, trunk)
-        hmm.execute(Step(StepKind.COPY_TRUNK, 1, source_id=0))
+            memory.execute(Step(StepKind.MAP_TRUNK, device))
+        memory_workers.fill(hmm, 0, {"trunk": [(0, 1)]})
+        memory.execute(copy)
         assert hmm.client(1).digest("trunk", 0) == hmm.client(0).digest("trunk", 0)
         usage = hmm.usage()
         assert usage[3].used_pages == 0
         assert usage[3].peak_pages == usage[1].used_pages > 0
         assert usage[2].peak_pages == 0
+        memory.undo(copy)
+        memory.execute(Step(StepKind.MAP_EXPERTS, 0, expert_ids=(1,)))
+        with pytest.raises(StepFailedError):
+            memory.execute(Step(StepKind.COPY_EXPERTS, 1, source_id=0, expert_ids=(1,)))
+        assert hmm.usage()[3].used_pages == 0, "also after a copy that failed"
     finally:
         hmm.close()
 
 
-def test_the_server_says_so_when_nothing_serves() -> None:
-    instances = from_disk.DiskInstances.__new__(from_disk.DiskInstances)
-    instances.__dict__.update(_active="i1", _running={})
-    with pytest.raises(from_disk.EngineFailedError, match="restart the server"):
-        instances.serving()
-
-
-class Bare(from_disk.DiskInstances):
-    """Only the books: what would go to processes is written down."""
-
-    def __init__(self, *, shares_memory: bool) -> None:
-        self._shares_memory = shares_memory
-        self._let_go = None
-        self._running = {}
-        self._hmm: Any = SimpleNamespace(
-            socket_path=lambda device, seen_from: f"/{device}", are_apart=lambda one, other: False
-        )
-        self.retired: list[str] = []
-        self.told: list[m.Activate] = []
-
-    def add(self, name: str, *device_ids: int, frozen: tuple[m.Frozen, ...] = ()) -> None:
-        record = SimpleNamespace(device_ids=device_ids, instance_id=name)
-        self._running[name] = SimpleNamespace(record=record, frozen=list(frozen))  # type: ignore[assignment]
-
-    def retire(self, instance: str) -> None:
-        self.retired.append(instance)
-        del self._running[instance]
-
-    def _take_over(self, new: Any, activations: list[m.Activate]) -> None:
-        self.told = activations
-
-
 STATE = m.RequestState("r", b"", 3, {}, {})
 SEQUENCE = m.KvSequence(b"", b"", None, None, 0.0)
-
-
-def test_who_let_go_is_remembered_until_the_next_has_its_requests() -> None:
-    instances = Bare(shares_memory=False)
-    instances.add("i1", 0, frozen=(m.Frozen((SEQUENCE,), (STATE,)),))
-    instances.let_go("i1")
-    instances.let_go("i1")
-    assert instances.retired == ["i1"]
-    instances.add("i2", 0, 1)
-    instances.activate("i2", "i1", {})
-    assert [(a.sequences, a.requests) for a in instances.told] == [((), (STATE,)), ((), ())]
-    assert instances.handed_over().ranks == {"r": 0}
-    assert instances._let_go is None
-
-
-def test_an_instance_that_has_not_let_go_hands_over_requests_only() -> None:
-    instances = Bare(shares_memory=False)
-    instances.add("i1", 0, frozen=(m.Frozen((SEQUENCE,), (STATE,)),))
-    instances.add("i2", 3)
-    instances.activate("i2", "i1", {0: 3})
-    assert instances.told == [m.Activate((), (m.KvMove("/0", ()),), (STATE,))]
-
-
-def test_shared_memory_keeps_its_kv() -> None:
-    instances = Bare(shares_memory=True)
-    instances.add("i1", 0, frozen=(m.Frozen((SEQUENCE,), (STATE,)),))
-    instances.add("i2", 0)
-    instances.activate("i2", "i1", {})
-    assert instances.told == [m.Activate((SEQUENCE,), (), (STATE,))]

@@ -18,9 +18,7 @@ from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.errors import DoesNotFitError
 from sgl_elastic.instance.state import Instance
 from sgl_elastic.types import Placement, Plan, ScaleRequest
-from tests.fast.elastic.scale_fakes import PLAN, World, always, make_coordinator
-
-WAIT_S = 10.0
+from tests.fast.elastic.scale_fakes import PLAN, WAIT_S, World, always, make_coordinator
 
 
 class Site:

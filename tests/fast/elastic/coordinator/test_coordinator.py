@@ -31,7 +31,9 @@ from tests.fast.elastic.scale_fakes import (
     NEW,
     OLD,
     PLAN,
+    WAIT_S,
     Call,
+    Paused,
     Ticks,
     World,
     always,
@@ -40,7 +42,6 @@ from tests.fast.elastic.scale_fakes import (
     once,
 )
 
-WAIT_S = 10.0
 UP = ScaleRequest(dp_size=3)
 AT_SWITCH = replace(NEW, kv_tokens=(80, 100, 120))
 
@@ -94,7 +95,16 @@ def test_a_scale_calls_in_the_order_of_its_phases() -> None:
     names = [call[0] for call in SUCCESS]
     assert names[:FIRST] == ["serving", "serving"]
     memory = ["resize_kv" if s.kind is StepKind.SHRINK_KV else "execute" for s in BEFORE]
-    switch = ["prepare", "hold", "freeze", "activate", "switch", "release", "retire"]
+    switch = [
+        "prepare",
+        "hold",
+        "freeze",
+        "activate",
+        "switch",
+        "start_serving",
+        "release",
+        "retire",
+    ]
     assert names[FIRST:] == [*memory, *switch, "execute", "resize_kv", "resize_kv"]
 
 
@@ -105,6 +115,7 @@ def test_a_scale_ends_with_the_new_topology() -> None:
     assert world.state_of("i0") is InstanceState.PARKED
     assert world.kv == {0: 150, 1: 150, 2: 120}
     assert not world.is_held
+    assert world.handed_over.ranks == {"of i0": 0}, "what activate has returned"
     assert [phase.name for phase in operation.phases] == [
         "plan", "memory", "prepare", "switch", "retire", "after",
     ]  # fmt: skip
@@ -315,7 +326,7 @@ def test_a_plan_knows_the_adapters_that_are_there() -> None:
     world.has_changed_adapters = True
 
     def plan(request: ScaleRequest, old: Placement) -> Plan:
-        assert world.are_adapters_settled is not request.dry_run
+        assert world.are_adapters_deferred is not request.dry_run
         heard = ("drain_messages",) in world.calls
         assert heard is not request.dry_run
         return PLAN
@@ -332,22 +343,7 @@ def test_adapters_go_on_when_no_scale_begins() -> None:
     world = World()
     with pytest.raises(DoesNotFitError):
         make_coordinator(world, refuse).submit(UP)
-    assert not world.are_adapters_settled
-
-
-class Paused:
-    """A coordinator whose scale waits in `prepare` until told to go on."""
-
-    def __init__(self) -> None:
-        self.world = World()
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        self.world.gate = self._gate
-        self.coordinator = make_coordinator(self.world)
-
-    def _gate(self, name: str) -> None:
-        if name == "prepare":
-            self.reached.set()
-            assert self.go_on.wait(WAIT_S)
+    assert not world.are_adapters_deferred
 
 
 def test_one_scale_at_a_time() -> None:

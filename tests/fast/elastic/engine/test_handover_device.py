@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_elastic.engine import handover
+from sgl_elastic.engine import kv_handover
 from tests.fast.elastic.instance.test_handover_books import PROMPTS, Rank, copy_from
 
 ELSEWHERE = torch.device("meta")
@@ -23,7 +23,7 @@ def filled(capacity: int = 40) -> Rank:
 
 def devices(rank: Rank) -> set[str]:
     """Where the books' tensors are."""
-    nodes = handover._nodes(rank.scheduler)
+    nodes = kv_handover._nodes(rank.scheduler)
     tensors = [rank.allocator.free_pages, rank.allocator.release_pages]
     return {str(tensor.device) for tensor in [*tensors, *(node.value for node in nodes)]}
 
@@ -31,9 +31,9 @@ def devices(rank: Rank) -> set[str]:
 def test_taking_over() -> None:
     old, new = filled(), Rank(40)
     with ELSEWHERE:
-        assert handover.take_over(new.scheduler, handover.sequences_of(old.scheduler)) == 15
+        assert kv_handover.take_over(new.scheduler, kv_handover.sequences_of(old.scheduler)) == 15
         assert devices(new) == {"cpu"}
-        assert handover.take_over(new.scheduler, ()) == 0
+        assert kv_handover.take_over(new.scheduler, ()) == 0
         assert devices(new) == {"cpu"}
 
 
@@ -41,8 +41,8 @@ def test_bringing_from_another_device() -> None:
     old, new = filled(), Rank(40)
     copied: list[tuple[int, int]] = []
     with ELSEWHERE:
-        sequences = handover.sequences_of(old.scheduler)
-        handover.take_moved(new.scheduler, sequences, copy_from(old, new, copied))
+        sequences = kv_handover.sequences_of(old.scheduler)
+        kv_handover.take_moved(new.scheduler, sequences, copy_from(old, new, copied))
     assert devices(new) == {"cpu"}
     assert len(copied) == 15
     new.check()
@@ -53,7 +53,7 @@ def test_compacting() -> None:
     rank.compute(list(range(100, 110)))
     rank.compute([1, 2, 3, 4, 5, 6])
     with ELSEWHERE:
-        handover.compact(rank.scheduler, 8, rank.copy_within)
+        kv_handover.compact(rank.scheduler, 8, rank.copy_within)
         rank.resize(8)
     assert devices(rank) == {"cpu"}
     rank.check()

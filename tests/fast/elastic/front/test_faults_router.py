@@ -64,8 +64,7 @@ def test_requests_wait_until_a_replacement_serves(bench: Bench) -> None:
     bench.router.dispatch(Control("abort a"))
     bench.router.release()  # as at the end of a scale that was rolled back
     assert bench.sent_to("i1") == ["a@0", "b@1"]
-    bench.handed = SAME
-    bench.router.switch("i2", TWO)
+    bench.router.switch("i2", TWO, SAME)
     bench.router.release()
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@0", "abort a"]
     bench.dispatch("d")
@@ -89,8 +88,7 @@ def test_what_cannot_be_sent_waits_too(bench: Bench) -> None:
     bench.router.dispatch(Control("flush"))
     bench.wire.on_send = lambda message: None
     assert bench.router.num_running() == 1, "b has not been routed"
-    bench.handed = SAME
-    bench.router.switch("i2", TWO)
+    bench.router.switch("i2", TWO, SAME)
     bench.router.release()
     assert bench.sent_to("i2") == ["a@0", "b@1", "flush"]
 
@@ -98,17 +96,16 @@ def test_what_cannot_be_sent_waits_too(bench: Bench) -> None:
 def test_a_replacement_that_dies_at_once_holds_requests_again(bench: Bench) -> None:
     bench.dispatch("a", "b")
     bench.router.lose("i1")
-    bench.handed = SAME
 
     def fail(message: object) -> None:
         raise EngineFailedError("nobody takes requests there")
 
     bench.wire.on_send = fail
-    bench.router.switch("i2", TWO)
+    bench.router.switch("i2", TWO, SAME)
     bench.router.release()
     bench.wire.on_send = lambda message: None
-    bench.router.connect("i3", "i3.in")
-    bench.router.switch("i3", TWO)
+    bench.connect("i3")
+    bench.router.switch("i3", TWO, SAME)
     bench.router.release()
     assert bench.sent_to("i3") == ["a@0", "b@1"]
 
@@ -117,35 +114,31 @@ def test_requests_of_ranks_that_nobody_names_are_spread(bench: Bench) -> None:
     """The new instance died between activation and switch: its ranks are not the router's."""
     bench.dispatch("a", "b")
     bench.router.lose("i1")
-    bench.handed = HandedOver({}, {0: 0})
-    bench.router.switch("i2", ONE)
+    bench.router.switch("i2", ONE, HandedOver({}, {0: 0}))
     assert bench.sent_to("i2") == ["a@0", "b@0"]
 
 
 def test_a_later_scale_is_strict_again(bench: Bench) -> None:
     bench.dispatch("a")
     bench.router.lose("i1")
-    bench.handed = SAME
-    bench.router.switch("i2", TWO)
+    bench.router.switch("i2", TWO, SAME)
     bench.router.release()
-    bench.router.connect("i3", "i3.in")
-    bench.handed = HandedOver({}, {1: 0})
+    bench.connect("i3")
     bench.router.hold()
     with pytest.raises(PlanError):
-        bench.router.switch("i3", THREE)
+        bench.router.switch("i3", THREE, HandedOver({}, {1: 0}))
 
 
 def test_a_warm_up_ends_with_its_instance(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WARM_UP_POLL_S", 0.01)
+    monkeypatch.setattr("sgl_elastic.front.instance_links._WARM_UP_POLL_S", 0.01)
     threading.Timer(0.05, bench.router.disconnect, ("i2",)).start()
     with pytest.raises(EngineFailedError, match="i2 ended while it warmed up"):
         bench.router.warm_up("i2", 1, timeout_s=20)
 
 
-def test_the_board_starts_with_a_placement_of_any_size() -> None:
+def test_the_book_starts_with_a_placement_of_any_size() -> None:
     bench = Bench(Placement((4,), (4, 4), (10,)))
     bench.router.dispatch(Request("a"))
     bench.router.lose("i1")
-    bench.handed = HandedOver({}, {0: 0})
-    bench.router.switch("i2", Placement((4,), (4, 4), (10,)))
+    bench.router.switch("i2", Placement((4,), (4, 4), (10,)), HandedOver({}, {0: 0}))
     assert bench.sent_to("i2") == ["a@0"]

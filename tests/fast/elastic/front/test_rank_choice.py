@@ -21,9 +21,7 @@ from sgl_elastic.front.rank_choice import (
     RankPolicy,
     RankStrategy,
     choose,
-    rank_moves,
 )
-from sgl_elastic.types import Placement
 
 POLICY = RankPolicy()
 LEAST_LOADED = RankPolicy(RankStrategy.LEAST_LOADED)
@@ -74,13 +72,6 @@ def test_a_rank_without_room_is_passed_over_while_another_has_some() -> None:
     assert choose([full, full], "a", 101, POLICY) == 0
 
 
-def test_a_prefix_s_rank_is_taken_while_within_the_bound() -> None:
-    policy = replace(POLICY, max_imbalance=4)
-    assert choose([rank(), rank({"b": 3})], "a", 0, policy, preferred=1) == 1
-    assert choose([rank(), rank({"b": 4})], "a", 0, policy, preferred=1) == 0
-    assert choose([rank(), rank()], "a", 0, policy, preferred=7) == 0  # a rank that is gone
-
-
 def test_round_robin_takes_turns_whatever_the_load() -> None:
     loads = [rank({"a": 9}), rank(), rank()]
     assert [choose(loads, "a", 0, ROUND_ROBIN, turn=n) for n in range(4)] == [0, 1, 2, 0]
@@ -123,7 +114,6 @@ rank_loads = st.builds(
     st.integers(0, 9000),
     st.integers(1, 12),
     st.floats(0, 1000),
-    st.none() | st.integers(0, 7),
 )
 def test_no_choice_breaks_the_bound(
     loads: list[RankLoad],
@@ -131,12 +121,11 @@ def test_no_choice_breaks_the_bound(
     num_tokens: int,
     bound: int,
     cost: float,
-    preferred: int | None,
 ) -> None:
     policy = RankPolicy(max_imbalance=bound, adapter_cost=cost)
-    chosen = choose(loads, adapter, num_tokens, policy, preferred=preferred)
+    chosen = choose(loads, adapter, num_tokens, policy)
     assert loads[chosen].num_requests + 1 <= min(load.num_requests for load in loads) + bound
-    assert chosen == choose(loads, adapter, num_tokens, policy, preferred=preferred)
+    assert chosen == choose(loads, adapter, num_tokens, policy)
 
 
 def test_the_book_counts_what_comes_and_goes() -> None:
@@ -144,10 +133,9 @@ def test_the_book_counts_what_comes_and_goes() -> None:
     book.add("x", 1, "a", 10)
     book.add("y", 1, "a", 20)
     book.add("z", 1, None, 30)
-    book.set_tokens("x", 15)
-    assert book.snapshot() == (rank(kv=100), rank({"a": 2, None: 1}, 65, 200))
+    assert book.snapshot() == (rank(kv=100), rank({"a": 2, None: 1}, 60, 200))
     assert book.snapshot()[1].num_adapters == 1
-    assert (book.rank_of("x"), book.rank_of("nobody"), book.num_added) == (1, None, 3)
+    assert book.num_added == 3
     assert book.finish("x")
     assert book.finish("y")
     assert book.snapshot()[1] == rank({None: 1}, 30, 200)
@@ -155,7 +143,6 @@ def test_the_book_counts_what_comes_and_goes() -> None:
 
 def test_the_book_passes_over_what_it_does_not_know() -> None:
     book = LoadBook(1)
-    book.set_tokens("x", 5)
     assert not book.finish("x")
     assert book.snapshot() == (rank(),)
 
@@ -184,37 +171,14 @@ def test_a_rank_that_there_is_not_is_a_defect(number: int) -> None:
         LoadBook(2, (1, 2, 3))
 
 
-def test_prefixes_are_remembered_by_adapter_and_forgotten_by_age() -> None:
-    book = LoadBook(3, max_prefixes=2)
-    book.add("x", 0, "a", 10, prefix="p")
-    book.add("y", 1, "b", 10, prefix="p")
-    book.finish("x")
-    assert (book.rank_of_prefix("a", "p"), book.rank_of_prefix("b", "p")) == (0, 1)
-    assert book.rank_of_prefix(None, "p") is None
-    assert book.rank_of_prefix("a", None) is None
-    book.add("z", 2, "a", 10, prefix="p")
-    book.add("u", 2, "c", 10, prefix="p")
-    assert (book.rank_of_prefix("a", "p"), book.rank_of_prefix("b", "p")) == (2, None)
-
-
-def test_rebase_moves_requests_and_prefixes() -> None:
+def test_rebase_moves_requests() -> None:
     book = LoadBook(3)
     for rid, number, adapter in [("x", 0, "a"), ("y", 1, "a"), ("z", 2, "b")]:
-        book.add(rid, number, adapter, 10, prefix=rid)
+        book.add(rid, number, adapter, 10)
     book.rebase({0: 1, 1: 1, 2: 0}, 2, (50, 60))
     assert book.snapshot() == (rank({"b": 1}, 10, 50), rank({"a": 2}, 20, 60))
-    assert [book.rank_of(rid) for rid in "xyz"] == [1, 1, 0]
-    assert book.rank_of_prefix("a", "x") == 1
     book.finish("y")
     assert book.snapshot()[1] == rank({"a": 1}, 10, 60)
-
-
-def test_rebase_forgets_prefixes_of_an_idle_rank_without_an_heir() -> None:
-    book = LoadBook(2)
-    book.add("x", 1, "a", 10, prefix="p")
-    book.finish("x")
-    book.rebase({0: 0}, 1)
-    assert book.rank_of_prefix("a", "p") is None
 
 
 @pytest.mark.parametrize("moves", [{0: 0}, {0: 0, 1: 2}, {}])
@@ -225,20 +189,10 @@ def test_rebase_refuses_moves_that_lose_requests_and_changes_nothing(moves: dict
     before = book.snapshot()
     with pytest.raises(PlanError, match="nowhere"):
         book.rebase(moves, 2)
-    assert (book.snapshot(), book.rank_of("y")) == (before, 1)
+    assert book.snapshot() == before
 
 
-def placement(*device_ids: int) -> Placement:
-    return Placement(device_ids, (device_ids[0],), (100,) * len(device_ids))
-
-
-def test_rank_moves_follow_devices_and_their_kv() -> None:
-    assert rank_moves(placement(0, 1), placement(0, 1, 2), {}) == {0: 0, 1: 1}
-    assert rank_moves(placement(0, 1, 2), placement(0, 2), {1: 2}) == {0: 0, 1: 1, 2: 1}
-    assert rank_moves(placement(0, 1), placement(5), {0: 5}) == {0: 0}
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("afst"), st.integers(0, 2), adapters)))
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("aft"), st.integers(0, 2), adapters)))
 def test_the_book_is_the_sum_of_its_requests(
     events: list[tuple[int, str, int, AdapterId]],
 ) -> None:
@@ -249,9 +203,6 @@ def test_the_book_is_the_sum_of_its_requests(
             held[rid] = (where, adapter, number)
         elif what == "f":
             assert book.finish(rid) == (held.pop(rid, None) is not None)
-        elif what == "s" and rid in held:
-            book.set_tokens(rid, number)
-            held[rid] = (*held[rid][:2], number)
         elif what == "t":
             book.rebase({0: 1, 1: 2, 2: 0}, 3)
             held = {key: ((at + 1) % 3, who, n) for key, (at, who, n) in held.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_elastic.front.readiness import ElasticEngine, board_path
+from sgl_elastic.front.readiness import ElasticEngine, heartbeat_path
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 
@@ -28,16 +28,15 @@ class Table:
 class Setup:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.table: Table | None = Table()
+        self.table = Table()
         self.closed: list[bool] = []
         self.engine = ElasticEngine(
-            folder, lambda: self.table, lambda: self.closed.append(True), lambda: None
+            folder, self.table, lambda: self.closed.append(True), lambda: None
         )
 
     def add(self, name: str, state: InstanceState, *devices: int) -> HeartbeatTable:
-        assert self.table is not None
         self.table.found.append(Instance(name, devices, state))
-        return HeartbeatTable.open(board_path(self.folder, name))
+        return HeartbeatTable.open(heartbeat_path(self.folder, name))
 
     def ages(self) -> dict[str, bool]:
         """Name of each rank's loop, and whether it has turned."""
@@ -50,8 +49,6 @@ def setup(tmp_path: Path) -> Setup:
 
 
 def test_before_the_engine_is_there(setup: Setup) -> None:
-    assert setup.engine.trouble() == "no instance serves"
-    setup.table = None
     assert setup.engine.trouble() == "no instance serves"
     assert setup.ages() == {}
 
@@ -86,15 +83,13 @@ def test_replicas_all_count(setup: Setup) -> None:
 
 def test_a_lost_instance_is_trouble(setup: Setup) -> None:
     setup.add("i1", InstanceState.FAILED, 0)
-    assert setup.table is not None
     setup.table.lost = True
     assert "replacement" in str(setup.engine.trouble())
 
 
-def test_boards_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
+def test_heartbeats_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
     setup.add("i1", InstanceState.ACTIVE, 0)
     setup.ages()
-    assert setup.table is not None
     setup.table.found.clear()
     setup.add("i2", InstanceState.ACTIVE, 0)
     setup.ages()

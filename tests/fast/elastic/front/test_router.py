@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from sgl_elastic.autoscale.slo import SloTargets, SloWindow
-from sgl_elastic.errors import BusyError, ElasticInternalError, EngineFailedError, PlanError
+from sgl_elastic.errors import (
+    BusyError,
+    ElasticInternalError,
+    EngineFailedError,
+    IllegalTransitionError,
+    PlanError,
+)
 from sgl_elastic.front import router as module
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.front.router import RequestRouter
@@ -99,19 +105,18 @@ class Bench:
 
     def __init__(self, placement: Placement = TWO, **more: Any) -> None:
         self.wire = FakeWire()
-        self.handed = NOTHING
-        self.now_s = 10.0
-        self.placements: list[Placement] = []
-        self.router = RequestRouter(
-            self.wire,
-            handed_over=lambda: self.handed,
-            on_switch=self.placements.append,
-            policy=RankPolicy(strategy=RankStrategy.ROUND_ROBIN),
-            **more,
-        )
+        self.sizes: list[int] = []
+        self.held_s: list[float] = []
+        self.woken: list[str] = []
+        policy = RankPolicy(strategy=RankStrategy.ROUND_ROBIN)
+        self.router = RequestRouter(self.wire, policy=policy, **more)
+        self.router.listen(self.sizes.append, self.held_s.append)
         for name in ("i1", "i2"):
-            self.router.connect(name, f"{name}.in")
+            self.connect(name)
         self.router.begin("i1", placement)
+
+    def connect(self, name: str) -> None:
+        self.router.connect(name, f"{name}.in", lambda: self.woken.append(name))
 
     def sent_to(self, instance: str) -> list[str]:
         """Names of what went there: of a request, with its rank."""
@@ -128,9 +133,8 @@ class Bench:
         self.router.on_output([rid], ["stop" if is_finished else None], [num_tokens])
 
     def switch(self, placement: Placement = THREE, handed: HandedOver = NOTHING) -> None:
-        self.handed = handed
         self.router.hold()
-        self.router.switch("i2", placement)
+        self.router.switch("i2", placement, handed)
 
 
 @pytest.fixture
@@ -143,7 +147,7 @@ def test_requests_are_dealt_to_ranks_and_the_rest_goes_as_it_is(bench: Bench) ->
     bench.router.dispatch(Control("flush"))
     assert bench.sent_to("i1") == ["a@0", "b@1", "c@0", "flush"]
     assert bench.sent_to("i2") == []
-    assert bench.placements == [TWO]
+    assert bench.sizes == [], "nobody needs to be told of the first"
 
 
 def test_a_rank_that_the_client_chose_is_kept_if_there_is_one(bench: Bench) -> None:
@@ -190,12 +194,11 @@ def test_what_waits_goes_to_the_new_instance_after_what_ran(bench: Bench) -> Non
     bench.router.hold()
     bench.dispatch("c")
     bench.router.dispatch(Control("abort a"))
-    bench.handed = NOTHING
-    bench.router.switch("i2", THREE)
+    bench.router.switch("i2", THREE, NOTHING)
     bench.router.release()
     assert bench.sent_to("i1") == ["a@0", "b@1"]
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@2", "abort a"]
-    assert bench.placements == [TWO, THREE]
+    assert bench.sizes == [3]
 
 
 def test_a_switch_sends_each_request_once_to_where_its_kv_went(bench: Bench) -> None:
@@ -205,7 +208,7 @@ def test_a_switch_sends_each_request_once_to_where_its_kv_went(bench: Bench) -> 
     handed = HandedOver(ranks={"a": 2}, rank_of_old={0: 1, 1: 0})
     bench.switch(THREE, handed)
     assert bench.sent_to("i2") == ["a@2", "b@0", "c@1"], "a by its KV, the others by their rank"
-    bench.router.switch("i2", THREE)  # retried
+    bench.router.switch("i2", THREE, handed)  # retried
     assert len(bench.sent_to("i2")) == 3
     bench.router.release()
     bench.output("a", 9, is_finished=True)
@@ -216,10 +219,9 @@ def test_a_second_switch_starts_from_the_ranks_of_the_first(bench: Bench) -> Non
     bench.dispatch("a", "b")
     bench.switch(THREE, HandedOver({}, {0: 2, 1: 0}))
     bench.router.release()
-    bench.router.connect("i3", "i3.in")
-    bench.handed = HandedOver({}, {0: 0, 1: 0, 2: 1})
+    bench.connect("i3")
     bench.router.hold()
-    bench.router.switch("i3", TWO)
+    bench.router.switch("i3", TWO, HandedOver({}, {0: 0, 1: 0, 2: 1}))
     assert bench.sent_to("i3") == ["a@1", "b@0"]
 
 
@@ -246,49 +248,39 @@ def test_outputs_that_never_come_end_the_wait(
         bench.router.wait_for_outputs({"a": 1})
 
 
-def test_the_new_instance_runs_when_its_requests_have_been_sent() -> None:
-    went_on: list[list[str]] = []
-    bench = Bench(go_on=lambda name: went_on.append([name, *bench.sent_to(name)]))
+def test_an_idle_instance_is_woken_by_its_first_request(bench: Bench) -> None:
     bench.dispatch("a", "b")
-    bench.switch(THREE, HandedOver({"a": 2}, {0: 0, 1: 1}))
-    assert went_on == [["i2", "a@2", "b@1"]]
-
-
-def test_a_switch_whose_instance_did_not_run_is_tried_again() -> None:
-    failures = [EngineFailedError("no Done in time")]
-    bench = Bench(go_on=lambda name: failures and _raise(failures.pop()))
-    bench.dispatch("a")
-    with pytest.raises(EngineFailedError):
-        bench.switch()
-    bench.router.switch("i2", THREE)
-    assert bench.sent_to("i2") == ["a@0"], "once, though the switch was tried twice"
-
-
-def _raise(error: Exception) -> None:
-    raise error
+    assert bench.woken == ["i1"]
+    bench.output("a", 1, is_finished=True)
+    bench.output("b", 1, is_finished=True)
+    bench.switch()
+    bench.dispatch("c")
+    assert bench.woken == ["i1"], "it waits"
+    bench.router.release()
+    assert bench.woken == ["i1", "i2"]
 
 
 def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> None:
     bench.dispatch("a", "b")
     with pytest.raises(PlanError):
         bench.switch(ONE, HandedOver({}, {0: 0}))
-    assert bench.router.routing.table.instance_id == "i1"
+    assert bench.router.table == ("i1", TWO)
     assert bench.sent_to("i2") == []
 
 
-def test_a_change_on_its_way_ends_before_adapters_are_settled(bench: Bench) -> None:
-    assert not bench.router.settle(1.0), "none lately"
+def test_a_change_on_its_way_ends_before_changes_are_deferred(bench: Bench) -> None:
+    assert not bench.router.defer_adapter_changes(1.0), "none lately"
     bench.router.scaling(False)
     bench.router.dispatch(Control("load x", is_adapter_change=True))
     bench.wire.is_changing = True
     ending = threading.Timer(0.05, setattr, (bench.wire, "is_changing", False))
     ending.start()
-    assert bench.router.settle(10.0)
+    assert bench.router.defer_adapter_changes(10.0)
     assert not bench.wire.is_changing
     ending.join()
     bench.router.dispatch(Control("load y", is_adapter_change=True))
     bench.wire.is_changing = True  # but it waits here
-    assert bench.router.settle(10.0)
+    assert bench.router.defer_adapter_changes(10.0)
     assert bench.sent_to("i1") == ["load x"]
 
 
@@ -296,7 +288,7 @@ def test_a_change_that_does_not_end_keeps_no_other_waiting() -> None:
     bench = Bench(clock=itertools.count().__next__)
     bench.wire.is_changing = True
     with pytest.raises(BusyError, match="has not ended within 3 s"):
-        bench.router.settle(3.0)
+        bench.router.defer_adapter_changes(3.0)
     bench.router.dispatch(Control("load x", is_adapter_change=True))
     assert bench.sent_to("i1") == ["load x"]
 
@@ -304,7 +296,7 @@ def test_a_change_that_does_not_end_keeps_no_other_waiting() -> None:
 def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench) -> None:
     """Those of the old one may have been more or fewer when it was asked."""
     expected: list[tuple[str, int]] = []
-    bench.wire.on_expect = lambda message: expected.append((message.name, len(bench.placements)))
+    bench.wire.on_expect = lambda message: expected.append((message.name, len(bench.sizes)))
     bench.router.scaling(True)
     bench.router.dispatch(Control("load x", is_adapter_change=True))
     bench.router.hold()
@@ -313,8 +305,8 @@ def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench
     bench.switch()
     bench.router.release()
     bench.router.scaling(False)
-    assert bench.placements == [TWO, THREE]
-    assert expected == [("flush", 2), ("load x", 2)]
+    assert bench.sizes == [3]
+    assert expected == [("flush", 1), ("load x", 1)]
     assert bench.sent_to("i2") == ["flush", "load x"]
 
 
@@ -340,6 +332,11 @@ def test_adapter_changes_that_waited_still_wait_for_a_hold(bench: Bench) -> None
     assert bench.sent_to("i1") == []
     bench.router.release()
     assert bench.sent_to("i1") == ["load x"]
+
+
+def test_a_router_without_an_instance_has_no_table() -> None:
+    with pytest.raises(IllegalTransitionError, match="no instance serves yet"):
+        RequestRouter(FakeWire()).dispatch(Request("a"))
 
 
 def test_a_pause_goes_to_the_instance_that_is_meant(bench: Bench) -> None:
@@ -377,7 +374,7 @@ def test_outputs_of_unknown_requests_are_passed_over(bench: Bench) -> None:
 
 
 def test_the_window_hears_of_arrivals_first_tokens_and_ends() -> None:
-    clock = iter([0.0, 10.0, 10.5, 12.5])  # begin, arrived, first token, finished
+    clock = iter([10.0, 10.5, 12.5])  # arrived, first token, finished
     window = SloWindow(SloTargets(ttft_s=1.0, tpot_s=0.1))
     bench = Bench(window=window, clock=lambda: next(clock))
     bench.dispatch("a")

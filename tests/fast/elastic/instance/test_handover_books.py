@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sgl_elastic.engine import handover, sglang_api
+from sgl_elastic.engine import kv_handover, sglang_api
 from sgl_elastic.errors import ElasticInternalError
 
 CONTEXT = 512
@@ -52,7 +52,7 @@ class Rank:
     def resize(self, capacity: int) -> None:
         """As rank.py does."""
         sglang_api.set_kv_capacity(self.scheduler, capacity)
-        sglang_api.set_free_slots(self.scheduler, handover.used_slots(self.scheduler))
+        sglang_api.set_free_slots(self.scheduler, kv_handover.used_slots(self.scheduler))
 
     def compute(self, tokens: list[int], extra_key: str | None = None) -> None:
         """A request that ran and left its KV in the cache."""
@@ -72,13 +72,13 @@ class Rank:
 
     def check(self) -> None:
         """Used and free slots are all slots, once each, and the KV of every path is its own."""
-        used = handover.used_slots(self.scheduler).tolist()
+        used = kv_handover.used_slots(self.scheduler).tolist()
         free = self.allocator.free_pages.tolist() + self.allocator.release_pages.tolist()
         assert sorted(used + free) == list(range(1, self.allocator.size + 1))
-        for sequence in handover.sequences_of(self.scheduler):
+        for sequence in kv_handover.sequences_of(self.scheduler):
             tokens = array("q")
             tokens.frombytes(sequence.token_ids)
-            for position, slot in enumerate(handover.slots_of(sequence).tolist()):
+            for position, slot in enumerate(kv_handover.slots_of(sequence).tolist()):
                 assert self.kv[slot] == content(list(tokens), position, sequence.extra_key)
 
     def copy_within(self, pairs: list[tuple[int, int]]) -> None:
@@ -115,7 +115,7 @@ def old() -> Rank:
 
 def test_the_next_rank_finds_the_same_kv_at_the_same_slots(old: Rank) -> None:
     new = Rank(40, old.kv)
-    num_tokens = handover.take_over(new.scheduler, handover.sequences_of(old.scheduler))
+    num_tokens = kv_handover.take_over(new.scheduler, kv_handover.sequences_of(old.scheduler))
     assert num_tokens == 5 + 3 + 5 + 2, "shared prefixes count once"
     for tokens, extra_key in PROMPTS:
         found = new.match(tokens, extra_key)
@@ -133,7 +133,7 @@ def test_salts_stay_apart() -> None:
     for salt, slot in (("mine", 1), ("yours", 2), (None, 3)):
         slots = torch.tensor([slot])
         sglang_api.insert_prefix(old.scheduler, array("q", [5]), slots, None, salt)
-    handover.take_over(new.scheduler, handover.sequences_of(old.scheduler))
+    kv_handover.take_over(new.scheduler, kv_handover.sequences_of(old.scheduler))
     for salt, slot in (("mine", 1), ("yours", 2), (None, 3), ("other", None)):
         key = RadixKey(array("q", [5]), None, cache_salt=salt)
         found = new.scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
@@ -143,7 +143,7 @@ def test_salts_stay_apart() -> None:
 def test_what_the_rank_had_before_is_forgotten(old: Rank) -> None:
     new = Rank(40)
     new.compute([30, 31, 32])
-    handover.take_over(new.scheduler, ())
+    kv_handover.take_over(new.scheduler, ())
     assert new.match([30, 31, 32]) == []
     assert sorted(new.allocator.free_pages.tolist()) == list(range(1, 41))
 
@@ -151,7 +151,7 @@ def test_what_the_rank_had_before_is_forgotten(old: Rank) -> None:
 def test_what_does_not_fit_is_left_out(old: Rank) -> None:
     """Slots from 13 on are beyond the new capacity; those of the first prompts are not."""
     new = Rank(12, old.kv)
-    handover.take_over(new.scheduler, handover.sequences_of(old.scheduler))
+    kv_handover.take_over(new.scheduler, kv_handover.sequences_of(old.scheduler))
     assert len(new.match([1, 2, 3, 4, 5])) == 5
     assert len(new.match([7, 8], "law")) == 0
     new.check()
@@ -161,21 +161,21 @@ def test_sequences_come_with_the_one_used_longest_ago_first(old: Rank) -> None:
     old.match([7, 8], "law")
     old.match([1, 2, 3, 4, 5], "math")
     old.match([1, 2, 3, 4, 5])
-    keys = [(s.extra_key, len(s.slots) // 8) for s in handover.sequences_of(old.scheduler)]
+    keys = [(s.extra_key, len(s.slots) // 8) for s in kv_handover.sequences_of(old.scheduler)]
     assert keys == [(None, 6), ("law", 2), ("math", 5), (None, 5)]
 
 
 def test_an_empty_rank_has_nothing_to_say() -> None:
     rank = Rank(4)
-    assert handover.sequences_of(rank.scheduler) == ()
-    assert handover.used_slots(rank.scheduler).tolist() == []
-    assert handover.compact(rank.scheduler, 2, rank.copy_within) == 0
+    assert kv_handover.sequences_of(rank.scheduler) == ()
+    assert kv_handover.used_slots(rank.scheduler).tolist() == []
+    assert kv_handover.compact(rank.scheduler, 2, rank.copy_within) == 0
 
 
 def test_another_kind_of_prefix_cache_is_refused() -> None:
     scheduler = SimpleNamespace(tree_cache=object())
     with pytest.raises(ElasticInternalError, match="prefix cache object"):
-        handover.sequences_of(scheduler)
+        kv_handover.sequences_of(scheduler)
 
 
 def copy_from(source: Rank, target: Rank, copied: list[tuple[int, int]]):
@@ -192,8 +192,8 @@ def test_sequences_move_from_another_device(old: Rank) -> None:
     new.compute([1, 2, 3, 4])
     new.compute([50, 51])
     copied: list[tuple[int, int]] = []
-    sequences = handover.sequences_of(old.scheduler)
-    num = handover.take_moved(new.scheduler, sequences, copy_from(old, new, copied))
+    sequences = kv_handover.sequences_of(old.scheduler)
+    num = kv_handover.take_moved(new.scheduler, sequences, copy_from(old, new, copied))
     assert num == len(copied) == (5 + 3 + 5 + 2) - 4, "what the device has is not copied"
     new.check()
     for tokens, extra_key in PROMPTS:
@@ -204,10 +204,10 @@ def test_sequences_move_from_another_device(old: Rank) -> None:
 def test_what_finds_no_room_does_not_move(old: Rank) -> None:
     new = Rank(7)
     copied: list[tuple[int, int]] = []
-    sequences = handover.sequences_of(old.scheduler)
-    handover.take_moved(new.scheduler, sequences, copy_from(old, new, copied))
+    sequences = kv_handover.sequences_of(old.scheduler)
+    kv_handover.take_moved(new.scheduler, sequences, copy_from(old, new, copied))
     new.check()
-    assert len(copied) == len(handover.used_slots(new.scheduler))
+    assert len(copied) == len(kv_handover.used_slots(new.scheduler))
     assert 0 < len(copied) <= 7
 
 
@@ -219,7 +219,7 @@ def test_compact_moves_kv_below_the_new_capacity() -> None:
     sglang_api.evict_all_but(rank.scheduler, 7)
     rank.check()
     assert min(rank.match([1, 2, 3, 4, 5, 6], "math")) > 10
-    assert handover.compact(rank.scheduler, 12, rank.copy_within) == 5
+    assert kv_handover.compact(rank.scheduler, 12, rank.copy_within) == 5
     rank.resize(12)
     for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 9]):
         found = rank.match(tokens, "math")
@@ -231,7 +231,7 @@ def test_compact_moves_kv_below_the_new_capacity() -> None:
 def test_compact_evicts_what_was_used_longest_ago(old: Rank) -> None:
     old.match([7, 8], "law")
     old.match([1, 2, 3, 4, 5], "math")
-    handover.compact(old.scheduler, 7, old.copy_within)
+    kv_handover.compact(old.scheduler, 7, old.copy_within)
     old.resize(7)
     old.check()
     assert len(old.match([7, 8], "law")) == 2
@@ -260,16 +260,16 @@ def test_a_random_life_keeps_the_books(seed: int) -> None:
         action = rng.randrange(4)
         if action == 0:
             target = rng.randint(10, 60)
-            handover.compact(rank.scheduler, target, rank.copy_within)
+            kv_handover.compact(rank.scheduler, target, rank.copy_within)
             rank.resize(target)
         elif action == 1:
             following = Rank(rank.allocator.size, rank.kv)
-            handover.take_over(following.scheduler, handover.sequences_of(rank.scheduler))
+            kv_handover.take_over(following.scheduler, kv_handover.sequences_of(rank.scheduler))
             rank = following
         elif action == 2:
             elsewhere = Rank(60)
             elsewhere.compute([rng.randrange(3) for _ in range(4)])
-            sequences = handover.sequences_of(rank.scheduler)
-            handover.take_moved(elsewhere.scheduler, sequences, copy_from(rank, elsewhere, []))
+            sequences = kv_handover.sequences_of(rank.scheduler)
+            kv_handover.take_moved(elsewhere.scheduler, sequences, copy_from(rank, elsewhere, []))
             rank = elsewhere
         rank.check()

@@ -14,7 +14,7 @@ import pytest
 
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, EngineFailedError, MemoryWorkerError
-from sgl_elastic.instance import messages as m
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.links import RankServer, expect_all, send_all
 
 TO_RANK: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
@@ -32,7 +32,7 @@ class FakeRank:
             failure=EngineFailedError,
             timeout_s=2.0,
         )
-        self.channel.send(m.Hello(instance, rank, pid))
+        self.channel.send(m.RankHello(instance, rank, pid))
 
     def hears(self) -> m.ToRank:
         told, fds = self.channel.receive()
@@ -53,7 +53,7 @@ class Bench:
         self.tables.append((link.instance, link.rank, adapters))
 
     def start(self, num_ranks: int, instance: str = "i1"):
-        """Links, and the ranks at their other ends; the last one says Hello first."""
+        """Links, and the ranks at their other ends; the last one says RankHello first."""
         ranks = [FakeRank(self.path, instance, rank) for rank in reversed(range(num_ranks))]
         self.ranks += ranks
         return self.links(num_ranks, instance), ranks[::-1]
@@ -89,10 +89,10 @@ def test_ranks_are_found_by_number_whatever_order_they_come_in(bench: Bench) -> 
 def test_instances_do_not_mix(bench: Bench) -> None:
     [first], [rank] = bench.start(1, "i1")
     [second], _ = bench.start(1, "i2")
-    rank.channel.send(m.Done())
-    assert first.expect(m.Done, soon()) == m.Done()
-    with pytest.raises(EngineFailedError, match="rank 0 of instance i2 gave no Done in time"):
-        second.expect(m.Done, soon(0.01))
+    rank.channel.send(m.RankDone())
+    assert first.expect(m.RankDone, soon()) == m.RankDone()
+    with pytest.raises(EngineFailedError, match="rank 0 of instance i2 gave no RankDone in time"):
+        second.expect(m.RankDone, soon(0.01))
 
 
 def test_all_ranks_answer(bench: Bench) -> None:
@@ -100,8 +100,8 @@ def test_all_ranks_answer(bench: Bench) -> None:
     send_all(links, [m.Run(), m.Detach()])
     assert [rank.hears() for rank in ranks] == [m.Run(), m.Detach()]
     for number, rank in enumerate(ranks):
-        rank.channel.send(m.Done(num_bytes=number))
-    assert [done.num_bytes for done in expect_all(links, m.Done, 5.0)] == [0, 1]
+        rank.channel.send(m.RankDone(num_bytes=number))
+    assert [done.num_bytes for done in expect_all(links, m.RankDone, 5.0)] == [0, 1]
     with pytest.raises(ValueError, match="shorter"):
         send_all(links, [m.Run()])
 
@@ -118,7 +118,7 @@ def test_all_ranks_share_one_deadline(bench: Bench) -> None:
     links, _ = bench.start(3)
     started = time.monotonic()
     with pytest.raises(EngineFailedError, match="in time"):
-        expect_all(links, m.Done, 0.05)
+        expect_all(links, m.RankDone, 0.05)
     assert time.monotonic() - started < 2
 
 
@@ -134,16 +134,16 @@ def test_a_rank_that_fails_says_why(bench: Bench, named: str, raised: type[Excep
     [link], [rank] = bench.start(1)
     rank.channel.send(m.Failed(named, "no pages left"))
     with pytest.raises(raised, match=f"i1: {named}: no pages left"):
-        link.expect(m.Done, soon())
-    rank.channel.send(m.Done())
-    assert link.expect(m.Done, soon()) == m.Done(), "it is as it was before"
+        link.expect(m.RankDone, soon())
+    rank.channel.send(m.RankDone())
+    assert link.expect(m.RankDone, soon()) == m.RankDone(), "it is as it was before"
 
 
 def test_a_rank_that_says_something_else(bench: Bench) -> None:
     [link], [rank] = bench.start(1)
     rank.channel.send(m.Started())
-    with pytest.raises(EngineFailedError, match="sent Started, not Done"):
-        link.expect(m.Done, soon())
+    with pytest.raises(EngineFailedError, match="sent Started, not RankDone"):
+        link.expect(m.RankDone, soon())
 
 
 def test_a_rank_that_died_fails_every_later_call(bench: Bench) -> None:
@@ -153,10 +153,10 @@ def test_a_rank_that_died_fails_every_later_call(bench: Bench) -> None:
     assert link.expect(m.Started, soon()) == m.Started(), "what it said before still counts"
     for _ in range(2):
         with pytest.raises(EngineFailedError, match=r"rank 0 of instance i1: .*closed"):
-            link.expect(m.Done, soon())
+            link.expect(m.RankDone, soon())
     link.forget_answers()
     with pytest.raises(EngineFailedError, match="closed"):
-        link.expect(m.Done, soon())
+        link.expect(m.RankDone, soon())
     with pytest.raises(EngineFailedError):
         link.send(m.Run())
 
@@ -165,26 +165,26 @@ def test_a_rank_that_speaks_another_language_is_lost(bench: Bench) -> None:
     [link], [rank] = bench.start(1)
     rank.channel.send(m.Run())  # what only the manager says
     with pytest.raises(EngineFailedError, match="no known type"):
-        link.expect(m.Done, soon())
+        link.expect(m.RankDone, soon())
 
 
 def test_late_answers_can_be_forgotten(bench: Bench) -> None:
     [link], [rank] = bench.start(1)
-    rank.channel.send(m.Done(seconds=1.0))
+    rank.channel.send(m.RankDone(seconds=1.0))
     with contextlib.suppress(EngineFailedError):
         link.expect(m.Loaded, soon())  # it has arrived
-    rank.channel.send(m.Done(seconds=2.0))
+    rank.channel.send(m.RankDone(seconds=2.0))
     wait_until(lambda: not link._inbox.empty())
     link.forget_answers()
-    rank.channel.send(m.Done(seconds=3.0))
-    assert link.expect(m.Done, soon()).seconds == 3.0
+    rank.channel.send(m.RankDone(seconds=3.0))
+    assert link.expect(m.RankDone, soon()).seconds == 3.0
 
 
 def test_adapter_tables_go_past_the_answers(bench: Bench) -> None:
     [_, link], [_, rank] = bench.start(2)
     rank.channel.send(m.AdapterTable((ADAPTER,)))
-    rank.channel.send(m.Done())
-    assert link.expect(m.Done, soon()) == m.Done()
+    rank.channel.send(m.RankDone())
+    assert link.expect(m.RankDone, soon()) == m.RankDone()
     assert bench.tables == [("i1", 1, (ADAPTER,))]
 
 
@@ -250,7 +250,7 @@ def wait_until(is_true, timeout_s: float = 5.0) -> None:
         time.sleep(0.001)
 
 
-def test_all_that_a_rank_has_said_is_heard_out(bench: Bench) -> None:
+def test_all_that_a_rank_has_said_is_read(bench: Bench) -> None:
     """Also where a Ping is on its way already: its Pong may come before the rest."""
     (link,), (rank,) = bench.start(1)
     link.ping(time.monotonic())
@@ -296,3 +296,83 @@ def test_whether_a_rank_is_still_at_it(bench: Bench) -> None:
     link.send(m.Detach())
     rank.channel.close()
     assert not link.finish(soon()), "nobody knows"
+
+
+# ---- signs of life, and late answers ----
+
+
+def test_a_pong_ends_the_silence(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    assert link.silent_s(100.0) == 0.0
+    link.ping(100.0)
+    link.ping(103.0)  # still unanswered: not asked again
+    assert rank.hears() == m.Ping()
+    assert link.silent_s(105.0) == 5.0
+    rank.channel.send(m.Pong())
+    wait_until(lambda: link.silent_s(110.0) == 0.0)
+    link.ping(110.0)
+    assert rank.hears() == m.Ping()
+
+
+def test_a_pong_is_no_answer(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    link.ping(1.0)
+    rank.channel.send(m.Pong())
+    rank.channel.send(m.RankDone(seconds=3.0))
+    assert link.expect(m.RankDone, soon()).seconds == 3.0
+
+
+def test_answers_of_earlier_instructions_are_dropped(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    link.send(m.Detach())  # the first message
+    link.send(m.Wake())
+    link.send(m.Run())  # the third
+    link.ping(1.0)  # the fourth, which is not answered in the inbox
+    rank.channel.send(m.RankDone(seconds=1.0, number=1))
+    rank.channel.send(m.Failed("EngineFailedError", "late", 2))
+    rank.channel.send(m.RankDone(seconds=3.0, number=3))
+    assert link.expect(m.RankDone, soon()).seconds == 3.0
+
+
+def test_answers_without_a_number_always_count(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    link.send(m.Detach())
+    link.send(m.Run())
+    rank.channel.send(m.Frozen((), ()))
+    assert link.expect(m.Frozen, soon()) == m.Frozen((), ())
+
+
+def test_whoever_waits_for_a_rank_that_is_given_up_hears_it_at_once(bench: Bench) -> None:
+    [link], _ = bench.start(1)
+    threading.Timer(0.05, link.fail, ("it hangs",)).start()
+    started = time.monotonic()
+    with pytest.raises(EngineFailedError, match="it hangs"):
+        link.expect(m.RankDone, soon(20))
+    assert time.monotonic() - started < 5
+    link.fail("something else")
+    assert link.lost == "it hangs"
+    with pytest.raises(EngineFailedError, match="it hangs"):
+        link.expect(m.RankDone, soon())
+
+
+def test_the_end_of_a_connection_is_a_loss(bench: Bench) -> None:
+    [link], [rank] = bench.start(1)
+    assert link.lost == ""
+    rank.channel.close()
+    wait_until(lambda: link.lost != "")
+    link.ping(1.0)
+    assert link.silent_s(100.0) == 0.0, "nobody is asked"
+
+
+def test_all_ranks_count_as_awaited_while_the_first_one_is(bench: Bench) -> None:
+    links, ranks = bench.start(2)
+    threading.Timer(0.05, ranks[0].channel.send, (m.RankDone(),)).start()
+    threading.Timer(0.1, ranks[1].channel.send, (m.RankDone(),)).start()
+    seen: list[bool] = []
+    threading.Timer(0.02, lambda: seen.append(links[1].is_awaited)).start()
+    expect_all(links, m.RankDone, 5.0)
+    assert seen == [True]
+    assert not any(link.is_awaited for link in links)
+    with pytest.raises(EngineFailedError):
+        expect_all(links, m.RankDone, 0.01)
+    assert not any(link.is_awaited for link in links)

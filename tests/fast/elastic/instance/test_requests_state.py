@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_elastic.engine import requests
-from sgl_elastic.instance.messages import RequestState
+from sgl_elastic.instance.rank_messages import RequestState
 
 PROMPT = [5, 6, 7]
 COUNTERS = {
@@ -34,6 +34,8 @@ LOGPROBS = {
     "input_token_logprobs_val": [None, -0.25, -0.125],
     "input_token_logprobs_idx": [5, 6, 7],
 }
+SEEN = array("q", [40, 41, 42])
+STATE = RequestState("a", SEEN.tobytes(), len(SEEN), {}, {})  # its rank was lost
 
 
 class FakeGrammar:
@@ -113,10 +115,11 @@ def test_a_state_is_a_copy() -> None:
     assert state.lists["output_token_logprobs_val"] == [-0.5, -1.5, -2.5]
 
 
-def test_a_grammar_hears_the_tokens_again() -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_grammar_hears_the_tokens_again(is_lost: bool) -> None:
     new = new_request()
     new.grammar = FakeGrammar()
-    requests.restore(new, requests.state_of(running_request()))
+    requests.restore(new, STATE if is_lost else requests.state_of(running_request()))
     assert new.grammar.accepted == [40, 41, 42]
 
 
@@ -125,3 +128,30 @@ def test_a_grammar_that_is_still_compiled_is_left_alone() -> None:
     new.grammar = object()  # a future
     requests.restore(new, requests.state_of(running_request()))
     assert list(new.output_ids) == [40, 41, 42]
+
+
+# ---- a request whose rank was lost: the prompt, and the tokens that came by ----
+
+
+@pytest.mark.parametrize("return_logprob", [False, True])
+def test_only_later_tokens_are_sent(return_logprob: bool) -> None:
+    req = new_request(return_logprob=return_logprob)
+    requests.restore(req, over_the_wire(STATE))
+    assert list(req.output_ids) == list(SEEN)
+    assert req.send_token_offset == req.send_output_token_logprobs_offset == 3
+    assert req.is_retracted
+    req.output_ids.append(43)
+    decode_ids, _ = req.init_incremental_detokenize()
+    assert list(decode_ids[req.send_decode_id_offset :]) == [43], "the detokenizer has the others"
+    assert list(decode_ids) == [*PROMPT, 40, 41, 42, 43]
+    assert list(req.output_ids[req.send_token_offset :]) == [43]
+
+
+def test_log_probabilities_go_on_behind_those_that_were_sent() -> None:
+    req = new_request()
+    requests.restore(req, STATE)
+    assert req.input_logprob_sent
+    req.logprob.output_token_logprobs_val.append(-0.5)
+    sent = req.send_output_token_logprobs_offset
+    assert req.logprob.output_token_logprobs_val[sent:] == [-0.5]
+    assert req.logprob.output_top_logprobs_val is not req.logprob.output_top_logprobs_idx

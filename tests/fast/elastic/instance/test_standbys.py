@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_elastic.errors import ElasticConfigError
-from sgl_elastic.instance.standbys import Standbys, choose, likely_next
+from sgl_elastic.instance.standbys import Standbys, likely_next
 
 device_ids = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True).map(tuple)
 configurations = st.lists(device_ids, max_size=6, unique=True)
@@ -91,38 +91,3 @@ def test_likely_next_agrees_with_the_planner() -> None:
         placement = Placement(now, (now[0],), tuple(1 for _ in now))
         for wanted in likely_next(now, 8):
             assert resolve(ScaleRequest(dp_size=len(wanted)), placement, 8) == wanted
-
-
-@pytest.mark.parametrize(
-    ("wanted", "have", "capacity", "start", "stop"),
-    [
-        ([(0, 1, 2), (0,)], [], 4, [(0, 1, 2), (0,)], []),
-        ([(0, 1, 2), (0,)], [], 3, [(0, 1, 2)], []),
-        ([(0, 1, 2), (0,)], [(0, 1)], 4, [(0, 1, 2), (0,)], [(0, 1)]),
-        ([(0, 1, 2), (0,)], [(0, 1)], 6, [(0, 1, 2), (0,)], []),
-        ([(0,)], [(0,)], 1, [], []),
-        # Of what nobody wants, the one used last stays.
-        ([(0,)], [(0, 1), (1, 2), (2, 3)], 5, [(0,)], [(0, 1)]),
-        ([(0, 1)], [(0,)], 0, [], [(0,)]),
-    ],
-)
-def test_choose(
-    wanted: list[tuple[int, ...]],
-    have: list[tuple[int, ...]],
-    capacity: int,
-    start: list[tuple[int, ...]],
-    stop: list[tuple[int, ...]],
-) -> None:
-    assert choose(wanted, have, capacity) == (tuple(start), tuple(stop))
-
-
-@given(configurations, configurations, st.integers(0, 20))
-def test_choose_stays_within_the_capacity_and_settles(
-    wanted: list[tuple[int, ...]], have: list[tuple[int, ...]], capacity: int
-) -> None:
-    start, stop = choose(wanted, have, capacity)
-    left = [each for each in have if each not in stop]
-    assert set(stop) <= set(have)
-    assert set(start) <= set(wanted) - set(have)
-    assert sum(map(len, [*left, *start])) <= capacity
-    assert choose(wanted, [*left, *start], capacity) == ((), ())

@@ -1,9 +1,9 @@
 """What the instance manager and an engine's ranks say to each other (wire.py carries it).
 
     manager  --Attach, Park, Detach, Activate, ResizeKv, Run, Wake, Ping, Exit-->  rank
-    rank     --Hello, Declared, Loaded, Started, Frozen, Done, Failed, Pong-->  manager
+    rank     --RankHello, Declared, Loaded, Started, Frozen, RankDone, Failed, Pong-->  manager
 
-To a rank each goes in a Told with its number, which the rank's Done or Failed repeats.
+To a rank each goes in a Told with its number, which the rank's RankDone or Failed repeats.
 Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64.
 """
 
@@ -51,7 +51,7 @@ class RequestState(msgspec.Struct, frozen=True):
     lists: dict[str, list[Any]]  # log-probabilities: numbers, or lists of numbers
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class RankHello(msgspec.Struct, frozen=True, tag=True):
     """A rank has started."""
 
     instance: str
@@ -68,7 +68,7 @@ class Declared(msgspec.Struct, frozen=True, tag=True):
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """Map this memory. `must_load`: nothing is in it yet, read it from disk and say Loaded.
 
-    A rank that was parked reads `disk_experts`, and the trunk where it `loads_trunk`, before Done.
+    A parked rank reads `disk_experts`, and the trunk where it `loads_trunk`, before RankDone.
     """
 
     socket: str  # of the device's memory worker
@@ -156,7 +156,7 @@ class AdapterTable(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[Adapter, ...]
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class RankDone(msgspec.Struct, frozen=True, tag=True):
     """An instruction was carried out; `number` says which, so a late answer is no other's."""
 
     seconds: float = 0.0
@@ -169,7 +169,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     error: str  # class name
     message: str
-    number: int = 0  # as of Done
+    number: int = 0  # as of RankDone
 
 
 ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Wake | Ping | Exit
@@ -182,7 +182,9 @@ class Told(msgspec.Struct, frozen=True):
     message: ToRank
 
 
-FromRank = Hello | Declared | Loaded | Started | Frozen | AdapterTable | Done | Failed | Pong
+FromRank = (
+    RankHello | Declared | Loaded | Started | Frozen | AdapterTable | RankDone | Failed | Pong
+)
 
 
 # MemoryShape as ranks declare it.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sgl_elastic.engine import sglang_api
-from sgl_elastic.instance.messages import KvSequence
+from sgl_elastic.instance.rank_messages import KvSequence
 
 
 def sequences_of(scheduler: Any) -> tuple[KvSequence, ...]:
