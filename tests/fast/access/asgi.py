@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Gate, InnerKey, Policy
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits
-from sgl_esft.errors import ConfigError, UnknownAdapterError
+from sgl_esft.http.adapter_names import KnownNames
 from sgl_esft.http.answers import Message, Scope
 
 CLIENT_KEY = "client-key-0123456789"
@@ -37,22 +37,11 @@ RING = KeyRing(
     ]
 )
 BOUNDS = ModelBounds(vocab_size=300, context_length=1000)
-LOADED = {"math", "law"}
+NAMES = KnownNames(frozenset({"math", "law"}), frozenset({"base", "/models/base"}))
 
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
-
-
-def adapters_of(
-    path: str, body: Mapping[str, Any], there: Collection[str] | None
-) -> Collection[str | None]:
-    name = body.get("adapter")
-    if name is not None and name not in (LOADED if there is None else LOADED & set(there)):
-        raise UnknownAdapterError("adapter is not loaded; loaded: law, math")
-    if name is not None and path == "/v1/responses":
-        raise ConfigError("/v1/responses cannot use an adapter")
-    return {name}
 
 
 @dataclass
@@ -129,7 +118,7 @@ def gate(
         policy or Policy(keys=RING),
         KeyLimits(clock),
         lambda: BOUNDS,
-        adapters_of,
+        lambda: NAMES,
         inner_key,
     )
 

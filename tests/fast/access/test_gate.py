@@ -77,7 +77,7 @@ CASES: list[tuple[str, str, str | None, Any, int, str | None]] = [
     ("POST", "/v1/responses", TENANT_KEY, {"adapter": "law"}, 403, "NotAllowedError"),
     ("POST", "/v1/responses", TENANT_KEY, {"adapter": "nobody"}, 403, "NotAllowedError"),
     ("POST", "/tokenize", TENANT_KEY, {"prompt": "x"}, 200, None),
-    ("POST", "/tokenize", TENANT_KEY, {"adapter": "math"}, 200, None),
+    ("POST", "/tokenize", TENANT_KEY, {"adapter": "math"}, 400, "ConfigError"),
     ("POST", "/tokenize", TENANT_KEY, {"adapter": "law"}, 403, "NotAllowedError"),
     ("POST", "/tokenize", TENANT_KEY, {"adapter": "nobody"}, 403, "NotAllowedError"),
     ("GET", "/v1/models", TENANT_KEY, None, 200, None),
@@ -266,13 +266,20 @@ def test_options_without_a_page_is_a_method_that_is_not_there(inner: Inner) -> N
     assert call(gate(inner, OPEN), "OPTIONS", "/generate").status == 405
 
 
-def test_headers_are_bounded(inner: Inner) -> None:
-    many = [HOST, *((f"x-{n}", "y") for n in range(100))]
-    large = [HOST, ("x", "y" * (16 << 10))]
-    for headers in (many, large):
-        answer = asyncio.run(raw_call(gate(inner, OPEN), "GET", "/v1/models", headers))
-        assert answer is not None
-        assert (answer.status, answer.error) == (431, "HeadersTooLargeError")
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([HOST, *((f"x-{n}", "y") for n in range(99))], 200),
+        ([HOST, *((f"x-{n}", "y") for n in range(100))], 431),
+        ([HOST, ("x", "y" * (16384 - sum(map(len, HOST)) - 1))], 200),
+        ([HOST, ("x", "y" * (16384 - sum(map(len, HOST))))], 431),
+    ],
+)
+def test_headers_are_bounded(headers: list[tuple[str, str]], status: int, inner: Inner) -> None:
+    answer = asyncio.run(raw_call(gate(inner, OPEN), "GET", "/v1/models", headers))
+    assert answer is not None
+    assert answer.status == status
+    assert status == 200 or answer.error == "HeadersTooLargeError"
 
 
 def test_the_root_path_is_not_part_of_the_route(inner: Inner) -> None:
