@@ -60,6 +60,7 @@ async def _heat() -> JSONResponse:
 
 
 async def _memory() -> JSONResponse:
+    """The memory report; `sgl-esft memory` shows it as a table or a picture."""
     from sgl_esft.plugin import memory_hooks
 
     return JSONResponse((await memory_hooks.fetch_report(tokenizer_manager())).to_json())

@@ -20,7 +20,7 @@ from sgl_esft.access.gate import Gate, InnerKey, Policy
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits
 from sgl_esft.http.adapter_names import KnownNames
-from sgl_esft.http.answers import Message, Scope
+from sgl_esft.http.answers import Message, Receive, Scope
 
 CLIENT_KEY = "client-key-0123456789"
 ADMIN_KEY = "admin-key-0123456789"
@@ -155,15 +155,29 @@ def scope_of(method: str, path: str, headers: list[tuple[str, str]], **more: Any
     }
 
 
+async def unread() -> Message:
+    """For a receive that nobody may call."""
+    raise AssertionError("the body was read")
+
+
+async def gone() -> Message:
+    """The receive of a client that has left."""
+    return {"type": "http.disconnect"}
+
+
 async def raw_call(
     app: Gate,
     method: str,
     path: str,
     headers: list[tuple[str, str]],
     chunks: tuple[bytes, ...] = (b"",),
+    then: Receive | None = None,
     **more: Any,
 ) -> Answer | None:
-    """One request; None if nothing was answered. `chunks` that end early: the client hangs."""
+    """One request; None if nothing was answered.
+
+    then: what is received after the chunks. None: the client hangs.
+    """
     waiting = [
         {"type": "http.request", "body": chunk, "more_body": number < len(chunks)}
         for number, chunk in enumerate(chunks, 1)
@@ -173,8 +187,10 @@ async def raw_call(
     async def receive() -> Message:
         if waiting:
             return waiting.pop(0)
+        if then is not None:
+            return await then()
         await asyncio.sleep(3600)
-        return {"type": "http.disconnect"}
+        return await gone()
 
     async def send(message: Message) -> None:
         sent.append(message)

@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Policy
 from sgl_esft.errors import EsftError
-from sgl_esft.http.answers import Message
 from sgl_esft.observe.middleware import Observer
 from sgl_esft_launch import http_stack
 from sgl_esft_launch.access import AccessPlan
@@ -73,8 +72,3 @@ async def answers(app: Callable[..., Any], calls: Sequence[Call], **more: Any) -
 def statuses(app: Callable[..., Any], calls: Sequence[Call], **more: Any) -> list[int]:
     """The status of each."""
     return [answer.status_code for answer in asyncio.run(answers(app, calls, **more))]
-
-
-async def unused(*_: Any) -> Message:
-    """For a receive that nobody may call."""
-    raise AssertionError("not called")
