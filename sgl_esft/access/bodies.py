@@ -106,33 +106,29 @@ class Field:
     may_be_empty: bool = True
 
 
-_COUNT = (0, CONTEXT)  # of tokens
+_COUNT = (0, CONTEXT)  # of tokens; SGLang fails on Ollama's -1 and -2, which mean no end
+_NEW_OR_LEAST = ("max_new_tokens", "max_tokens", "min_new_tokens", "num_predict")
+_OTHER_COUNTS = (
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_thinking_tokens",
+    "min_tokens",
+    "routed_experts_start_len",
+)
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repeat_penalty", "repetition_penalty")
 _FLAGS = ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
 FIELDS: Final[Mapping[str, Field]] = {
     # Counts, sizes and indices on the device.
+    **dict.fromkeys(_NEW_OR_LEAST, Field("an integer", _COUNT)),
+    **dict.fromkeys(_OTHER_COUNTS, Field(range=_COUNT)),
+    **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), Field(range=(0, 100))),
+    **dict.fromkeys(("num_ctx", "sampling_seed", "seed"), Field("an integer")),
     "beam_width": Field("an integer", (0, 16)),
     "best_of": Field(range=(0, 128)),
     "logprob_start_len": Field(range=(-1, CONTEXT)),
-    "logprobs": Field(range=(0, 100)),
-    "max_completion_tokens": Field(range=_COUNT),
-    "max_new_tokens": Field("an integer", _COUNT),
-    "max_output_tokens": Field(range=_COUNT),
-    "max_thinking_tokens": Field(range=_COUNT),
-    "max_tokens": Field("an integer", _COUNT),
-    "min_new_tokens": Field("an integer", _COUNT),
-    "min_tokens": Field(range=_COUNT),
     "n": Field("an integer", (0, 128)),
-    "num_ctx": Field("an integer"),
-    # SGLang fails on Ollama's -1 and -2, which mean no end.
-    "num_predict": Field("an integer", _COUNT),
-    "routed_experts_start_len": Field(range=_COUNT),
-    "sampling_seed": Field("an integer"),
-    "seed": Field("an integer"),
     "stream_interval": Field("an integer", (0, 1 << 30)),
     "top_k": Field("an integer", (-1, 1 << 30)),
-    "top_logprobs": Field(range=(0, 100)),
-    "top_logprobs_num": Field(range=(0, 100)),
     "top_n": Field(range=(0, MAX_PROMPTS)),
     **dict.fromkeys((*_PENALTIES, "min_p", "temperature", "top_p"), Field("a number")),
     **dict.fromkeys(_FLAGS, Field("a boolean")),
