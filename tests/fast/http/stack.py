@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,22 +23,21 @@ from sgl_esft_launch.observe import runs_model
 OPEN = AccessPlan(Policy(), None, lambda: Policy().keys)  # no keys
 
 
-class Admits:
-    """A server that takes every request, and counts those that are answered."""
+@dataclass
+class Control:
+    """A server that takes every request, or refuses work."""
 
-    num_in_flight = 0
+    error: EsftError | None = None
 
     def begin(self) -> None:
         pass
 
     def refusal(self) -> EsftError | None:
-        return None
+        return self.error
 
     @contextmanager
     def in_flight(self) -> Iterator[asyncio.Future[EsftError]]:
-        self.num_in_flight += 1
         yield asyncio.get_running_loop().create_future()
-        self.num_in_flight -= 1
 
 
 def install(app: FastAPI, plan: AccessPlan = OPEN, **parts: Any) -> FastAPI:
@@ -48,8 +48,7 @@ def install(app: FastAPI, plan: AccessPlan = OPEN, **parts: Any) -> FastAPI:
             observer=partial(Observer, runs_model=runs_model),
             access=plan,
             bounds=lambda: ModelBounds(300, 1000),
-            control=Admits(),
-            **parts,
+            **{"control": Control(), **parts},
         ),
     )
     return app

@@ -16,14 +16,14 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from sgl_esft.access.gate import Policy
 from sgl_esft.access.keys import KeyRing
-from sgl_esft.errors import EsftError, UndeclaredRouteError
+from sgl_esft.errors import DrainingError, EsftError, UndeclaredRouteError
 from sgl_esft.http.adapter_names import ADAPTER_ROUTES, KnownNames
 from sgl_esft.http.classes import RouteTable
 from sgl_esft.lifecycle.registry import AdapterGoneError
 from sgl_esft.plugin.registry_hooks import refuse_empty
 from sgl_esft_launch.access import AccessPlan
 from tests.fast.access.asgi import ADMIN_KEY, CLIENT_KEY, NAMES, RING, TENANT_KEY
-from tests.fast.http.stack import OPEN, Call, answers, install, statuses
+from tests.fast.http.stack import OPEN, Call, Control, answers, install, statuses
 
 KEYED = AccessPlan(Policy(keys=RING), None, lambda: RING)
 TEXT = {"text": "x"}
@@ -127,6 +127,21 @@ def test_without_keys_all_but_what_is_off_goes_on() -> None:
     assert statuses(server.app, calls) == [200, 200, 200, 404]
     assert json.loads(server.bodies[0]) == {"text": "x", "adapter": "math"}
     assert server.library.num_asked == 0
+
+
+def test_the_order_in_which_a_request_is_judged() -> None:
+    """Key, body, what is not for this key; whether work is taken; then the adapter's name."""
+    server = Server(control=Control(DrainingError("ends", 1.0)))
+    calls: list[Call] = [
+        ("GET", "/health", CLIENT_KEY, None),
+        ("POST", "/generate", None, TEXT),
+        ("POST", "/generate", CLIENT_KEY, {"n": 129}),
+        ("POST", "/generate", TENANT_KEY, {**TEXT, "adapter": "nobody"}),
+        ("POST", "/generate", CLIENT_KEY, {**TEXT, "adapter": "nobody"}),
+        ("POST", "/generate", CLIENT_KEY, {**TEXT, "adapter": "math"}),
+    ]
+    assert statuses(server.app, calls) == [503, 401, 400, 403, 503, 503]
+    assert (server.library.ensured, server.bodies) == ([], [])
 
 
 def test_a_load_that_fails_is_answered_by_its_error() -> None:
