@@ -1,7 +1,7 @@
-"""Who may call the server: from flags to the gate in front of SGLang's application.
+"""Who may call the server: from flags to what the gate is made of.
 
-flags.py -> AccessFlags -> [plan_access] -> AccessPlan -> [install], in the process that serves HTTP
-                                                └-> [argv_of, check_keys]: SGLang knows our key only
+flags.py -> AccessFlags -> [plan_access] -> AccessPlan -> http_stack.py
+                                            └-> [argv_of, check_keys]: SGLang knows our key only
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sgl_esft.access import keys
-from sgl_esft.access.bodies import DEFAULT_MAX_BODY_BYTES, BodyRules, ModelBounds
-from sgl_esft.access.gate import AdaptersOf, Gate, InnerKey, Policy
+from sgl_esft.access.bodies import DEFAULT_MAX_BODY_BYTES, BodyRules
+from sgl_esft.access.gate import InnerKey, Policy
 from sgl_esft.access.keys import Caller, KeyEntry, KeyRing, WatchedKeys
-from sgl_esft.access.limits import KeyLimits
 from sgl_esft.access.origins import is_loopback
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
-from sgl_esft.http.adapter_names import KnownNames, resolve_body
-from sgl_esft.http.classes import RouteTable, check_routes, routes_of
-from sgl_esft.http.error_handlers import answer_defect, answer_invalid_value
+from sgl_esft.http.classes import RouteTable
 from sgl_esft_launch.resolved import Needed
 
 DEFAULT_BODY_TIMEOUT_S = 30.0
@@ -71,6 +68,7 @@ class AccessFlags:
     request_timeout_s: float
     allowed_origins: tuple[str, ...]
     enabled_routes: tuple[str, ...]
+    allows_stop_regex: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +130,11 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="turn on a route that is off, for admins; may be given several times",
     )
+    group.add_argument(
+        "--allow-stop-regex",
+        action="store_true",
+        help="let clients send stop_regex: a pattern can hold up the server for all of them",
+    )
 
 
 def read_flags(found: argparse.Namespace) -> AccessFlags:
@@ -146,6 +149,7 @@ def read_flags(found: argparse.Namespace) -> AccessFlags:
         request_timeout_s=_seconds("--request-timeout", found.request_timeout),
         allowed_origins=tuple(found.allowed_origins),
         enabled_routes=tuple(found.enable_route),
+        allows_stop_regex=found.allow_stop_regex,
     )
 
 
@@ -182,6 +186,7 @@ def plan_access(
             max_bytes=flags.max_body_bytes,
             takes_logit_processors=_LOGIT_PROCESSORS in sglang_argv,
             takes_templates=_TEMPLATES in sglang_argv,
+            takes_stop_regex=flags.allows_stop_regex,
             takes_media=not weave,
         ),
         body_timeout_s=flags.body_timeout_s,
@@ -268,45 +273,3 @@ def forget(plan: AccessPlan) -> None:
     """Take the keys out of the environment, which every child process would inherit."""
     for name in plan.forgotten:
         os.environ.pop(name, None)
-
-
-def install(
-    app: Any,
-    plan: AccessPlan,
-    bounds: Callable[[], ModelBounds],
-    known_names: Callable[[], KnownNames],
-) -> None:
-    """Put the gate around all of a FastAPI application. Raises UndeclaredRouteError.
-
-    Around its middleware too, whatever is added later: the application builds that once, with
-    `build_middleware_stack`, when it is first called.
-    """
-    check_routes(routes_of(app.router.routes), plan.policy.table)
-    app.add_exception_handler(ValueError, answer_invalid_value)
-    app.add_exception_handler(Exception, answer_defect)
-    build = app.build_middleware_stack
-    limits = KeyLimits(time.monotonic)
-
-    def build_behind_gate() -> Gate:
-        adapters = adapters_of(known_names)
-        return Gate(build(), plan.policy, limits, bounds, adapters, plan.inner_key, plan.keys)
-
-    app.build_middleware_stack = build_behind_gate
-
-
-def adapters_of(known_names: Callable[[], KnownNames]) -> AdaptersOf:
-    """What a body asks for, read as AdapterMiddleware will read it."""
-
-    def asked(
-        path: str, body: Mapping[str, Any], there: Collection[str] | None
-    ) -> Collection[str | None]:
-        names = known_names()
-        if there is not None:
-            names = replace(names, adapters=frozenset(n for n in there if n in names.adapters))
-        resolved = resolve_body(path, dict(body), names) or body
-        # On other routes too, of which some of SGLang's read it.
-        adapter = resolved.get("lora_path")
-        named = adapter if isinstance(adapter, list) else [adapter]
-        return {names.check_adapter(name) for name in named}
-
-    return asked

@@ -2,7 +2,7 @@
 
 serve.py -> [LibraryHolder]: --adapter-root scanned and watched, engine of SGLang's TokenizerManager
               ├--> /v1/adapters and the routes of vLLM and SGLang
-              └--> AdapterMiddleware: known_names, ensure
+              └--> http_stack.py: known_names for the gate, ensure for AdapterNames
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.formats import manifest as adapter_format
 from sgl_esft.formats.manifest import AdapterManifest
 from sgl_esft.http.adapter_names import KnownNames
-from sgl_esft.lifecycle.api import ROUTES, Backing, add_routes
+from sgl_esft.lifecycle import compat
+from sgl_esft.lifecycle.api import Backing
 from sgl_esft.lifecycle.catalogue import Catalogue
-from sgl_esft.lifecycle.compat import COMPAT_ROUTES
 from sgl_esft.lifecycle.content import remember_at_launch
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.listing import Lister
@@ -62,8 +62,7 @@ class LibraryHolder:
 
     async def ensure(self, names: Collection[str]) -> None:
         """Return once a request may use these. Raises EsftError."""
-        if names:
-            await self.backing.library.ensure(names)
+        await self.backing.library.ensure(names)
 
     def watch(self) -> None:
         """Look for changes below the root from now on."""
@@ -82,7 +81,7 @@ def install(
     catalogue.refresh()
     holder = LibraryHolder(config, catalogue, manager)
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    add_routes(app, lambda: holder.backing, (*ROUTES, *COMPAT_ROUTES), protect)
+    compat.install(app, lambda: holder.backing, protect)
     return holder
 
 

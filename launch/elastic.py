@@ -25,7 +25,7 @@ from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.memory import metrics
 from sgl_esft.plugin import register
 from sgl_esft.weave.expert_memory import choose_page_bytes
-from sgl_esft_launch import flags, plan, serve
+from sgl_esft_launch import flags, observe, plan, serve
 from sgl_esft_launch.plan import LaunchPlan
 
 _ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
@@ -236,7 +236,7 @@ def _serve(planned: ElasticPlan) -> int:
         serve.say(
             f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
         )
-        engine = ElasticEngine(runtime.directory, runtime, runtime.close, serve.tokenizer_manager)
+        engine = ElasticEngine(runtime.directory, runtime, runtime.close, observe.tokenizer_manager)
         return serve.run(launch, server_args, started, heartbeats, lambda: _ready(runtime), engine)
     except (EsftError, ElasticError) as error:
         return _refuse(error)

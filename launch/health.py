@@ -10,20 +10,25 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Body
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 
 from sgl_esft import env
 from sgl_esft.errors import ConfigError
-from sgl_esft.health import process, routes
+from sgl_esft.health import process
 from sgl_esft.health.engine import Engine, PlainEngine
 from sgl_esft.health.heartbeat import MAX_RANKS, HeartbeatTable
 from sgl_esft.health.processes import kill_children
 from sgl_esft.health.service import Service, Times
-from sgl_esft.http import admission
+from sgl_esft.http.routes import Route, add_routes
 
 DEFAULT_READY_TIMEOUT_S = 2.0
 DEFAULT_DRAIN_TIMEOUT_S = 30.0
 DEFAULT_HANG_TIMEOUT_S = 60.0
+MAX_DRAIN_S = 86_400.0
 _SLEEP_S = 1.0  # of an idle rank; a shorter time would call it lost
 
 
@@ -97,7 +102,7 @@ def install(
     manager: Callable[[], Any],
     engine: Engine | None,
 ) -> Service:
-    """The service, its routes, and its place around the application.
+    """The service and its routes.
 
     `manager()` is SGLang's tokenizer manager once there is one. `engine` None: SGLang's own ranks.
     """
@@ -108,9 +113,55 @@ def install(
     times = Times(flags.ready_timeout_s, flags.drain_timeout_s, flags.hang_timeout_s)
     service = Service(times, heartbeats, engine or _plain(heartbeats, manager), stop_server)
     process.use(service)
-    app.include_router(routes.router(service))
-    admission.install(app, service)
+    add_routes(app, routes_of(service))
     return service
+
+
+class DrainBody(BaseModel):
+    """How long running requests may take; without it, --drain-timeout."""
+
+    model_config = ConfigDict(extra="forbid")
+    timeout_s: float | None = Field(default=None, ge=0, le=MAX_DRAIN_S, allow_inf_nan=False)
+
+
+def routes_of(service: Service) -> tuple[Route, ...]:
+    """The routes over a service."""
+
+    async def healthz() -> dict[str, str]:
+        return {"status": "alive"}
+
+    async def readyz() -> JSONResponse:
+        found = service.readiness()
+        return JSONResponse(found.to_json(), status_code=200 if found.is_ready else 503)
+
+    async def drain(body: Annotated[DrainBody | None, Body()] = None) -> dict[str, Any]:
+        service.drain(body.timeout_s if body else None)
+        return {
+            "state": str(service.life.phase),
+            "in_flight": service.num_in_flight,
+            "timeout_s": round(service.drain_left_s(), 3),
+        }
+
+    return (
+        Route("GET", "/healthz", healthz, "Alive: the process answers", tag="health"),
+        Route(
+            "GET",
+            "/readyz",
+            readyz,
+            "Ready: every rank and the detokenizer are at work, and new requests are taken",
+            {503: {"description": "Not ready; `reason` says why"}},
+            tag="health",
+        ),
+        Route(
+            "POST",
+            "/v1/drain",
+            drain,
+            "Take no new requests, answer those that run, then end the server",
+            {409: {"description": "The server still starts: again after `Retry-After`"}},
+            tag="health",
+            status=202,
+        ),
+    )
 
 
 def _plain(heartbeats: HeartbeatTable, manager: Callable[[], Any]) -> PlainEngine:

@@ -1,6 +1,7 @@
-"""The server is seen from outside of everything: from flags to the Observer around the application.
+"""What a server does, to be seen: the Observer around it, and the routes that tell of its inside.
 
-LaunchPlan -> [install] -> Observer(gate(SGLang)), metrics and access log where they are on
+http_stack.py -> [observer] -> Observer(gate(SGLang)), metrics and access log where they are on
+GET /v1/heat, /v1/memory -> SGLang's TokenizerManager -> every rank
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from sgl_esft.access.gate import WITHOUT_MODEL
-from sgl_esft.errors import EsftError
-from sgl_esft.http.answers import error_json
+from sgl_esft.http.answers import App
 from sgl_esft.http.classes import TABLE, RouteClass
+from sgl_esft.http.routes import Route
 from sgl_esft.observe.json_logs import AccessLog
 from sgl_esft.observe.middleware import Observer
 from sgl_esft.observe.request_metrics import RequestMetrics, ready_gauge
@@ -22,25 +23,16 @@ from sgl_esft.observe.tier_metrics import HostTierMetrics
 from sgl_esft.plugin import engine_hooks
 
 
-def install(app: Any, log_format: str, *, weave: bool, is_ready: Callable[[], bool]) -> None:
-    """Put the Observer around all of a FastAPI application, a gate included.
+def observer(app: App, log_format: str, *, weave: bool, is_ready: Callable[[], bool]) -> Observer:
+    """The Observer around an application. By now SGLang has named the folder of its metrics."""
+    from sgl_esft import sglang_api
 
-    The application builds its middleware when it is first called. By then SGLang has named the
-    folder of its processes' metrics, so they are made then.
-    """
-    build = app.build_middleware_stack
-
-    def build_observed() -> Observer:
-        from sgl_esft import sglang_api
-
-        metrics = RequestMetrics() if sglang_api.has_metrics() else None
-        engine_hooks.use(metrics)
-        level = logging.getLevelNamesMapping()[sglang_api.http_log_level().upper()]
-        log = AccessLog(level) if log_format == "json" else None
-        refresh = () if metrics is None else tuple(_refresh(weave, is_ready))
-        return Observer(build(), runs_model, metrics, log, refresh)
-
-    app.build_middleware_stack = build_observed
+    metrics = RequestMetrics() if sglang_api.has_metrics() else None
+    engine_hooks.use(metrics)
+    level = logging.getLevelNamesMapping()[sglang_api.http_log_level().upper()]
+    log = AccessLog(level) if log_format == "json" else None
+    refresh = () if metrics is None else tuple(_refresh(weave, is_ready))
+    return Observer(app, runs_model, metrics, log, refresh)
 
 
 def _refresh(weave: bool, is_ready: Callable[[], bool]) -> Iterator[Callable[[], None]]:
@@ -49,36 +41,49 @@ def _refresh(weave: bool, is_ready: Callable[[], bool]) -> Iterator[Callable[[],
         from sgl_esft.lifecycle.sglang_engine import engine_of
 
         host = HostTierMetrics()
-        yield lambda: host.set(engine_of(_tokenizer_manager()).counters)
+        yield lambda: host.set(engine_of(tokenizer_manager()).counters)
     set_ready = ready_gauge()
     yield lambda: set_ready(is_ready())
 
 
-def _tokenizer_manager() -> Any:
+def tokenizer_manager() -> Any:
+    """SGLang's, once the engine has started."""
     from sglang.srt.entrypoints import http_server
 
     return http_server._global_state.tokenizer_manager
 
 
-def add_routes(app: Any) -> None:
-    """GET /v1/heat."""
-    app.add_api_route(
-        "/v1/heat",
-        _heat,
-        methods=["GET"],
-        summary="Tokens of sampled steps by adapter, MoE layer and expert",
-        responses={404: {"description": "`HeatOffError`: the experts are not counted"}},
-    )
-
-
-async def _heat() -> Response:
+async def _heat() -> JSONResponse:
     from sgl_esft.plugin import heat_hooks
 
-    try:
-        report = await heat_hooks.fetch_heat(_tokenizer_manager())
-    except EsftError as error:
-        return Response(error_json(error), error.http_status, media_type="application/json")
-    return JSONResponse(report)
+    return JSONResponse(await heat_hooks.fetch_heat(tokenizer_manager()))
+
+
+async def _memory() -> JSONResponse:
+    """The memory report; `sgl-esft memory` shows it as a table or a picture."""
+    from sgl_esft.plugin import memory_hooks
+
+    return JSONResponse((await memory_hooks.fetch_report(tokenizer_manager())).to_json())
+
+
+# Of a server that weaves. `sgl-esft memory` shows the report as a table or a picture.
+ROUTES = (
+    Route(
+        "GET",
+        "/v1/heat",
+        _heat,
+        "Tokens of sampled steps by adapter, MoE layer and expert",
+        {404: {"description": "`HeatOffError`: the experts are not counted"}},
+        tag="observe",
+    ),
+    Route(
+        "GET",
+        "/v1/memory",
+        _memory,
+        "Expert memory of every device: reserved, mapped, shared; who has which slots",
+        tag="observe",
+    ),
+)
 
 
 def runs_model(method: str, path: str) -> bool:

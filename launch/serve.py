@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from sgl_esft import env, platform, zoo
 from sgl_esft.access.bodies import ModelBounds
@@ -16,9 +16,11 @@ from sgl_esft.errors import EsftError
 from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable
-from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
+from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS
+from sgl_esft.http.routes import add_routes
 from sgl_esft.plugin import register
-from sgl_esft_launch import access, adapters, health, observe, resolved
+from sgl_esft_launch import access, adapters, health, http_stack, observe, resolved
+from sgl_esft_launch.observe import tokenizer_manager
 from sgl_esft_launch.plan import LaunchPlan
 
 
@@ -78,35 +80,30 @@ def run(
 
     from sgl_esft.health.detokenizer import run_beating_detokenizer
 
+    app = http_server.app
     holder: adapters.LibraryHolder | None = None
     if launch.config is not None:
-        holder = adapters.install(http_server.app, launch, launch.config, tokenizer_manager)
-        refused = ROUTES_OVER_ALL_SLOTS if launch.config.expert_memory == "virtual" else frozenset()
-        http_server.app.add_middleware(
-            AdapterMiddleware,
-            known_names=holder.known_names,
-            ensure=holder.ensure,
-            refused_routes=refused,
-        )
-        http_server.app.add_api_route(
-            "/v1/memory",
-            _memory,
-            methods=["GET"],
-            summary="Expert memory of every device: reserved, mapped, shared; who has which slots",
-        )
-
-        observe.add_routes(http_server.app)
-
-    pages.add_routes(http_server.app)
-    service = health.install(http_server.app, launch.health, heartbeats, tokenizer_manager, engine)
-    names = holder.known_names if holder else _no_adapters
-    access.install(http_server.app, launch.access, _bounds, names)
-
-    observe.install(
-        http_server.app,
-        launch.log_format,
-        weave=launch.config is not None,
-        is_ready=lambda: service.readiness().is_ready,
+        holder = adapters.install(app, launch, launch.config, tokenizer_manager)
+        add_routes(app, observe.ROUTES)
+    pages.add_routes(app)
+    service = health.install(app, launch.health, heartbeats, tokenizer_manager, engine)
+    pads = launch.config is None or launch.config.expert_memory != "virtual"
+    http_stack.install(
+        app,
+        http_stack.Parts(
+            observer=partial(
+                observe.observer,
+                log_format=launch.log_format,
+                weave=holder is not None,
+                is_ready=lambda: service.readiness().is_ready,
+            ),
+            access=launch.access,
+            bounds=_bounds,
+            control=service,
+            names=None if holder is None else holder.known_names,
+            ensure=None if holder is None else holder.ensure,
+            refused_routes=frozenset() if pads else ROUTES_OVER_ALL_SLOTS,
+        ),
     )
 
     def ready() -> None:
@@ -130,29 +127,9 @@ def run(
     return service.life.exit_status
 
 
-async def _memory() -> dict[str, object]:
-    """The memory report; `sgl-esft memory` shows it as a table or a picture."""
-    from sgl_esft.plugin import memory_hooks
-
-    return (await memory_hooks.fetch_report(tokenizer_manager())).to_json()
-
-
-def tokenizer_manager() -> Any:
-    """SGLang's, once the engine has started."""
-    from sglang.srt.entrypoints import http_server
-
-    return http_server._global_state.tokenizer_manager
-
-
 def _bounds() -> ModelBounds:
     model = tokenizer_manager().model_config
     return ModelBounds(vocab_size=model.vocab_size, context_length=model.context_len)
-
-
-def _no_adapters() -> KnownNames:
-    """What requests may name while weaving is off."""
-    manager = tokenizer_manager()
-    return KnownNames(frozenset(), frozenset({manager.served_model_name, manager.model_path}))
 
 
 def prepare_environment(launch: LaunchPlan) -> HeartbeatTable:

@@ -2,6 +2,5 @@
 
 request -> [headers, origin] -> [classes: route] -> [keys] -> [limits] -> [bodies] -> SGLang
 
-gate.py puts the others in this order. They are values and arithmetic; only keys.py and
-key_source.py read a file.
+gate.py puts the others in this order. They are values and arithmetic; only keys.py reads a file.
 """

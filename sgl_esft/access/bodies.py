@@ -1,37 +1,31 @@
-"""What a request may hold, checked before it costs work.
+"""What a body of a route for clients may hold: one table of fields, checked before it costs work.
 
-    bytes --> [parse] --> values: depth, whole numbers, finite numbers
-          --> [check_client_body] --> fields that are refused, ranges, token ids --> Ask
+    document (http/body.py) --[check_client_body]--> every field of FIELDS, in it and in its parts
+                            --> Ask: what it would use at most, for the key's limits
 
 A number that becomes an index, a count or a size on the device has bounds here: a worker that
-meets a wrong one ends, and every client's requests with it. Messages name a field of ours and its
-bounds, never what a client sent.
+meets a wrong one ends, and every client's requests with it. Types are checked in sampling
+parameters only, which SGLang sends to its scheduler as they came; elsewhere its routes declare
+them. Messages name a field of ours and its bounds, never what a client sent.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from sgl_esft.access import sampling
-from sgl_esft.access.patterns import check_patterns
-from sgl_esft.access.sampling import check_session, check_types
-from sgl_esft.errors import BadBodyError, BodyTooLargeError, HeadersTooLargeError
+from sgl_esft.errors import BadBodyError
 
 Document: TypeAlias = Mapping[str, Any]
-Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 DEFAULT_MAX_BODY_BYTES: Final = 2 << 20
-MAX_HEADERS: Final = 100
-MAX_HEADER_BYTES: Final = 16 << 10
-MAX_DEPTH: Final = 32
 MAX_PROMPTS: Final = 256
 MAX_SEQUENCES: Final = 1024
 MAX_STOPS: Final = 16
-_INT64_LOW, _INT64_HIGH = -(1 << 63), (1 << 63) - 1
+MAX_LOGIT_BIASES: Final = 300
 # What SGLang generates where a body does not say; only an estimate depends on it.
 _USUAL_NEW_TOKENS: Final = 128
 # A token of text is about four bytes; a settled request is charged what it really had.
@@ -53,6 +47,7 @@ class BodyRules:
     max_bytes: int = DEFAULT_MAX_BODY_BYTES
     takes_logit_processors: bool = False  # they are unpickled code
     takes_templates: bool = False  # they are programs, which need not end
+    takes_stop_regex: bool = False  # some take for ever to search for, in every client's scheduler
     takes_media: bool = False  # SGLang would fetch it from wherever the client says
 
 
@@ -65,8 +60,113 @@ class Ask:
     prompt_tokens: int = 0  # of these
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_integer(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_list_of(is_one: Callable[[object], bool], value: object) -> bool:
+    return isinstance(value, list) and all(map(is_one, value))
+
+
+TYPES: Final[Mapping[str, Callable[[object], bool]]] = {
+    "a number": _is_number,
+    "an integer": _is_integer,
+    "a boolean": lambda value: isinstance(value, bool),
+    "a string": _is_string,
+    "a string or a list of strings": lambda value: (
+        _is_string(value) or _is_list_of(_is_string, value)
+    ),
+    "a list of integers": lambda value: _is_list_of(_is_integer, value),
+    "an object of numbers": lambda value: (
+        isinstance(value, dict) and all(map(_is_number, value.values()))
+    ),
+}
+CONTEXT: Final = "context_length"  # of the model, as a bound
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a field may hold; null is none given."""
+
+    type: str | None = None  # of TYPES, where it is a sampling parameter
+    range: tuple[int, int | str] | None = None  # of every number in it, which must be an integer
+    max_chars: int | None = None  # of every string in it
+    max_json_chars: int | None = None  # if it is an object, as JSON
+    max_items: int | None = None
+    holds_ids: bool = False  # every number in it is a token id
+    is_prompt: bool = False  # may be strings in place of token ids
+    may_be_empty: bool = True
+
+
+_COUNT = (0, CONTEXT)  # of tokens; SGLang fails on Ollama's -1 and -2, which mean no end
+_NEW_OR_LEAST = ("max_new_tokens", "max_tokens", "min_new_tokens", "num_predict")
+_OTHER_COUNTS = (
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_thinking_tokens",
+    "min_tokens",
+    "routed_experts_start_len",
+)
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repeat_penalty", "repetition_penalty")
+_FLAGS = ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
+FIELDS: Final[Mapping[str, Field]] = {
+    # Counts, sizes and indices on the device.
+    **dict.fromkeys(_NEW_OR_LEAST, Field("an integer", _COUNT)),
+    **dict.fromkeys(_OTHER_COUNTS, Field(range=_COUNT)),
+    **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), Field(range=(0, 100))),
+    **dict.fromkeys(("num_ctx", "sampling_seed", "seed"), Field("an integer")),
+    "beam_width": Field("an integer", (0, 16)),
+    "best_of": Field(range=(0, 128)),
+    "logprob_start_len": Field(range=(-1, CONTEXT)),
+    "n": Field("an integer", (0, 128)),
+    "stream_interval": Field("an integer", (0, 1 << 30)),
+    "top_k": Field("an integer", (-1, 1 << 30)),
+    "top_n": Field(range=(0, MAX_PROMPTS)),
+    **dict.fromkeys((*_PENALTIES, "min_p", "temperature", "top_p"), Field("a number")),
+    **dict.fromkeys(_FLAGS, Field("a boolean")),
+    # Patterns and grammars are compiled, some in time that grows fast with their length.
+    "ebnf": Field("a string", max_chars=16 << 10),
+    "json_schema": Field("a string", max_chars=64 << 10),
+    "regex": Field("a string", max_chars=1024),
+    "structural_tag": Field("a string", max_chars=64 << 10),
+    "stop": Field("a string or a list of strings", max_chars=1024, max_items=MAX_STOPS),
+    "stop_regex": Field("a string or a list of strings", max_chars=256, max_items=MAX_STOPS),
+    # What Anthropic's route calls `stop`.
+    "stop_sequences": Field(max_chars=1024, max_items=MAX_STOPS),
+    "rid": Field(max_chars=256, max_items=MAX_PROMPTS),
+    # A grammar's schema is in these; /generate has strings in `text`, which may be longer.
+    "response_format": Field(max_json_chars=64 << 10),
+    "text": Field(max_json_chars=64 << 10),
+    # Token ids: a string of digits would be made a number by SGLang's routes.
+    "input_ids": Field(holds_ids=True, may_be_empty=False),
+    "label_token_ids": Field(holds_ids=True),
+    "stop_token_ids": Field("a list of integers", holds_ids=True),
+    "token_ids_logprob": Field(holds_ids=True),
+    "tokens": Field(holds_ids=True),
+    "input": Field(holds_ids=True, is_prompt=True, may_be_empty=False),
+    "items": Field(holds_ids=True, is_prompt=True, may_be_empty=False),
+    "prompt": Field(holds_ids=True, is_prompt=True, may_be_empty=False),
+    "query": Field(holds_ids=True, is_prompt=True),
+    "logit_bias": Field("an object of numbers"),
+}
+# The same of `session_params`, which has no other fields.
+_SESSION: Final[Mapping[str, str]] = {
+    "id": "a string",
+    "rid": "a string",
+    "offset": "an integer",
+    "replace": "a boolean",
+    "drop_previous_output": "a boolean",
+}
 # Fields of SGLang's requests that are its own processes' to set, or that reach into them.
-_INTERNAL = (
+INTERNAL: Final = (
     "bootstrap_host",
     "bootstrap_pair_key",
     "bootstrap_port",
@@ -90,8 +190,20 @@ _INTERNAL = (
     "received_time",
     "token_indices_to_pool",  # the same
 )
-_MEDIA = ("audio_data", "image_data", "mm_content_hashes", "mm_hashes", "video_data")
-_MEDIA_PARTS = frozenset(
+# The same of sampling parameters: made of fields that were checked, so that giving them would pass
+# the checks by.
+CUSTOM_PARAMS: Final = "custom_params"  # parameters of custom logit processors
+SAMPLING_INTERNAL: Final = (
+    CUSTOM_PARAMS,
+    "ebnf_full_assistant",
+    "is_normalized",
+    "stop_regex_max_len",
+    "stop_regex_strs",
+    "stop_str_max_len",
+    "stop_strs",
+)
+MEDIA: Final = ("audio_data", "image_data", "mm_content_hashes", "mm_hashes", "video_data")
+MEDIA_PARTS: Final = frozenset(
     {
         "audio_url",
         "document",
@@ -104,173 +216,193 @@ _MEDIA_PARTS = frozenset(
         "video_url",
     }
 )
-_LOGIT_PROCESSOR = "custom_logit_processor"
-_NOTHING: tuple[object, ...] = (None, "", [], {})
-
-# Field -> its least and greatest value; a name stands for the model's bound.
-_CONTEXT, _VOCAB = "context_length", "vocab_size"
-_RANGES: Mapping[str, tuple[int, int | str]] = {
-    "beam_width": (0, 16),
-    "best_of": (0, 128),
-    "logprob_start_len": (-1, _CONTEXT),
-    "logprobs": (0, 100),
-    "max_completion_tokens": (0, _CONTEXT),
-    "max_new_tokens": (0, _CONTEXT),
-    "max_output_tokens": (0, _CONTEXT),
-    "max_thinking_tokens": (0, _CONTEXT),
-    "max_tokens": (0, _CONTEXT),
-    "min_new_tokens": (0, _CONTEXT),
-    "min_tokens": (0, _CONTEXT),
-    "n": (0, 128),
-    "num_predict": (0, _CONTEXT),  # SGLang fails on Ollama's -1 and -2, which mean no end
-    "routed_experts_start_len": (0, _CONTEXT),
-    "stream_interval": (0, 1 << 30),
-    "top_k": (-1, 1 << 30),
-    "top_logprobs": (0, 100),
-    "top_logprobs_num": (0, 100),
-    "top_n": (0, MAX_PROMPTS),
-}
-_NEW_TOKENS = (
+LOGIT_PROCESSOR: Final = "custom_logit_processor"
+_NOTHING: Final[tuple[object, ...]] = (None, "", [], {})
+# Arguments of transformers' apply_chat_template. What a body gives to it is passed on as such, and
+# one is another template: a program, which runs in the process that serves HTTP and need not end.
+# SGLang looks for it on some of its routes only.
+TEMPLATE_FIELD: Final = "chat_template_kwargs"
+_TEMPLATE: Final = "chat_template"
+_TEMPLATE_INTERNAL: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "conversation",
+        "max_length",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+NEW_TOKENS: Final = (
     "max_new_tokens",
     "max_tokens",
     "max_completion_tokens",
     "max_output_tokens",
     "num_predict",
 )
-_PROMPTS = ("text", "prompt", "input_ids", "input", "items")
-_QUESTIONS = "questions"  # of /v1/decisions and /v1/systemone: a prompt each
-# Patterns and grammars are compiled, some in time that grows fast with their length.
-_TEXT_LENGTHS: Mapping[str, int] = {
-    "ebnf": 16 << 10,
-    "json_schema": 64 << 10,
-    "regex": 1024,
-    "rid": 256,
-    "stop": 1024,
-    "stop_regex": 256,
-    "stop_sequences": 1024,  # what Anthropic's route calls `stop`
-    "structural_tag": 64 << 10,
-}
-# The same as JSON objects: a grammar's schema is in them. /generate has texts in `text`.
-_GRAMMAR_OBJECTS = ("response_format", "text")
-_NESTED = ("sampling_params", "options", "parameters", "instances")
-
-
-def check_headers(headers: Headers) -> None:
-    """Raises HeadersTooLargeError."""
-    if len(headers) > MAX_HEADERS:
-        raise HeadersTooLargeError(f"a request may have {MAX_HEADERS} headers")
-    if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
-        raise HeadersTooLargeError(f"a request's headers may have {MAX_HEADER_BYTES} bytes")
-
-
-def check_size(num_bytes: int, rules: BodyRules) -> None:
-    """Raises BodyTooLargeError."""
-    if num_bytes > rules.max_bytes:
-        raise BodyTooLargeError(
-            f"a body may have {rules.max_bytes} bytes; --max-body-bytes of the server sets this"
-        )
-
-
-def parse(raw: bytes) -> object:
-    """The JSON of a body, with its depth and its numbers checked. Raises BadBodyError."""
-    try:
-        document: object = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_not_finite
-        )
-    except (ValueError, RecursionError) as error:
-        raise BadBodyError(
-            "the body must be JSON in UTF-8, with no key twice and no NaN or Infinity"
-        ) from error
-    _check_values(document)
-    return document
+_PROMPTS: Final = ("text", "prompt", "input_ids", "input", "items")
+_QUESTIONS: Final = "questions"  # of /v1/decisions and /v1/systemone: a prompt each
+NESTED: Final = ("sampling_params", "options", "parameters", "instances")
 
 
 def check_client_body(
     document: object, num_bytes: int, rules: BodyRules, bounds: ModelBounds
 ) -> Ask:
-    """Check a body of a route for clients. Raises BadBodyError."""
+    """Check a body of a route for clients, of so many bytes. Raises BadBodyError."""
     if not isinstance(document, dict):
         raise BadBodyError("the body must be a JSON object")
-    parts = list(_parts(document))
-    for inner in parts[1:]:
-        check_types(inner, takes_custom=rules.takes_logit_processors)
-    check_session(document.get("session_params"))
+    parts = [document, *_nested(document)]
     for part in parts:
-        _check_refused(part, rules)
-        for field in part.keys() & _RANGES.keys():
-            _check_range(field, part[field], bounds)
-        _check_ids(part, bounds.vocab_size)
-        _check_texts(part)
+        is_sampling = part is not document
+        _check_refused(part, rules, is_sampling=is_sampling)
+        for name in part.keys() & FIELDS.keys():
+            if part[name] is not None:
+                _check_field(name, part[name], bounds, is_sampling=is_sampling)
+    _check_session(document.get("session_params"))
     _check_request_ids(document)
-    sampling.check_values(document.get(sampling.FIELD), takes_templates=rules.takes_templates)
+    _check_template(document.get(TEMPLATE_FIELD), rules)
     if not rules.takes_media:
         _check_no_media_parts(document)
     return _ask(document, parts, num_bytes)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Two readers of one body must not see two values."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
-
-
-def _not_finite(_: str) -> None:
-    raise ValueError("a number is not finite")
-
-
-def _check_values(document: object) -> None:
-    waiting: list[tuple[Iterable[Any], int]] = [([document], 0)]
-    while waiting:
-        values, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            raise BadBodyError(f"a body may be {MAX_DEPTH} levels deep")
-        if isinstance(values, list):
-            values = _without_plain(values)
-        for value in values:
-            if isinstance(value, dict):
-                waiting.append((value.values(), depth + 1))
-            elif isinstance(value, list):
-                waiting.append((value, depth + 1))
-            else:
-                _check_number(value)
-
-
-def _without_plain(values: list[Any]) -> list[Any]:
-    """A long list of token ids is checked by its least and greatest only."""
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        return [min(values), max(values)]
-    return [] if kinds == {str} else values
-
-
-def _check_number(value: object) -> None:
-    if isinstance(value, int) and not _INT64_LOW <= value <= _INT64_HIGH:
-        raise BadBodyError("a whole number must have 64 bits at most")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadBodyError("a number must be finite")
-
-
-def _parts(document: Document) -> Iterator[Document]:
-    """The body and the objects in it that hold parameters too."""
-    yield document
-    for field in _NESTED:
+def _nested(document: Document) -> Iterator[Document]:
+    """The objects in a body that hold sampling parameters."""
+    for field in NESTED:
         inner = document.get(field)
         for each in inner if isinstance(inner, list) else [inner]:
             if isinstance(each, dict):
                 yield each
 
 
-def _check_refused(part: Document, rules: BodyRules) -> None:
-    refused = [field for field in _INTERNAL if part.get(field) not in _NOTHING]
+def _check_refused(part: Document, rules: BodyRules, *, is_sampling: bool) -> None:
+    refused = [field for field in INTERNAL if part.get(field) not in _NOTHING]
     if not rules.takes_media:
-        refused += [field for field in _MEDIA if part.get(field) not in _NOTHING]
+        refused += [field for field in MEDIA if part.get(field) not in _NOTHING]
+    if is_sampling:
+        given = [field for field in SAMPLING_INTERNAL if part.get(field) is not None]
+        refused += [f for f in given if f != CUSTOM_PARAMS or not rules.takes_logit_processors]
     if refused:
         raise BadBodyError(f"{', '.join(refused)}: not for clients to set; leave it out")
-    if part.get(_LOGIT_PROCESSOR) not in _NOTHING and not rules.takes_logit_processors:
+    if part.get(LOGIT_PROCESSOR) not in _NOTHING and not rules.takes_logit_processors:
         raise BadBodyError(
-            f"{_LOGIT_PROCESSOR} is code: it needs a server with --enable-custom-logit-processor"
+            f"{LOGIT_PROCESSOR} is code: it needs a server with --enable-custom-logit-processor"
+        )
+    if part.get("stop_regex") not in _NOTHING and not rules.takes_stop_regex:
+        raise BadBodyError(
+            "stop_regex is searched for after every token, and some take for ever: it needs a "
+            "server with --allow-stop-regex"
+        )
+
+
+def _check_field(name: str, value: Any, bounds: ModelBounds, *, is_sampling: bool) -> None:
+    field = FIELDS[name]
+    if is_sampling and field.type is not None and not TYPES[field.type](value):
+        raise BadBodyError(f"{name} must be {field.type}")
+    if field.range is not None:
+        _check_range(name, value, field.range, bounds)
+    if isinstance(value, list) and not field.may_be_empty and (not value or [] in value):
+        raise BadBodyError(f"{name} must not be empty")
+    if field.holds_ids:
+        _check_ids(name, value, bounds.vocab_size)
+    _check_lengths(name, value, field)
+    if name == "stop_regex":
+        _check_patterns(value)
+    if name == "logit_bias":
+        _check_biases(value, bounds.vocab_size)
+
+
+def _check_range(
+    name: str, value: object, limits: tuple[int, int | str], bounds: ModelBounds
+) -> None:
+    low, high = limits
+    if isinstance(high, str):
+        high = int(getattr(bounds, high))
+    for each in _flat(value):
+        if each is None or isinstance(each, bool):
+            continue
+        if not isinstance(each, int | float) or each != int(each) or not low <= each <= high:
+            raise BadBodyError(f"{name} must be an integer from {low} to {high}")
+
+
+def _check_lengths(name: str, value: object, field: Field) -> None:
+    if field.max_items is not None and isinstance(value, list) and len(value) > field.max_items:
+        raise BadBodyError(f"{name} has too many entries")
+    limit = field.max_json_chars if isinstance(value, dict) else field.max_chars
+    texts = [json.dumps(value)] if isinstance(value, dict) and limit else _flat(value)
+    if limit and any(isinstance(each, str) and len(each) > limit for each in texts):
+        raise BadBodyError(f"{name} may have {limit} characters")
+
+
+def _check_patterns(value: object) -> None:
+    for each in _flat(value):
+        try:
+            re.compile(each if isinstance(each, str) else "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise BadBodyError("stop_regex must be a regular expression of Python") from error
+
+
+def _check_ids(name: str, value: object, vocab_size: int) -> None:
+    """A string passes only where a prompt may be one, and there only among strings."""
+    is_prompt = FIELDS[name].is_prompt
+    if isinstance(value, list):
+        _check_list(name, value, vocab_size, takes_strings=is_prompt)
+    elif not is_prompt or isinstance(value, int | float):
+        _check_list(name, [value], vocab_size, takes_strings=False)
+
+
+def _check_list(name: str, values: list[Any], vocab_size: int, *, takes_strings: bool) -> None:
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        values = [min(values), max(values)]
+    is_of_ids = not takes_strings or bool(kinds & {int, float, bool})
+    for each in values:
+        if isinstance(each, list):
+            _check_list(name, each, vocab_size, takes_strings=False)
+        elif is_of_ids and each is not None and not _is_id(each, vocab_size):
+            raise BadBodyError(f"{name}: a token id must be from 0 to {vocab_size - 1}")
+
+
+def _is_id(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int | float) and 0 <= value < vocab_size
+
+
+def _check_biases(value: object, vocab_size: int) -> None:
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
+        raise BadBodyError(f"logit_bias is an object of {MAX_LOGIT_BIASES} entries at most")
+    for token in value:
+        # int() takes signs, spaces and other scripts' digits; SGLang would take them too.
+        if not (
+            token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size
+        ):
+            raise BadBodyError(f"logit_bias: a token id must be from 0 to {vocab_size - 1}")
+
+
+def _check_session(session: object) -> None:
+    if session is None:
+        return
+    if not isinstance(session, dict) or not all(
+        field in _SESSION and (value is None or TYPES[_SESSION[field]](value))
+        for field, value in session.items()
+    ):
+        fields = ", ".join(f"{field} ({kind})" for field, kind in _SESSION.items())
+        raise BadBodyError(f"session_params is an object of {fields}")
+
+
+def _check_template(values: object, rules: BodyRules) -> None:
+    if not isinstance(values, dict):
+        return  # the route refuses it
+    if not values.keys().isdisjoint(_TEMPLATE_INTERNAL):
+        raise BadBodyError(f"{TEMPLATE_FIELD} holds values of the template, no other arguments")
+    if _TEMPLATE in values and not rules.takes_templates:
+        raise BadBodyError(
+            f"{_TEMPLATE} is code: it needs a server with --trust-request-chat-template"
         )
 
 
@@ -282,27 +414,18 @@ def _check_request_ids(document: Document) -> None:
         or not any(isinstance(document.get(field), list) for field in _PROMPTS)
         or len(set(map(str, ids))) != len(ids)
     ):
-        raise BadBodyError("rid is a text, or with a list of prompts a list of different texts")
+        raise BadBodyError("rid is a string, or with a list of prompts a list of different strings")
 
 
-def _check_range(field: str, value: object, bounds: ModelBounds) -> None:
-    low, high = _RANGES[field]
-    if isinstance(high, str):
-        high = int(getattr(bounds, high))
-    for each in _flat(value):
-        if each is None or isinstance(each, bool):
-            continue
-        if not isinstance(each, int | float) or each != int(each) or not low <= each <= high:
-            raise BadBodyError(f"{field} must be a whole number from {low} to {high}")
-
-
-def _check_ids(part: Document, vocab_size: int) -> None:
-    for field in sampling.FIELDS:
-        value = part.get(field)
-        if field in _PROMPTS and isinstance(value, list) and (not value or [] in value):
-            raise BadBodyError(f"{field} must not be empty")
-        sampling.check_ids(field, value, vocab_size)
-    sampling.check_biases(part.get("logit_bias"), vocab_size)
+def _check_no_media_parts(document: Document) -> None:
+    for field in ("messages", "input"):
+        messages = document.get(field)
+        for message in messages if isinstance(messages, list) else ():
+            content = message.get("content") if isinstance(message, dict) else None
+            for part in content if isinstance(content, list) else ():
+                kind = part.get("type") if isinstance(part, dict) else None
+                if isinstance(kind, str) and kind in MEDIA_PARTS:
+                    raise BadBodyError(f"{field}: the model takes text only")
 
 
 def _flat(value: object) -> Iterator[object]:
@@ -316,32 +439,6 @@ def _flat(value: object) -> Iterator[object]:
             yield each
 
 
-def _check_texts(part: Document) -> None:
-    for field, limit in _TEXT_LENGTHS.items():
-        value = part.get(field)
-        if isinstance(value, list) and len(value) > (MAX_STOPS if "stop" in field else MAX_PROMPTS):
-            raise BadBodyError(f"{field} has too many entries")
-        if any(isinstance(each, str) and len(each) > limit for each in _flat(value)):
-            raise BadBodyError(f"{field} may have {limit} characters")
-    limit = _TEXT_LENGTHS["json_schema"]
-    for field in _GRAMMAR_OBJECTS:
-        value = part.get(field)
-        if isinstance(value, dict) and len(json.dumps(value)) > limit:
-            raise BadBodyError(f"{field} may have {limit} characters")
-    check_patterns(each for each in _flat(part.get("stop_regex")) if isinstance(each, str))
-
-
-def _check_no_media_parts(document: Document) -> None:
-    for field in ("messages", "input"):
-        messages = document.get(field)
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else ():
-                kind = part.get("type") if isinstance(part, dict) else None
-                if isinstance(kind, str) and kind in _MEDIA_PARTS:
-                    raise BadBodyError(f"{field}: the model takes text only")
-
-
 def _ask(document: Document, parts: list[Document], num_bytes: int) -> Ask:
     prompts, num_ids = _prompts(document)
     copies = max([1, *(_largest(part, ("n", "best_of", "beam_width")) for part in parts)])
@@ -350,7 +447,7 @@ def _ask(document: Document, parts: list[Document], num_bytes: int) -> Ask:
         raise BadBodyError(
             f"a request may have {MAX_PROMPTS} prompts and {MAX_SEQUENCES} sequences"
         )
-    new_tokens = max(_largest(part, _NEW_TOKENS) for part in parts) or _USUAL_NEW_TOKENS
+    new_tokens = max(_largest(part, NEW_TOKENS) for part in parts) or _USUAL_NEW_TOKENS
     prompt_tokens = num_ids or 1 + num_bytes // _BYTES_PER_TOKEN
     return Ask(sequences, prompt_tokens + sequences * new_tokens, prompt_tokens)
 

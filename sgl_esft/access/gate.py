@@ -10,37 +10,34 @@ server made up when it started.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
+import json
 import secrets
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from sgl_esft.access import bodies, origins
-from sgl_esft.access.bodies import Ask, BodyRules, Headers, ModelBounds
+from sgl_esft.access import origins
+from sgl_esft.access.bodies import Ask, BodyRules, ModelBounds, check_client_body
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits, Ticket
-from sgl_esft.access.usage import UsageReader
+from sgl_esft.access.token_usage import UsageReader
 from sgl_esft.access.visible import VisibleSend, check_visible, sees_less
-from sgl_esft.errors import (
-    BadBodyError,
-    EsftError,
-    NoKeyError,
-    NotAllowedError,
-    SlowBodyError,
-    UnknownAdapterError,
+from sgl_esft.errors import EsftError, NoKeyError, NotAllowedError, UnknownAdapterError
+from sgl_esft.http import adapter_names, body, record
+from sgl_esft.http.adapter_names import ADAPTER_ROUTES, KnownNames
+from sgl_esft.http.answers import (
+    App,
+    Headers,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    header_values,
+    send_error,
 )
-from sgl_esft.http import record
-from sgl_esft.http.answers import App, Message, Receive, Scope, Send, send_error
+from sgl_esft.http.body import RequestBody
 from sgl_esft.http.classes import WEBSOCKET, RouteClass, RouteTable, routed_path
 from sgl_esft.http.deadline import is_event_stream, run_within
-
-# (path, body, adapters that there are, None for all) -> those that a request asks for, None for the
-# base. Raises EsftError.
-AdaptersOf: TypeAlias = Callable[
-    [str, Mapping[str, Any], Collection[str] | None], Collection[str | None]
-]
 
 # Names that no key can have, so none shares their limits.
 ANYONE = Caller("(anyone)", is_admin=True)  # of a server without keys
@@ -108,15 +105,16 @@ class Gate:
         policy: Policy,
         limits: KeyLimits,
         bounds: Callable[[], ModelBounds],
-        adapters_of: AdaptersOf,
+        names: Callable[[], KnownNames] | None,
         inner_key: InnerKey | None = None,
         keys: Callable[[], KeyRing] | None = None,
     ) -> None:
+        """names: which a request may use now; None: weaving is off, and no body is asked."""
         self._app = app
         self._policy = policy
         self._limits = limits
         self._bounds = bounds
-        self._adapters_of = adapters_of
+        self._names = names
         self._inner_key = inner_key
         self._keys = keys or (lambda: policy.keys)
 
@@ -140,11 +138,12 @@ class Gate:
             send = _as_seen_by(caller, scope, send)
             ticket = self._limits.enter(caller)
             if route_class is not RouteClass.PUBLIC:  # those take no body, and leave it unread
-                raw = await self._body(scope["headers"], receive)
+                rules, seconds = self._policy.rules, self._policy.body_timeout_s
+                raw = await body.read(receive, scope["headers"], rules.max_bytes, seconds)
                 if raw is None:
                     return
-                receive = _replay(raw, receive)
-                ask = self._check(route_class, caller, scope, raw)
+                found, ask = self._check(route_class, caller, scope, raw)
+                scope, receive = body.carry(found, scope, receive)
                 if ask is not None:
                     ticket.grow(ask.sequences)
                     ticket.reserve(ask.tokens)
@@ -182,7 +181,7 @@ class Gate:
 
     def _check_where_from(self, scope: Scope) -> None:
         headers: Headers = scope["headers"]
-        bodies.check_headers(headers)
+        origins.check_headers(headers)
         origins.check_host(headers, has_keys=len(self._keys()) > 0)
         origins.check_origin(headers, self._policy.allowed_origins)
 
@@ -216,51 +215,54 @@ class Gate:
         _note_key(caller)
         return caller
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body; None if the client left. Raises SlowBodyError, BodyTooLargeError."""
-        if any(value.lower() != "identity" for value in _values(headers, b"content-encoding")):
-            raise BadBodyError("a body must not be compressed")
-        for value in _values(headers, b"content-length"):
-            if value.isascii() and value.isdigit():
-                bodies.check_size(int(value[:20]), self._policy.rules)
-        try:
-            async with asyncio.timeout(self._policy.body_timeout_s):
-                return await _read(receive, self._policy.rules)
-        except TimeoutError as error:
-            seconds = self._policy.body_timeout_s
-            raise SlowBodyError(f"the body did not arrive within {seconds:g} s") from error
-
     def _check(
         self, route_class: RouteClass, caller: Caller, scope: Scope, raw: bytes
-    ) -> Ask | None:
-        """What a request for the model would use; None for other requests. Raises EsftError."""
-        path = routed_path(scope)
-        if route_class is RouteClass.PUBLIC or (
-            route_class is RouteClass.ADMIN and _is_form(scope)
-        ):
-            return None
-        document = bodies.parse(raw) if raw else {}
-        if route_class is RouteClass.ADMIN:
-            return None
-        ask = bodies.check_client_body(document, len(raw), self._policy.rules, self._bounds())
-        if scope["method"] not in ("POST", "PUT"):
-            return None
-        if caller.is_restricted:
-            self._check_adapters(caller, path, document if isinstance(document, dict) else {})
-        return None if path in WITHOUT_MODEL else ask
+    ) -> tuple[RequestBody, Ask | None]:
+        """A request's body, and what it would use of the model, if it is for that.
 
-    def _check_adapters(self, caller: Caller, path: str, body: Mapping[str, Any]) -> None:
-        """The same words for an adapter of others and for one that is not there."""
+        Raises EsftError.
+        """
+        is_client = route_class is RouteClass.CLIENT
+        if not is_client and _is_form(scope):
+            return RequestBody(raw), None
+        document = body.parse(raw) if raw else {}
+        ask: Ask | None = None
+        if is_client:
+            ask = check_client_body(document, len(raw), self._policy.rules, self._bounds())
+        if scope["method"] not in ("POST", "PUT"):
+            return RequestBody(raw, document), None
+        path = routed_path(scope)
+        found = self._resolve(caller if is_client else ANYONE, path, RequestBody(raw, document))
+        return found, None if path in WITHOUT_MODEL else ask
+
+    def _resolve(self, caller: Caller, path: str, found: RequestBody) -> RequestBody:
+        """The body with its adapters' names resolved, as if others' adapters were not there.
+
+        So a key meets the same words for an adapter of others and for one that is not there. A key
+        for all adapters is told of what is wrong further in: other reasons to refuse come first.
+        """
+        if self._names is None or not isinstance(found.document, dict):
+            return found
+        names = self._names()
+        if caller.adapters is not None:
+            allowed = frozenset(n for n in caller.adapters if n in names.adapters)
+            names = replace(names, adapters=allowed)
         try:
-            # First as if others' adapters were not there, so that no other error tells of them.
-            self._adapters_of(path, body, caller.adapters)
-            asked = self._adapters_of(path, body, None)
-        except UnknownAdapterError:
-            raise NotAllowedError("this key may not use that adapter") from None
-        if None in asked and not caller.base_model and path not in WITHOUT_MODEL:
+            resolved = adapter_names.resolve(
+                path, found.document, names, everywhere=caller.is_restricted
+            )
+        except EsftError as error:
+            if not caller.is_restricted:
+                return replace(found, refusal=error)
+            if isinstance(error, UnknownAdapterError):
+                raise NotAllowedError("this key may not use that adapter") from None
+            raise
+        if None in resolved.asked and not caller.base_model and path not in WITHOUT_MODEL:
             raise NotAllowedError("this key may not use the base model: name an adapter")
-        if caller.adapters is not None and not set(asked) - {None} <= caller.adapters:
-            raise NotAllowedError("this key may not use that adapter")
+        if resolved.rewritten is not None:
+            found = RequestBody(json.dumps(resolved.rewritten).encode(), resolved.rewritten)
+        used = frozenset(filter(None, resolved.asked)) if path in ADAPTER_ROUTES else frozenset()
+        return replace(found, adapters=used)
 
     def _with_inner_key(self, scope: Scope) -> Scope:
         if self._inner_key is None:
@@ -322,8 +324,8 @@ def _note_key(caller: Caller) -> None:
 
 def _presented_key(headers: Headers) -> str:
     """The one key of a request, as a bearer token or as `x-api-key`. Raises NoKeyError."""
-    keys = set(_values(headers, b"x-api-key"))
-    for value in _values(headers, b"authorization"):
+    keys = set(header_values(headers, b"x-api-key"))
+    for value in header_values(headers, b"authorization"):
         scheme, _, token = value.partition(" ")
         if scheme.lower() != "bearer":
             raise NoKeyError("send the key as Authorization: Bearer KEY")
@@ -333,45 +335,15 @@ def _presented_key(headers: Headers) -> str:
     return keys.pop()
 
 
-def _values(headers: Headers, name: bytes) -> list[str]:
-    return origins.values_of(headers, name)
-
-
 def _is_preflight(scope: Scope) -> bool:
     headers: Headers = scope["headers"]
     return (
         scope["method"] == "OPTIONS"
-        and bool(_values(headers, b"origin"))
-        and bool(_values(headers, b"access-control-request-method"))
+        and bool(header_values(headers, b"origin"))
+        and bool(header_values(headers, b"access-control-request-method"))
     )
 
 
 def _is_form(scope: Scope) -> bool:
-    kinds = _values(scope["headers"], b"content-type")
+    kinds = header_values(scope["headers"], b"content-type")
     return any(kind.startswith("multipart/form-data") for kind in kinds)
-
-
-async def _read(receive: Receive, rules: BodyRules) -> bytes | None:
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        bodies.check_size(size, rules)
-        if chunk:
-            chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-def _replay(raw: bytes, receive: Receive) -> Receive:
-    """Give the body once; afterwards what really arrives, which is the client's leaving."""
-    pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def replayed() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replayed

@@ -101,7 +101,7 @@ class KeyRing:
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key. Header bytes that are not text of a key differ from any key."""
+    """What is kept of a key. Header bytes that are not characters of a key differ from any key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -196,7 +196,7 @@ def _with_secret(caller: Caller, fields: Mapping[str, object], where: str) -> Ke
 def _flag(fields: Mapping[str, object], name: str, where: str, *, default: bool) -> bool:
     value = fields.get(name, default)
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}: {name} is true or false")
+        raise ConfigError(f"{where}: {name} is a boolean")
     return value
 
 
@@ -205,7 +205,7 @@ def _limit(fields: Mapping[str, object], name: str, where: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-        raise ConfigError(f"{where}: {name} is a whole number from 1")
+        raise ConfigError(f"{where}: {name} is an integer from 1")
     return value
 
 
@@ -213,10 +213,10 @@ def _adapters(value: object, where: str) -> frozenset[str] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise ConfigError(f"{where}: adapters is a list of names")
+        raise ConfigError(f"{where}: adapters is a list of strings")
     for name in value:
         if not isinstance(name, str):
-            raise ConfigError(f"{where}: adapters is a list of names")
+            raise ConfigError(f"{where}: adapters is a list of strings")
         try:
             validate_adapter_name(name)
         except EsftError as error:

@@ -1,4 +1,4 @@
-"""Where a request comes from, as its headers say: the Host it asked for, the page that asks.
+"""What a request's headers say: how large they are, the Host it asked for, the page that asks.
 
 A browser sends any page's requests to this machine's servers. Without keys only pages and names of
 this machine are answered, so that a page from elsewhere cannot use a server that listens on
@@ -12,9 +12,11 @@ import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from sgl_esft.access.bodies import Headers
-from sgl_esft.errors import BadBodyError, NotAllowedError
+from sgl_esft.errors import BadBodyError, HeadersTooLargeError, NotAllowedError
+from sgl_esft.http.answers import Headers, header_values
 
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 16 << 10
 ANY_ORIGIN = "*"
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?")
 
@@ -29,9 +31,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def values_of(headers: Headers, name: bytes) -> list[str]:
-    """All values of one header."""
-    return [value.decode("latin-1") for key, value in headers if key.lower() == name]
+def check_headers(headers: Headers) -> None:
+    """Raises HeadersTooLargeError."""
+    if len(headers) > MAX_HEADERS:
+        raise HeadersTooLargeError(f"a request may have {MAX_HEADERS} headers")
+    if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        raise HeadersTooLargeError(f"a request's headers may have {MAX_HEADER_BYTES} bytes")
 
 
 def check_host(headers: Headers, *, has_keys: bool) -> None:
@@ -40,7 +45,7 @@ def check_host(headers: Headers, *, has_keys: bool) -> None:
     None at all, as old probes of load balancers send, will do where keys are asked for: then the
     host decides nothing.
     """
-    hosts = values_of(headers, b"host")
+    hosts = header_values(headers, b"host")
     are_enough = len(hosts) == 1 or (has_keys and not hosts)
     if not are_enough or any(not _HOST.fullmatch(host) for host in hosts):
         raise BadBodyError("the Host header must be one host, with or without a port")
@@ -53,7 +58,7 @@ def check_host(headers: Headers, *, has_keys: bool) -> None:
 
 def check_origin(headers: Headers, allowed: Collection[str]) -> None:
     """Raises NotAllowedError for a page that is neither ours, this machine's nor allowed."""
-    for origin in values_of(headers, b"origin"):
+    for origin in header_values(headers, b"origin"):
         if ANY_ORIGIN in allowed or origin in allowed or _is_local(origin, headers):
             continue
         raise NotAllowedError("web pages of this origin are not allowed: see --allowed-origins")
@@ -64,9 +69,9 @@ def check_site(headers: Headers, allowed: Collection[str], *, has_keys: bool) ->
 
     Only where no key is asked for: a page cannot give one to an image or a link.
     """
-    if has_keys or ANY_ORIGIN in allowed or values_of(headers, b"origin"):
+    if has_keys or ANY_ORIGIN in allowed or header_values(headers, b"origin"):
         return
-    if "cross-site" in values_of(headers, b"sec-fetch-site"):
+    if "cross-site" in header_values(headers, b"sec-fetch-site"):
         raise NotAllowedError("images and links of other web pages are not allowed here")
 
 
@@ -78,4 +83,4 @@ def _is_local(origin: str, headers: Headers) -> bool:
         return False
     if parts.scheme not in ("http", "https") or host is None:
         return False
-    return is_loopback(host) or parts.netloc in values_of(headers, b"host")
+    return is_loopback(host) or parts.netloc in header_values(headers, b"host")

@@ -1,7 +1,7 @@
 """Which adapter an HTTP request means, settled before SGLang sees the request.
 
-    client -> [AdapterMiddleware: adapter / lora_path / model -> one adapter or 404] -> SGLang
-                                  not loaded, but on disk -> library.ensure
+    gate --body's adapter / lora_path / model--> [resolve] --> one adapter for each prompt, or 404
+      └--RequestBody--> [AdapterNames: on disk -> library.ensure] --> SGLang
 
 SGLang knows `lora_path` and `model="base:adapter"`, ignores fields and model
 names it does not know, and would then answer with the base model. Here
@@ -11,7 +11,6 @@ in /v1/models suggest, and what names nobody is a 404.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,8 @@ from sgl_esft.errors import (
     EsftError,
     UnknownAdapterError,
 )
-from sgl_esft.http.answers import App, Message, Receive, Scope, Send, send_error
+from sgl_esft.http.answers import App, Receive, Scope, Send, send_error
+from sgl_esft.http.body import body_of
 from sgl_esft.http.classes import routed_path
 
 Body = dict[str, Any]
@@ -82,12 +82,31 @@ class KnownNames:
         return (", ".join(names[:_MAX_LISTED]) or "none") + more
 
 
-def resolve_body(path: str, body: Body, names: KnownNames) -> Body | None:
-    """The body SGLang should see, None for the one it was given.
+@dataclass(frozen=True)
+class Resolved:
+    """What a body asks for."""
 
-    Raises AdapterNameError, UnknownAdapterError, or ConfigError for fields that
-    contradict each other and for a route that cannot use an adapter.
+    rewritten: Body | None  # what SGLang should see; None: what came
+    asked: frozenset[str | None]  # adapters; None is the base
+
+
+def resolve(path: str, body: Body, names: KnownNames, *, everywhere: bool = False) -> Resolved:
+    """Which adapters a body means, by `names`.
+
+    everywhere: check `lora_path` on routes besides ADAPTER_ROUTES too, of which some read it.
+    Raises AdapterNameError, UnknownAdapterError, or ConfigError for fields that contradict each
+    other and for a route that cannot use an adapter.
     """
+    rewritten = _rewritten(path, body, names)
+    if path not in ADAPTER_ROUTES and not everywhere:
+        return Resolved(rewritten, frozenset())
+    named = (rewritten or body).get("lora_path")
+    each = named if isinstance(named, list) and named else [named]
+    return Resolved(rewritten, frozenset(map(names.check_adapter, each)))
+
+
+def _rewritten(path: str, body: Body, names: KnownNames) -> Body | None:
+    """The body SGLang should see, None for the one it was given."""
     fields = ("adapter", "lora_path") if path in ADAPTER_ROUTES else ("adapter",)
     for field in fields:
         _check_batch(body.get(field), body)
@@ -103,13 +122,6 @@ def resolve_body(path: str, body: Body, names: KnownNames) -> Body | None:
     if body.get("lora_path") == asked[0] and "adapter" not in body:
         return None
     return {**{k: v for k, v in body.items() if k != "adapter"}, "lora_path": asked[0]}
-
-
-def adapters_of(path: str, resolved: Body) -> frozenset[str]:
-    """The adapters that a resolved body asks for."""
-    asked = resolved.get("lora_path") if path in ADAPTER_ROUTES else None
-    names = asked if isinstance(asked, list) else [asked]
-    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _asked_for(body: Mapping[str, Any], fields: tuple[str, ...], names: KnownNames) -> list[Any]:
@@ -154,88 +166,38 @@ def _shown(value: object) -> str:
     return repr(value)[:120]
 
 
-async def _nothing_to_load(names: Collection[str]) -> None:
-    """Where all that is known is loaded."""
+class AdapterNames:
+    """Loads what a body asks for before SGLang sees it, or answers what is wrong with the names.
 
-
-class AdapterMiddleware:
-    """ASGI middleware: `resolve_body` for every JSON body that is posted or put.
-
-    Then `ensure`, for the adapters that it asks for. `refused_routes` are answered with an error,
-    whatever the method.
+    `refused_routes` are answered with an error, whatever the method. `ensure` None: weaving is off,
+    and no body names an adapter.
     """
 
     def __init__(
-        self,
-        app: App,
-        known_names: Callable[[], KnownNames],
-        refused_routes: Collection[str] = (),
-        ensure: Ensure = _nothing_to_load,
+        self, app: App, ensure: Ensure | None, refused_routes: Collection[str] = ()
     ) -> None:
-        self.app = app
-        self._known_names = known_names
+        self._app = app
         self._ensure = ensure
         self._refused_routes = refused_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = routed_path(scope) if scope["type"] == "http" else ""
-        if path in self._refused_routes:
-            await send_error(send, _refusal(path))
-            return
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
-            await self.app(scope, receive, send)
-            return
-        raw = await _read(receive)
         try:
-            body = _parse_object(raw)
-            changed = body and resolve_body(path, body, self._known_names())
-            await self._ensure(adapters_of(path, changed or body or {}))
+            if scope["type"] == "http":
+                await self._prepare(scope)
         except EsftError as error:
             await send_error(send, error)
-            return
-        if changed:
-            raw = json.dumps(changed).encode()
-            scope = _with_length(scope, len(raw))
-        await self.app(scope, _replay(raw, receive), send)
+        else:
+            await self._app(scope, receive, send)
 
-
-def _refusal(path: str) -> ConfigError:
-    return ConfigError(
-        f"{path} reads every expert slot, also those without memory: start the server with "
-        "--expert-memory padded"
-    )
-
-
-async def _read(receive: Receive) -> bytes:
-    chunks: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return b"".join(chunks)
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-def _parse_object(raw: bytes) -> Body | None:
-    """The JSON object, None for anything else, which is SGLang's to refuse."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return body if isinstance(body, dict) else None
-
-
-def _replay(raw: bytes, receive: Receive) -> Receive:
-    """Give the body once; afterwards what really arrives, which is the client's leaving."""
-    pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def replayed() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replayed
-
-
-def _with_length(scope: Scope, length: int) -> Scope:
-    headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
-    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+    async def _prepare(self, scope: Scope) -> None:
+        path = routed_path(scope)
+        if path in self._refused_routes:
+            raise ConfigError(
+                f"{path} reads every expert slot, also those without memory: start the server with "
+                "--expert-memory padded"
+            )
+        body = body_of(scope)
+        if body is not None and body.refusal is not None:
+            raise body.refusal
+        if body is not None and body.adapters and self._ensure is not None:
+            await self._ensure(body.adapters)

@@ -8,7 +8,6 @@ gate --> [Admission] --> SGLang, our routes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -71,9 +70,3 @@ class Admission:
                 await run_until(over, self._app, scope, receive, send, _GRACE_S)
         else:
             await self._app(scope, receive, send)
-
-
-def install(app: object, control: AdmissionControl) -> None:
-    """Put it around all of a FastAPI application, and inside whatever is put around later."""
-    build: Callable[[], App] = app.build_middleware_stack  # type: ignore[attr-defined]
-    app.build_middleware_stack = lambda: Admission(build(), control)  # type: ignore[attr-defined]

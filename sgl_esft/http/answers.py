@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from starlette.responses import Response
@@ -22,10 +22,16 @@ Scope: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The rest of the request is not wanted.
 _CLOSING = (BodyTooLargeError, HeadersTooLargeError, SlowBodyError)
+
+
+def header_values(headers: Headers, name: bytes) -> list[str]:
+    """All values of one header."""
+    return [value.decode("latin-1") for key, value in headers if key.lower() == name]
 
 
 def error_json(error: EsftError, status: int | None = None) -> bytes:

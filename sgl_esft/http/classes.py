@@ -97,7 +97,7 @@ _ADMIN: Mapping[str, tuple[str, ...]] = {
     "/open_session": _GET_POST,
     "/pause_generation": _POST,
     "/scale_elastic_ep": _POST,
-    # These two read whole weights. AdapterMiddleware refuses them where slots lack memory, and
+    # These two read whole weights. AdapterNames refuses them where slots lack memory, and
     # the group that the second one needs is made by a route that is off.
     "/send_weights_to_remote_instance": _POST,
     "/weights_checker": _GET_POST,

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+from sgl_esft.http.answers import Headers, header_values
 
 BASE: Final = "base"  # of the label `adapter`
 NO_ADAPTER: Final = "(none)"  # of a request that ended before it had one; no adapter has this name
 OTHERS: Final = "(others)"  # of adapters that are told apart no more; nor this one
 REQUEST_ID_HEADER: Final = b"x-request-id"
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass
@@ -79,7 +79,7 @@ def run_for_nobody(function: Callable[[], None]) -> None:
 
 def request_id_of(headers: Headers) -> str:
     """The client's `x-request-id`, if there is one and it is sane; else a new one."""
-    given = [value for name, value in headers if name.lower() == REQUEST_ID_HEADER]
+    given = header_values(headers, REQUEST_ID_HEADER)
     if len(given) == 1 and _SANE_ID.fullmatch(given[0]):
-        return given[0].decode()
+        return given[0]
     return uuid.uuid4().hex

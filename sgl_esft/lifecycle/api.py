@@ -3,26 +3,21 @@
     operator, dashboard --HTTP--> [ROUTES] --command--> AdapterLibrary
                                      └<-- AdapterRecord.to_json <-- Lister
 
-Errors have the shape of all errors of this package and the class's `http_status`. They are made by
-the routes' own class, so that the application's handlers for its other routes stay.
+Errors have the shape of all errors of this package and the class's `http_status`: http/routes.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
-from fastapi import FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 
-from sgl_esft.errors import BadBodyError, EsftError, UnknownAdapterError
-from sgl_esft.http.answers import as_response
+from sgl_esft.errors import UnknownAdapterError
+from sgl_esft.http.routes import Route
 from sgl_esft.lifecycle.jobs import Job
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.listing import Lister
@@ -30,7 +25,6 @@ from sgl_esft.lifecycle.schemas import (
     ADAPTER_EXAMPLE,
     LISTING_EXAMPLE,
     LOADING_EXAMPLE,
-    MAX_BODY_BYTES,
     ChangeBody,
     LoadBody,
     error_example,
@@ -39,7 +33,6 @@ from sgl_esft.lifecycle.schemas import (
 
 WAIT_TIMEOUT_S: Final = 600.0
 
-Endpoint: TypeAlias = Callable[..., Any]
 Wait: TypeAlias = Annotated[
     bool, Query(description="Answer when the work has ended, with its result or its error.")
 ]
@@ -59,17 +52,6 @@ class Backing:
 
     library: AdapterLibrary
     lister: Lister
-
-
-@dataclass(frozen=True)
-class Route:
-    """One route."""
-
-    method: str
-    path: str
-    endpoint: Endpoint
-    summary: str
-    responses: dict[int | str, dict[str, Any]] = field(default_factory=dict)
 
 
 async def list_adapters(request: Request) -> Any:
@@ -196,74 +178,7 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
-class AdapterRoute(APIRoute):
-    """A route whose errors have our shape, whatever handlers the application has."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, with errors turned into answers."""
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except EsftError as error:
-                return as_response(error)
-            except RequestValidationError as error:
-                return as_response(BadBodyError(_first_fault(error)))
-            except HTTPException as error:
-                return as_response(BadBodyError(str(error.detail)), error.status_code)
-
-        return handler
-
-
-def add_routes(
-    app: FastAPI,
-    backing_of: Callable[[], Backing],
-    routes: tuple[Route, ...] = ROUTES,
-    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
-) -> None:
-    """Add routes to an application, before those of the same path that it has.
-
-    `backing_of` is called for each request: what it answers from may come after the application.
-    `protect` marks an endpoint for the application's own access control.
-    """
-    app.state.esft_adapters = backing_of
-    replaced = {(route.path, route.method) for route in routes}
-    app.router.routes[:] = [
-        *(_made(route, protect) for route in routes),
-        *(each for each in app.router.routes if not _is_one_of(each, replaced)),
-    ]
-
-
-def _made(route: Route, protect: Callable[[Endpoint], Endpoint]) -> AdapterRoute:
-    return AdapterRoute(
-        route.path,
-        protect(route.endpoint),
-        methods=[route.method],
-        summary=route.summary,
-        responses=route.responses,
-        response_class=JSONResponse,
-        operation_id=f"adapters_{route.method.lower()}_{route.endpoint.__name__}",
-        tags=["adapters"],
-        max_body_size=MAX_BODY_BYTES,
-    )
-
-
-def _is_one_of(route: Any, replaced: set[tuple[str, str]]) -> bool:
-    methods = getattr(route, "methods", None) or ()
-    return len(methods) == 1 and (getattr(route, "path", ""), *methods) in replaced
-
-
 def backing(request: Request) -> Backing:
     """What this application's routes answer from."""
     found: Backing = request.app.state.esft_adapters()
     return found
-
-
-def _first_fault(error: RequestValidationError) -> str:
-    """Where the body is wrong and how, without repeating what a client sent."""
-    faults = error.errors()
-    first = faults[0]
-    where = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{where}: {first['msg']}{more}; GET /openapi.json describes the body"

@@ -8,7 +8,9 @@ They answer when the work has ended. What they do is what the routes of api.py d
 
 from __future__ import annotations
 
-from fastapi import Request
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from sgl_esft.errors import (
@@ -20,7 +22,8 @@ from sgl_esft.errors import (
     UserError,
 )
 from sgl_esft.http.answers import as_response
-from sgl_esft.lifecycle.api import WAIT_TIMEOUT_S, AsciiJson, Route, backing
+from sgl_esft.http.routes import Endpoint, Route, add_routes
+from sgl_esft.lifecycle.api import ROUTES, WAIT_TIMEOUT_S, AsciiJson, Backing, backing
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.schemas import (
     SglangLoadBody,
@@ -147,3 +150,16 @@ COMPAT_ROUTES: tuple[Route, ...] = (
         {200: _OK, 400: _FAILED},
     ),
 )
+
+
+def install(
+    app: FastAPI,
+    backing_of: Callable[[], Backing],
+    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+) -> None:
+    """Add the adapter routes to an application, ours and these, in place of its own.
+
+    `backing_of` is called for each request: what it answers from may come after the application.
+    """
+    app.state.esft_adapters = backing_of
+    add_routes(app, (*ROUTES, *COMPAT_ROUTES), protect)

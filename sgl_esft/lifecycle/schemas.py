@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MAX_BODY_BYTES: Final = 16 << 10
 MAX_PATH_LENGTH: Final = 4096
 
 # What is legal in a name is said by validate_adapter_name, whose error names the rule.

@@ -147,6 +147,8 @@ class _Answer:
 
     def error_type(self) -> str | None:
         """The error's class, as the answer says it; None if it does not."""
+        if not self.error:
+            return None
         try:
             told: Any = json.loads(self.error.removeprefix(b"data: "))
         except (ValueError, RecursionError):

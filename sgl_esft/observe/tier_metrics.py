@@ -8,29 +8,13 @@ What is counted elsewhere is published as differences: a Prometheus counter can 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter
 
-
-class SlotUses(Protocol):
-    """What a rank's adapter slots did as a cache, since the start."""
-
-    num_hits: int
-    num_misses: int
-    num_evictions: int
-
-
-class EngineCounters(Protocol):
-    """What the host tier did, since the start."""
-
-    num_loads: int
-    num_failed_loads: int
-    load_seconds: float
-    num_replacements: int
-    num_evictions: int
-    num_reloads: int
+    from sgl_esft.lifecycle.sglang_engine import EngineCounters
+    from sgl_esft.weave.slot_table import SlotUses
 
 
 class _Total:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Gate, InnerKey, Policy
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits
-from sgl_esft.errors import ConfigError, UnknownAdapterError
-from sgl_esft.http.answers import Message, Scope
+from sgl_esft.http.adapter_names import KnownNames
+from sgl_esft.http.answers import Message, Receive, Scope
 
 CLIENT_KEY = "client-key-0123456789"
 ADMIN_KEY = "admin-key-0123456789"
@@ -37,22 +37,11 @@ RING = KeyRing(
     ]
 )
 BOUNDS = ModelBounds(vocab_size=300, context_length=1000)
-LOADED = {"math", "law"}
+NAMES = KnownNames(frozenset({"math", "law"}), frozenset({"base", "/models/base"}))
 
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
-
-
-def adapters_of(
-    path: str, body: Mapping[str, Any], there: Collection[str] | None
-) -> Collection[str | None]:
-    name = body.get("adapter")
-    if name is not None and name not in (LOADED if there is None else LOADED & set(there)):
-        raise UnknownAdapterError("adapter is not loaded; loaded: law, math")
-    if name is not None and path == "/v1/responses":
-        raise ConfigError("/v1/responses cannot use an adapter")
-    return {name}
 
 
 @dataclass
@@ -129,7 +118,7 @@ def gate(
         policy or Policy(keys=RING),
         KeyLimits(clock),
         lambda: BOUNDS,
-        adapters_of,
+        lambda: NAMES,
         inner_key,
     )
 
@@ -166,15 +155,29 @@ def scope_of(method: str, path: str, headers: list[tuple[str, str]], **more: Any
     }
 
 
+async def unread() -> Message:
+    """For a receive that nobody may call."""
+    raise AssertionError("the body was read")
+
+
+async def gone() -> Message:
+    """The receive of a client that has left."""
+    return {"type": "http.disconnect"}
+
+
 async def raw_call(
     app: Gate,
     method: str,
     path: str,
     headers: list[tuple[str, str]],
     chunks: tuple[bytes, ...] = (b"",),
+    then: Receive | None = None,
     **more: Any,
 ) -> Answer | None:
-    """One request; None if nothing was answered. `chunks` that end early: the client hangs."""
+    """One request; None if nothing was answered.
+
+    then: what is received after the chunks. None: the client hangs.
+    """
     waiting = [
         {"type": "http.request", "body": chunk, "more_body": number < len(chunks)}
         for number, chunk in enumerate(chunks, 1)
@@ -184,8 +187,10 @@ async def raw_call(
     async def receive() -> Message:
         if waiting:
             return waiting.pop(0)
+        if then is not None:
+            return await then()
         await asyncio.sleep(3600)
-        return {"type": "http.disconnect"}
+        return await gone()
 
     async def send(message: Message) -> None:
         sent.append(message)

@@ -6,13 +6,16 @@ import contextlib
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_esft.access import bodies, sampling
-from sgl_esft.access.bodies import Ask, BodyRules, ModelBounds
-from sgl_esft.errors import BadBodyError, BodyTooLargeError, HeadersTooLargeError
+from sgl_esft.access import bodies
+from sgl_esft.access.bodies import FIELDS, SAMPLING_INTERNAL, TYPES, Ask, BodyRules, ModelBounds
+from sgl_esft.errors import BadBodyError
+from sgl_esft.http.body import MAX_DEPTH, parse
 
 BOUNDS = ModelBounds(vocab_size=300, context_length=1000)
 RULES = BodyRules()
@@ -20,7 +23,7 @@ RULES = BodyRules()
 
 def ask(body: Any, rules: BodyRules = RULES) -> Ask:
     raw = json.dumps(body).encode()
-    return bodies.check_client_body(bodies.parse(raw), len(raw), rules, BOUNDS)
+    return bodies.check_client_body(parse(raw), len(raw), rules, BOUNDS)
 
 
 def nested(depth: int) -> bytes:
@@ -55,7 +58,7 @@ def nested(depth: int) -> bytes:
 )
 def test_not_parsed(raw: bytes) -> None:
     with pytest.raises(BadBodyError):
-        bodies.parse(raw)
+        parse(raw)
 
 
 @pytest.mark.parametrize(
@@ -63,24 +66,24 @@ def test_not_parsed(raw: bytes) -> None:
     [b"{}", b"[]", b"7", b'"x"', b"null", nested(32), b'{"a": [9223372036854775807, -1.5e300]}'],
 )
 def test_parsed(raw: bytes) -> None:
-    assert bodies.parse(raw) == json.loads(raw)
+    assert parse(raw) == json.loads(raw)
 
 
 TEXT = {"text": "x"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"sampling_params": {"n": 5_000_000}}, "n must be a whole number from 0 to 128"),
+    ({"sampling_params": {"n": 5_000_000}}, "n must be an integer from 0 to 128"),
     ({"sampling_params": {"n": -1}}, "n must be"),
     ({"sampling_params": [{"n": 1}, {"n": 129}]}, "n must be"),
     ({"n": "5000000"}, "n must be"),
     ({"n": 1.5}, "n must be"),
     ({"n": {"a": 1}}, "n must be"),
     ({"best_of": 1 << 40}, "best_of must be"),
-    ({"max_tokens": 1001}, "max_tokens must be a whole number from 0 to 1000"),
+    ({"max_tokens": 1001}, "max_tokens must be an integer from 0 to 1000"),
     ({"max_completion_tokens": -1}, "max_completion_tokens must be"),
     ({"sampling_params": {"max_new_tokens": 1 << 62}}, "max_new_tokens must be"),
     ({"sampling_params": {"min_new_tokens": 1001}}, "min_new_tokens must be"),
     ({"options": {"num_predict": 1001}}, "num_predict must be"),
-    ({"options": {"num_predict": -1}}, "num_predict must be a whole number from 0 to 1000"),
+    ({"options": {"num_predict": -1}}, "num_predict must be an integer from 0 to 1000"),
     ({"prompt": "x", "n": 128, "num_predict": -2}, "num_predict must be"),
     ({"top_logprobs_num": 1_000_000_000}, "top_logprobs_num must be"),
     ({"top_logprobs_num": [1, 101]}, "top_logprobs_num must be"),
@@ -144,14 +147,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"schema": "a" * (1 << 16)}}, "response_format may have 65536"),
     ({"text": {"format": {"schema": "a" * (1 << 16)}}}, "text may have 65536"),
     ({"rid": "a" * 257}, "rid may have 256"),
-    ({"rid": ["a"]}, "rid is a text, or with a list"),
-    ({"text": ["x", "y"], "rid": ["a"]}, "rid is a text, or with a list"),
-    ({"text": ["x", "y"], "rid": ["a", "a"]}, "a list of different texts"),
+    ({"rid": ["a"]}, "rid is a string, or with a list"),
+    ({"text": ["x", "y"], "rid": ["a"]}, "rid is a string, or with a list"),
+    ({"text": ["x", "y"], "rid": ["a", "a"]}, "a list of different strings"),
     ({"input_ids": []}, "input_ids must not be empty"),
     ({"prompt": [[1], []]}, "prompt must not be empty"),
-    ({"stop_regex": "(a+)+"}, "stop_regex may match 256 characters"),
+    ({"stop_regex": "a"}, "it needs a server with --allow-stop-regex"),
+    ({"sampling_params": {"stop_regex": ["a"]}}, "--allow-stop-regex"),
     ({"sampling_params": [{"n": 2}, {"temperature": "1"}]}, "temperature must be a number"),
-    ({"sampling_params": {"n": 2.0}}, "n must be a whole number"),
+    ({"sampling_params": {"n": 2.0}}, "n must be an integer"),
     ({"sampling_params": {"stop_regex_strs": ["(a+)+"]}}, "stop_regex_strs: not for clients"),
     ({"session_params": []}, "session_params is an object"),
     ({"session_params": {"offset": True}}, "session_params is an object"),
@@ -186,6 +190,7 @@ def test_refused(body: dict[str, Any], message: str) -> None:
         {"top_logprobs_num": [1, None], "token_ids_logprob": [[1], None]},
         {"prompt": ["x", "1"], "items": ["999999"], "query": "999999", "input": "999999"},
         {"prompt": [[1, 2], [3]], "input": [{"role": "user", "content": ["999999"]}]},
+        {"stop_regex": None, "sampling_params": {"stop_regex": []}},
         {"stop_sequences": ["a"] * 16, "text": "a" * (1 << 17), "response_format": {"type": "x"}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
         {"messages": "x", "input": 7, "sampling_params": "x", "options": [1, "x"]},
@@ -196,11 +201,80 @@ def test_taken(body: dict[str, Any]) -> None:
     ask({**TEXT, **body})
 
 
-def test_what_a_server_can_be_started_to_take() -> None:
-    rules = BodyRules(takes_logit_processors=True, takes_templates=True, takes_media=True)
-    ask({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, rules)
-    ask({**TEXT, "custom_logit_processor": "x", "image_data": "x"}, rules)
-    ask({"messages": [{"content": [{"type": "image_url"}]}]}, rules)
+EVERYTHING = BodyRules(
+    takes_logit_processors=True, takes_templates=True, takes_stop_regex=True, takes_media=True
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {**TEXT, "custom_logit_processor": "x", "sampling_params": {"custom_params": {"a": 1}}},
+        {"messages": [{"content": [{"type": "image_url"}]}]},
+        {**TEXT, "image_data": "x"},
+        {**TEXT, "stop_regex": ["a" * 256, r"[.!?]\s+$"]},
+    ],
+)
+def test_what_a_server_can_be_started_to_take(body: dict[str, Any]) -> None:
+    ask(body, EVERYTHING)
+    with pytest.raises(BadBodyError):
+        ask(body)
+
+
+@pytest.mark.parametrize("pattern", ["(", "*", "a{3,1}", "(" * 200, ["a", "("]])
+def test_a_pattern_that_is_none(pattern: object) -> None:
+    with pytest.raises(BadBodyError, match="stop_regex must be a regular expression"):
+        ask({**TEXT, "stop_regex": pattern}, EVERYTHING)
+
+
+def test_patterns_are_short_and_few() -> None:
+    for patterns, message in (("a" * 257, "may have 256"), (["a"] * 17, "too many")):
+        with pytest.raises(BadBodyError, match=message):
+            ask({**TEXT, "stop_regex": patterns}, EVERYTHING)
+
+
+GOOD: dict[str, list[Any]] = {
+    "a number": [0, 0.5, -1.5],
+    "an integer": [0, 7],
+    "a boolean": [True, False],
+    "a string": ["", "x"],
+    "a string or a list of strings": ["x", [], ["x", "y"]],
+    "a list of integers": [[], [1, 2]],
+    "an object of numbers": [{}, {"1": 0.5, "2": 1}],
+}
+SCALARS: list[Any] = [0, 0.5, True, "x"]
+LISTS: list[Any] = [["x"], [1], [None], [True], [[1]]]
+ANYTHING = [*SCALARS, *LISTS, {"1": "x"}, {"1": 0.5}, {"1": None}]
+
+
+@pytest.mark.parametrize("field", sorted(name for name in FIELDS if FIELDS[name].type))
+def test_each_sampling_parameter_takes_its_type_only(field: str) -> None:
+    """SGLang sends them to its scheduler as they came."""
+    kind = FIELDS[field].type
+    assert kind is not None
+    for value in (*GOOD[kind], None):
+        ask({"sampling_params": {field: value, "unknown": {}}}, EVERYTHING)
+    refused = [value for value in ANYTHING if not TYPES[kind](value)]
+    assert len(refused) >= 5
+    for value in refused:
+        with pytest.raises(BadBodyError, match=f"{field} must be {kind}"):
+            ask({"sampling_params": {field: value}}, EVERYTHING)
+
+
+@pytest.mark.parametrize("field", sorted(SAMPLING_INTERNAL))
+def test_sampling_parameters_of_sglangs_own_are_refused(field: str) -> None:
+    for value in ("x", [], ""):
+        with pytest.raises(BadBodyError, match=f"{field}: not for clients"):
+            ask({"sampling_params": {field: value}})
+    ask({"sampling_params": {field: None}})
+
+
+def test_every_sampling_parameter_of_sglangs_is_known() -> None:
+    fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    typed = {name for name, field in FIELDS.items() if field.type}
+    assert fields - typed - {*SAMPLING_INTERNAL} == set()
+    assert fields >= {*SAMPLING_INTERNAL}
 
 
 @pytest.mark.parametrize(
@@ -223,22 +297,10 @@ def test_what_is_asked_for(body: Any, sequences: int, tokens: int | None) -> Non
     assert found.tokens == tokens or tokens is None
 
 
-@pytest.mark.parametrize("field", bodies._NEW_TOKENS)
+@pytest.mark.parametrize("field", bodies.NEW_TOKENS)
 def test_no_field_takes_tokens_back(field: str) -> None:
     """A reservation below zero would let a key use more than it may."""
-    assert bodies._RANGES[field] == (0, "context_length")
-
-
-def test_sizes() -> None:
-    bodies.check_size(RULES.max_bytes, RULES)
-    with pytest.raises(BodyTooLargeError, match="2097152 bytes; --max-body-bytes"):
-        bodies.check_size(RULES.max_bytes + 1, RULES)
-    bodies.check_headers([(b"a", b"b")] * 100)
-    with pytest.raises(HeadersTooLargeError, match="100 headers"):
-        bodies.check_headers([(b"a", b"b")] * 101)
-    bodies.check_headers([(b"a", b"b" * 16383)])
-    with pytest.raises(HeadersTooLargeError, match="16384 bytes"):
-        bodies.check_headers([(b"a", b"b" * 16384)])
+    assert FIELDS[field].range == (0, "context_length")
 
 
 JSON = st.recursive(
@@ -251,20 +313,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=12,
 )
-FIELDS = sorted(
-    {
-        *bodies._RANGES,
-        *bodies._INTERNAL,
-        *bodies._MEDIA,
-        *sampling.FIELDS,
-        *bodies._TEXT_LENGTHS,
-        *bodies._NESTED,
-        "logit_bias",
-        "messages",
-        "text",
-    }
-)
-PARAMETERS = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6)
+NAMES = sorted({*FIELDS, *bodies.INTERNAL, *bodies.MEDIA, *bodies.NESTED, "messages"})
+PARAMETERS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6)
 
 
 @given(PARAMETERS, st.none() | PARAMETERS | st.lists(PARAMETERS, max_size=3))
@@ -276,15 +326,15 @@ def test_whatever_a_client_sends_is_taken_or_refused(outer: Any, inner: Any) -> 
         return
     assert 1 <= found.sequences <= bodies.MAX_SEQUENCES
     assert found.tokens >= 1
-    for field in bodies._RANGES:
-        for value in bodies._flat(body.get(field)):
-            assert value is None or -2 <= value <= 1 << 30
+    for name, field in FIELDS.items():
+        for value in bodies._flat(body.get(name)):
+            assert field.range is None or value is None or -2 <= value <= 1 << 30
 
 
 @given(st.binary(max_size=60) | st.text('[]{}",:1e9-.n ul', max_size=30).map(str.encode))
 def test_any_bytes_are_parsed_or_refused(raw: bytes) -> None:
     with contextlib.suppress(BadBodyError):
-        assert bodies.parse(raw) == json.loads(raw)
+        assert parse(raw) == json.loads(raw)
 
 
 @given(st.integers(1, 40), st.lists(st.booleans(), min_size=40, max_size=40))
@@ -293,8 +343,8 @@ def test_depth_is_counted_through_lists_and_objects(depth: int, kinds: list[bool
     for is_list in kinds[:depth]:
         value = [value] if is_list else {"a": value}
     raw = json.dumps(value).encode()
-    if depth <= bodies.MAX_DEPTH:
-        assert bodies.parse(raw) == value
+    if depth <= MAX_DEPTH:
+        assert parse(raw) == value
     else:
         with pytest.raises(BadBodyError, match="32 levels deep"):
-            bodies.parse(raw)
+            parse(raw)

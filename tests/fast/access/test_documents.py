@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import errors
-from sgl_esft.access import bodies, keys, patterns, sampling
+from sgl_esft.access import bodies, keys, origins
+from sgl_esft.access.bodies import FIELDS
+from sgl_esft.http.body import MAX_DEPTH
 from sgl_esft.http.classes import TABLE, RouteClass
 from sgl_esft_launch import access, flags
 
@@ -66,29 +68,22 @@ def test_routes_are_named_under_their_class(route_class: RouteClass) -> None:
 
 def test_bounds() -> None:
     text = section("Bodies")
+    assert FIELDS["n"].range == (0, 128)
     for part in (
-        f"at most {bodies.MAX_DEPTH} levels",
-        f"at most {bodies.MAX_HEADERS}, and {bodies.MAX_HEADER_BYTES >> 10} KiB",
-        f"{bodies._RANGES['n'][0]} to {bodies._RANGES['n'][1]}; prompts {bodies.MAX_PROMPTS}",
+        f"at most {MAX_DEPTH} levels",
+        f"at most {origins.MAX_HEADERS}, and {origins.MAX_HEADER_BYTES >> 10} KiB",
+        f"0 to 128; prompts {bodies.MAX_PROMPTS}",
         f"times `n` {bodies.MAX_SEQUENCES}",
-        f"{sampling.MAX_LOGIT_BIASES} biases",
-        f"0 to {bodies._RANGES['top_logprobs'][1]}",
-        f"| {bodies.MAX_STOPS}, of {bodies._TEXT_LENGTHS['stop']} and "
-        f"{bodies._TEXT_LENGTHS['stop_regex']} characters",
-        f"{patterns.MAX_WAYS} ways to match, of {patterns.MAX_MATCH_LENGTH} characters",
-        f"{bodies._TEXT_LENGTHS['regex']}, {bodies._TEXT_LENGTHS['ebnf'] >> 10} Ki and "
-        f"{bodies._TEXT_LENGTHS['json_schema'] >> 10} Ki characters",
+        f"{bodies.MAX_LOGIT_BIASES} biases",
+        "0 to {[1]}".format(FIELDS["top_logprobs"].range),
+        f"| {bodies.MAX_STOPS}, of {FIELDS['stop'].max_chars} and "
+        f"{FIELDS['stop_regex'].max_chars} characters",
+        f"{FIELDS['regex'].max_chars}, {(FIELDS['ebnf'].max_chars or 0) >> 10} Ki and "
+        f"{(FIELDS['json_schema'].max_chars or 0) >> 10} Ki characters",
     ):
         assert part in text, part
-    known = {*bodies._RANGES, *sampling.FIELDS, *bodies._TEXT_LENGTHS, *bodies._INTERNAL}
-    known |= {*bodies._NESTED, *bodies._GRAMMAR_OBJECTS, "session_params"}
-    known |= {
-        *bodies._MEDIA,
-        *bodies._MEDIA_PARTS,
-        "logit_bias",
-        bodies._LOGIT_PROCESSOR,
-        sampling.FIELD,
-    }
+    known = {*FIELDS, *bodies.INTERNAL, *bodies.MEDIA, *bodies.MEDIA_PARTS, *bodies.NESTED}
+    known |= {"session_params", bodies.LOGIT_PROCESSOR, bodies.TEMPLATE_FIELD}
     named = set(re.findall(r"`([a-z_]+)`", " ".join(first_cells("Bodies"))))
     assert named - known == set()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_esft.access.usage import UsageReader, tokens_of
+from sgl_esft.access.token_usage import UsageReader, tokens_of
 
 
 def meta(prompt: int, completion: int) -> dict[str, Any]:

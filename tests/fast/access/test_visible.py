@@ -21,9 +21,9 @@ from tests.fast.access.asgi import (
     ADMIN_KEY,
     BOUNDS,
     CLIENT_KEY,
+    NAMES,
     RING,
     TENANT_KEY,
-    adapters_of,
     bearer,
     call,
 )
@@ -60,7 +60,7 @@ METHODS = ["GET", "HEAD", "POST", "PATCH", "DELETE"]
 
 def gate(policy: Policy) -> Gate:
     app = Starlette(routes=[Route(path, answer, methods=METHODS) for path in PATHS])
-    return Gate(app, policy, KeyLimits(lambda: 0.0), lambda: BOUNDS, adapters_of)
+    return Gate(app, policy, KeyLimits(lambda: 0.0), lambda: BOUNDS, lambda: NAMES)
 
 
 def get(path: str, key: str | None) -> tuple[int, Any]:

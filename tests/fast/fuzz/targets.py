@@ -25,6 +25,7 @@ import atheris
 with atheris.instrument_imports(
     include=[
         "sgl_esft.access",
+        "sgl_esft.http.body",
         "sgl_esft.formats.adapter_config",
         "sgl_esft.formats.manifest",
         "sgl_esft.formats.adapter_paths",
@@ -37,6 +38,7 @@ with atheris.instrument_imports(
     from sgl_esft.access.keys import KeyRing
     from sgl_esft.formats.manifest import content_digest, read_manifest
     from sgl_esft.formats.safetensors_header import read_header
+    from sgl_esft.http.body import parse
 
 from sgl_esft.errors import BadBodyError, ConfigError, UserError
 from sgl_esft.formats.model_spec import MoeSpec
@@ -67,8 +69,9 @@ SPEC: Final = MoeSpec.from_config(
 def body(data: bytes) -> bool:
     """A request's body, as the gate reads it."""
     try:
-        document = bodies.parse(data)
-        ask = bodies.check_client_body(document, len(data), BodyRules(), BOUNDS)
+        document = parse(data)
+        rules = BodyRules(takes_stop_regex=True)
+        ask = bodies.check_client_body(document, len(data), rules, BOUNDS)
     except BadBodyError as error:
         _check_message(str(error))
         return False

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sgl_elastic.options import DEFAULT_HANG_TIMEOUT_S
 from sgl_esft import errors
-from sgl_esft.health import faults, phases, readiness, routes, service, watch
+from sgl_esft.health import faults, phases, readiness, service, watch
 from sgl_esft.health.heartbeat import Beat
 from sgl_esft.http.classes import TABLE
 from sgl_esft_launch import flags, health
@@ -29,7 +29,7 @@ def test_routes_and_their_classes() -> None:
         method, path = route.strip("`").split()
         declared = TABLE[path]
         assert (declared.methods, declared.route_class.value) == ({method}, route_class)
-    assert f"`timeout_s`, 0 to {routes.MAX_DRAIN_S:.0f}" in TEXT
+    assert f"`timeout_s`, 0 to {health.MAX_DRAIN_S:.0f}" in TEXT
 
 
 def test_flags_and_defaults() -> None:

@@ -7,13 +7,17 @@ import json
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
-from sgl_esft.health import routes
 from sgl_esft.health import service as service_module
 from sgl_esft.health.phases import Phase
+from sgl_esft.health.service import Service
 from sgl_esft.http import admission
 from sgl_esft.http.admission import Admission
 from sgl_esft.http.answers import Message
+from sgl_esft.http.routes import add_routes
+from sgl_esft_launch.health import routes_of
 from tests.fast.access.asgi import scope_of
 from tests.fast.health.fakes import Harness, run
 
@@ -122,21 +126,23 @@ def test_a_stream_whose_engine_is_lost_ends_with_an_error() -> None:
     run(scenario)
 
 
-def test_routes() -> None:
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
+def client_of(service: Service) -> TestClient:
+    app = FastAPI()
+    add_routes(app, routes_of(service))
+    return TestClient(app)
 
+
+def test_routes() -> None:
     async def scenario(h: Harness) -> None:
-        app = FastAPI()
-        app.include_router(routes.router(h.service))
-        client = TestClient(app)
+        client = client_of(h.service)
         assert client.get("/healthz").json() == {"status": "alive"}
         ready = client.get("/readyz")
         assert (ready.status_code, ready.json()["ready"]) == (200, True)
         for bad in ({"timeout_s": -1}, {"timeout_s": "x"}, {"timeout": 1}, [1], {"timeout_s": 1e9}):
-            assert client.post("/v1/drain", json=bad).status_code == 422
+            assert client.post("/v1/drain", json=bad).status_code == 400
         assert h.service.life.phase is Phase.SERVING
-        h.service.drain(5.0)
+        drained = client.post("/v1/drain", json={"timeout_s": 5})
+        assert (drained.status_code, drained.json()["in_flight"]) == (202, 0)
         ready = client.get("/readyz")
         assert (ready.status_code, ready.json()["reason"]) == (503, "the server is draining")
         await h.stopped()
@@ -146,14 +152,9 @@ def test_routes() -> None:
 
 def test_a_server_that_starts_cannot_be_drained_yet() -> None:
     """Its warm-up would be refused or cut, at which SGLang kills the process."""
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
 
     async def scenario(h: Harness) -> None:
-        app = FastAPI()
-        app.include_router(routes.router(h.service))
-        client = TestClient(app)
-        answer = client.post("/v1/drain", json={"timeout_s": 5})
+        answer = client_of(h.service).post("/v1/drain", json={"timeout_s": 5})
         assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
         assert answer.json()["error"]["type"] == "StartingError"
         assert h.service.life.phase is Phase.STARTING

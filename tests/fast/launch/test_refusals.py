@@ -1,9 +1,10 @@
-"""The launcher refuses, by name and with exit status 2, what must not be served."""
+"""The launcher refuses, by name and with exit status 2, what must not be served.
+
+What the plan alone refuses is in test_plan.py.
+"""
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 
 from sgl_esft.ports import pick_free_port
 from tests.support.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
-from tests.support.base_factory import write_random_base
 from tests.support.families import Families, Family
 from tests.support.launches import refusal_of
 from tests.support.servers import DP2_EP2, TP2_EP2, ServerSpec
@@ -47,50 +47,15 @@ def test_damaged_adapter(kind: str, family: Family, tmp_path: Path, refuse: Refu
     refuse(ServerSpec(family.base, (("bad", folder),)), expected.__name__)
 
 
-def test_missing_folder_and_bad_name(family: Family, tmp_path: Path, refuse: Refuse) -> None:
-    refuse(ServerSpec(family.base, (("x", tmp_path / "nothing"),)), "AdapterPathError")
-    refuse(ServerSpec(family.base, (("a b", family.adapters["a0"]),)), "AdapterNameError")
-
-
-def test_too_few_expert_slots(family: Family, refuse: Refuse) -> None:
-    spec = ServerSpec(family.base, family.named, ("--max-experts-per-adapter", "1"))
-    assert "--max-experts-per-adapter" in refuse(spec, "ConfigError")
-
-
 def test_plugin_left_out(family: Family, refuse: Refuse) -> None:
     """Without the hooks adapters would be ignored: no server then."""
     spec = ServerSpec(family.base, family.named)
     assert "SGLANG_PLUGINS" in refuse(spec, "HookError", {"SGLANG_PLUGINS": "another"})
 
 
-def test_unsupported_and_quantised_models(family: Family, tmp_path: Path, refuse: Refuse) -> None:
-    base = write_random_base(tmp_path / "base", "DeepseekV2ForCausalLM", seed=1)
-    config = json.loads((base / "config.json").read_text())
-    for change in (
-        {"architectures": ["LlamaForCausalLM"]},
-        {"quantization_config": {"quant_method": "fp8"}},
-    ):
-        (base / "config.json").write_text(json.dumps({**config, **change}))
-        refuse(ServerSpec(base), "UnsupportedModelError")
-
-
-def test_port_in_use(family: Family, refuse: Refuse) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        spec = ServerSpec(family.base, args=("--port", str(port)))
-        assert str(port) in refuse(spec, "ConfigError")
-
-
 def test_sglangs_lora_flags(family: Family, refuse: Refuse) -> None:
     spec = ServerSpec(family.base, args=("--lora-paths", "x=y"))
     assert "--esft-adapters" in refuse(spec, "ConfigError")
-
-
-def test_dp_attention_where_sglang_has_none(tmp_path: Path, refuse: Refuse) -> None:
-    base = write_random_base(tmp_path / "base", "MixtralForCausalLM", seed=1)
-    assert "DP attention" in refuse(ServerSpec(base, args=DP2_EP2), "UnsupportedModelError")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A library over real folders and a fake engine, behind the real routes and middleware."""
+"""A library over real folders and a fake engine, behind the real routes and layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fastapi import FastAPI, HTTPException, Request
 
 from sgl_esft.errors import AdapterFormatError
 from sgl_esft.formats.manifest import AdapterManifest
-from sgl_esft.http.adapter_names import AdapterMiddleware, KnownNames
-from sgl_esft.lifecycle.api import ROUTES, Backing, add_routes
+from sgl_esft.http.adapter_names import KnownNames
+from sgl_esft.lifecycle import compat
+from sgl_esft.lifecycle.api import Backing
 from sgl_esft.lifecycle.catalogue import Catalogue
-from sgl_esft.lifecycle.compat import COMPAT_ROUTES
 from sgl_esft.lifecycle.jobs import Job, JobKind
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.listing import Lister
+from tests.fast.http import stack
 from tests.fast.lifecycle.fake_engine import FakeEngine
 
 _sizes = itertools.count(1)
@@ -62,7 +63,7 @@ class Site:
         self.running: asyncio.Event | None = None  # a request waits for it, if it is there
         self.app = self._application()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
     def _application(self) -> FastAPI:
         app = FastAPI()
@@ -75,12 +76,9 @@ class Site:
         async def generate(request: Request) -> dict[str, Any]:
             return await self._generate(await request.json())
 
-        add_routes(app, lambda: Backing(self.library, self.lister), (*ROUTES, *COMPAT_ROUTES))
-        app.add_middleware(
-            AdapterMiddleware,
-            known_names=lambda: KnownNames(self.library.usable, frozenset({"demo"})),
-            ensure=self.library.ensure,
-        )
+        compat.install(app, lambda: Backing(self.library, self.lister))
+        names = lambda: KnownNames(self.library.usable, frozenset({"demo"}))  # noqa: E731
+        stack.install(app, names=names, ensure=self.library.ensure)
         return app
 
     async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""One way to declare a route of ours, and what the errors of any route are answered with.
+
+    Route --[add_routes]--> the application, in place of SGLang's of the same method and path
+      endpoint raises --> [_OurRoute] --> the error's own status, in our shape
+    SGLang's route raises ValueError --[answer_invalid_value]--> 400, or 500 where it is our defect
+                      anything else --[answer_defect]--> 500, traceback in the log
+
+SGLang checks some values where it uses them, and not all of its routes say so to the client: a
+parser that there is not, a prompt longer than the context. The text is not passed on, since it may
+repeat what the client sent; the log has it. A ValueError of this package is a defect here.
+Who may call a route is declared in classes.py, for all of the server's in one table.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from sgl_esft.errors import BadBodyError, EsftError, InternalError
+from sgl_esft.http.answers import as_response
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES: Final = 16 << 10  # of a route of ours
+Endpoint: TypeAlias = Callable[..., Any]
+
+_SGLANG = "sglang"
+_OURS = frozenset({"sgl_esft", "sgl_elastic", "sgl_esft_kernels"})
+_UNFIT = BadBodyError(
+    "the route cannot use a value of the body or of the address, or the prompt and the tokens that "
+    "were asked for are more than the model's context; GET /openapi.json describes the values"
+)
+_DEFECT = InternalError(
+    "the server has failed at this request, which is a defect: its log says where; please report it"
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route of ours; its endpoint may raise EsftError."""
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    summary: str
+    responses: dict[int | str, dict[str, Any]] = field(default_factory=dict)
+    tag: str = "adapters"  # of the OpenAPI page
+    status: int = 200  # of an answer that the endpoint gives as a value
+
+
+def add_routes(
+    app: FastAPI,
+    routes: Iterable[Route],
+    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+) -> None:
+    """Add routes to an application, before those of the same path that it has.
+
+    `protect` marks an endpoint for the application's own access control.
+    """
+    routes = tuple(routes)
+    replaced = {(route.path, route.method) for route in routes}
+    app.router.routes[:] = [
+        *(_made(route, protect) for route in routes),
+        *(each for each in app.router.routes if not _is_one_of(each, replaced)),
+    ]
+
+
+def _made(route: Route, protect: Callable[[Endpoint], Endpoint]) -> APIRoute:
+    return _OurRoute(
+        route.path,
+        protect(route.endpoint),
+        methods=[route.method],
+        status_code=route.status,
+        summary=route.summary,
+        responses=route.responses,
+        response_class=JSONResponse,
+        operation_id=f"{route.tag}_{route.method.lower()}_{route.endpoint.__name__}",
+        tags=[route.tag],
+        max_body_size=MAX_BODY_BYTES,
+    )
+
+
+def _is_one_of(route: Any, replaced: set[tuple[str, str]]) -> bool:
+    methods = getattr(route, "methods", None) or ()
+    return len(methods) == 1 and (getattr(route, "path", ""), *methods) in replaced
+
+
+class _OurRoute(APIRoute):
+    """A route whose errors have our shape, whatever handlers the application has."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, with errors turned into answers."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except EsftError as error:
+                return as_response(error)
+            except RequestValidationError as error:
+                return as_response(BadBodyError(_first_fault(error)))
+            except HTTPException as error:
+                return as_response(BadBodyError(str(error.detail)), error.status_code)
+
+        return handler
+
+
+def _first_fault(error: RequestValidationError) -> str:
+    """Where the body is wrong and how, without repeating what a client sent."""
+    faults = error.errors()
+    first = faults[0]
+    where = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return f"{where}: {first['msg']}{more}; GET /openapi.json describes the body"
+
+
+async def answer_invalid_value(request: Request, error: Exception) -> Response:
+    """FastAPI's handler of a ValueError: 400 BadBodyError. Raises what is no client's error."""
+    if isinstance(error, EsftError):  # of a hook: a ValueError too, so that SGLang's routes know it
+        return as_response(error)
+    if not _is_of_sglang(error):
+        raise error
+    path = request.scope["path"]
+    logger.warning("%s refused a value: %s", path, type(error).__name__, exc_info=error)
+    return as_response(_UNFIT)
+
+
+async def answer_defect(request: Request, error: Exception) -> Response:
+    """FastAPI's handler of everything else: 500 InternalError.
+
+    Starlette raises the error again behind the answer, and the web server logs its traceback.
+    """
+    return as_response(_DEFECT)
+
+
+def _is_of_sglang(error: Exception) -> bool:
+    """Whether SGLang's code raised it, or what that called, for a route of SGLang's.
+
+    Frames of FastAPI and the standard library do not count: they do what one of the two asked for.
+    """
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    known = [package for package in packages if package == _SGLANG or package in _OURS]
+    return bool(known) and known[0] == known[-1] == _SGLANG
