@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sgl_esft import env, platform, zoo
+from sgl_esft import env, hook_ledger, platform, zoo
 from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
@@ -17,7 +17,6 @@ from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, AdapterMiddleware, KnownNames
-from sgl_esft.plugin import register
 from sgl_esft_launch import access, adapters, health, observe, resolved
 from sgl_esft_launch.plan import LaunchPlan
 
@@ -31,7 +30,7 @@ def serve(launch: LaunchPlan) -> int:
 
     load_plugins()
     try:
-        register.verify()
+        hook_ledger.verify_required()
         server_args = resolve(launch)
         say(f"2/3 starting the engine{_described(launch)}")
         return run(launch, server_args, started, heartbeats)
