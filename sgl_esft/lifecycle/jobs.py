@@ -12,8 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from sgl_esft.errors import AdapterLoadTimeoutError
-from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase
-from sgl_esft.lifecycle.records import LoadView
+from sgl_esft.lifecycle.adapter_engine import LoadedAdapter, LoadPhase
 
 
 class JobKind(Enum):
@@ -48,12 +47,6 @@ class Job:
         """The engine's report of a load."""
         self.phase = phase
         self.progress = min(max(progress, 0.0), 1.0)
-
-    @property
-    def view(self) -> LoadView | None:
-        if self.kind is JobKind.UNLOAD:
-            return None
-        return LoadView(self.phase, self.progress, self.kind is JobKind.REPLACE)
 
     async def wait(self, timeout_s: float | None = None) -> LoadedAdapter | None:
         """What came of it; raises its error, or AdapterLoadTimeoutError. It goes on in any case."""

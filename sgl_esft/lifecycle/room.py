@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from sgl_esft.errors import OutOfHostMemoryError
 from sgl_esft.lifecycle.host_tier import HostEntry, HostLimits, plan_evictions
 from sgl_esft.lifecycle.registry import Registry
+from sgl_esft.lifecycle.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +37,6 @@ class LoadTimeouts:
     wait_s: float = 30.0  # a load, for others to leave
     stay_s: float = 2.0  # an adapter that others wait for, at least
     turn_s: float = 10.0  # a load whose turn it is, at least: those before it may take long
-
-
-class Tenants(Protocol):
-    """The adapters that take the room: sglang_engine.py."""
-
-    def draining_refs(self) -> Sequence[Any]:
-        """Of versions that no name means any more, and that the ranks still hold."""
-
-    def num_bytes_of(self, ref: Any) -> int:
-        """Of host memory, over all ranks."""
-
-    def unload_when_idle(self, ref: Any) -> asyncio.Task[None]:
-        """Unload what no name means any more once nobody uses it. It drains from now on."""
-
-    async def num_kept_slots(self) -> int | None:
-        """Adapter slots where a loaded adapter keeps its own; None where it does not."""
 
 
 class Room:
@@ -69,7 +53,6 @@ class Room:
         self._timeouts = timeouts
         self._knows_slots = False
         self._queue = asyncio.Lock()  # fair: who came first is first
-        self._came_s: dict[str, float] = {}  # adapter id -> when, by the monotonic clock
         self._leaving: asyncio.Task[None] | None = None  # of one that was in use
 
     @property
@@ -82,14 +65,6 @@ class Room:
         """Adapters that can be loaded at a time, as far as is known; None = no limit."""
         limits = (self._limits.max_names, self._limits.max_slots)
         return min((limit for limit in limits if limit is not None), default=None)
-
-    def note_came(self, adapter_id: str) -> None:
-        """An adapter's turn begins."""
-        self._came_s[adapter_id] = time.monotonic()
-
-    def note_left(self, adapter_id: str) -> None:
-        """The ranks hold it no more."""
-        self._came_s.pop(adapter_id, None)
 
     @asynccontextmanager
     async def taken_by(self, name: str, num_bytes: int) -> AsyncIterator[None]:
@@ -162,11 +137,7 @@ class Room:
     def _is_expected(self, ref: Any) -> bool:
         """Whether the request that it was loaded for may still be on its way to it."""
         is_used = self._registry.last_used_s(ref.lora_id) is not None
-        return not is_used and self._age_s(ref) < self._timeouts.stay_s
-
-    def _age_s(self, ref: Any) -> float:
-        """How long it has been there; what was loaded at launch, for ever."""
-        return time.monotonic() - self._came_s.get(ref.lora_id, -math.inf)
+        return not is_used and self._tenants.age_s(ref) < self._timeouts.stay_s
 
     async def _evict(self, name: str) -> bool:
         """Unload an adapter that is still idle; its name stays known."""
@@ -184,8 +155,10 @@ class Room:
             return
         others = [ref for name, ref in self._registry.refs().items() if name != coming]
         stayed_s = self._timeouts.stay_s
-        had_turn = [ref for ref in others if not ref.pinned and self._age_s(ref) >= stayed_s]
-        oldest = max(had_turn, key=self._age_s, default=None)
+        had_turn = [
+            ref for ref in others if not ref.pinned and self._tenants.age_s(ref) >= stayed_s
+        ]
+        oldest = max(had_turn, key=self._tenants.age_s, default=None)
         if oldest is None or await self._registry.take(oldest.lora_name) is None:
             return
         logger.info("adapter %s makes room for %s after its requests", oldest.lora_name, coming)

@@ -18,8 +18,8 @@ from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.lifecycle.rank_command_handler import RankGroup
+from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.metrics import MemoryMetrics
-from sgl_esft.memory.usage import measure_device
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import heat_hooks

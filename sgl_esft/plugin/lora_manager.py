@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from sgl_esft.errors import EsftError, UnsupportedModelError
-from sgl_esft.lifecycle.commands import Command, decode, is_command, named, reply_table
+from sgl_esft.lifecycle.commands import RankCommand, decode, is_command, named, reply_table
 from sgl_esft.lifecycle.rank_command_handler import ALONE, RankCommandHandler, RankGroup
 from sgl_esft.weave.batch_tags import BASE, BatchTags, tag_tokens
 from sgl_esft.weave.heat import HeatSampler
@@ -93,7 +93,7 @@ class EsftManager:
             return self._carry_out(decode(lora_ref.lora_path or ""))
         return self._report(lambda: self._command_handler.take_in(_source_of(lora_ref)))
 
-    def _carry_out(self, command: Command) -> Any:
+    def _carry_out(self, command: RankCommand) -> Any:
         try:
             reply = self._command_handler.answer(command)
         except EsftError as error:

@@ -14,8 +14,8 @@ from typing import Any
 
 from sgl_esft import sglang_api
 from sgl_esft.config import required_config
+from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.report import MemoryReport
-from sgl_esft.memory.usage import measure_device
 from sgl_esft.plugin import heat_hooks
 
 STATE_KEY = "esft_memory"

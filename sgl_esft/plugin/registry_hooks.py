@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_esft import sglang_api
 from sgl_esft.errors import EmptyPromptError, EsftError, UnknownAdapterError
-from sgl_esft.lifecycle.engine import nobody_looks
+from sgl_esft.lifecycle.adapter_engine import nobody_looks
 from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
 from sgl_esft.lifecycle.sglang_engine import engine_of
 

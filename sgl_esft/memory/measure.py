@@ -1,6 +1,6 @@
 """One rank's expert memory, counted now.
 
-adapters.py (who is where), expert_tensor.py (pages) -> [measure_device] -> memory_report.py
+plane.py (who is where), expert_tensor.py (pages) -> [measure_device] -> report.py
 """
 
 from __future__ import annotations
