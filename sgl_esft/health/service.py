@@ -210,7 +210,7 @@ class Service:
             case Act.FAIL:
                 self._run(self._fail())
             case Act.FORCE:
-                logger.warning("health: at once, so %d requests are lost", self.num_in_flight)
+                logger.warning("health: ended at once; %d requests are lost", self.num_in_flight)
                 kill_children()
                 self._exit(128 + signum)
             case Act.NOTHING:
