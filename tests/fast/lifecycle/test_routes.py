@@ -203,19 +203,6 @@ def test_an_unloaded_adapter_stays_away_until_it_is_asked_for(root: Path) -> Non
     on_site(root, test)
 
 
-def test_an_evicted_adapter_comes_back(root: Path) -> None:
-    async def test(site: Site) -> None:
-        await site.generate("math")
-        site.engine.evict("math")
-        assert (await site.adapters())["math"]["state"] == "on_disk"
-        assert (await site.generate("math")).status_code == 200
-        site.engine.evict("math")
-        assert (await site.client.delete("/v1/adapters/math?wait=true")).status_code == 204
-        assert (await site.generate("math")).status_code == 404
-
-    on_site(root, test)
-
-
 def test_replacing_lets_requests_in_flight_end_on_the_old(root: Path) -> None:
     async def test(site: Site) -> None:
         await site.client.post("/v1/adapters?wait=true", json={"name": "math", "pinned": True})
