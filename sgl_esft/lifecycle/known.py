@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from sgl_esft.errors import EsftError
 from sgl_esft.lifecycle.adapter_engine import AdapterEngine, LoadedAdapter
 from sgl_esft.lifecycle.catalogue import Catalogue, Source
-from sgl_esft.lifecycle.failures import Failure, Failures
 from sgl_esft.lifecycle.folders import Fingerprint, fingerprint
-from sgl_esft.lifecycle.jobs import Job, JobKind
+from sgl_esft.lifecycle.jobs import Failure, Job, JobKind
 from sgl_esft.lifecycle.states import Action, Command, Situation, decide
 
 logger = logging.getLogger(__name__)
+
+_MAX_FAILURES: Final = 256  # the newest are kept
 
 
 class KnownAdapters:
@@ -31,7 +34,7 @@ class KnownAdapters:
         self.jobs: dict[str, Job] = {}  # what goes on, by name
         self.sources: dict[str, Source] = {}  # of what was loaded once; it may have been evicted
         self._engine = engine
-        self._failures = Failures()
+        self._failures: dict[str, Failure] = {}  # of last works that failed, the newest last
         # Unloaded on purpose: no request brings it back until its folder changes or somebody asks.
         self._held: dict[str, Fingerprint | None] = {}
 
@@ -114,8 +117,9 @@ class KnownAdapters:
         if failure is None or (entry is not None and entry.folder == failure.folder):
             return
         seen = await asyncio.to_thread(fingerprint, failure.folder)
-        if seen is not None and seen != failure.seen:
-            self._failures.outdate(name, failure)
+        has_changed = seen is not None and seen != failure.seen
+        if has_changed and self._failures.get(name) is failure:
+            self._failures[name] = replace(failure, is_outdated=True)
 
     def folder_of(self, name: str) -> Path | None:
         """Where a load without a path reads from."""
@@ -143,20 +147,23 @@ class KnownAdapters:
     def note_loaded(self, name: str) -> None:
         """Its source is noted while a link still leads where it was followed."""
         self.loaded()
-        self._failures.forget(name)
+        self._failures.pop(name, None)
 
     def note_failure(self, job: Job, seen: Fingerprint | None, error: EsftError) -> None:
         """`seen`: the folder as it was when the work began."""
         shown = str(error).encode(errors="backslashreplace").decode()  # file names may be any bytes
         logger.warning("adapter %s: the %s failed: %s", job.name, job.kind.value, shown)
+        self._failures.pop(job.name, None)
         failure = Failure(job.kind, job.folder, seen, error.with_traceback(None))
-        self._failures.note(job.name, failure)
+        self._failures[job.name] = failure
+        if len(self._failures) > _MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]
 
     def forget(self, name: str) -> None:
         """It was unloaded on purpose."""
         entry = self.catalogue.entries.get(name)
         self.sources.pop(name, None)
-        self._failures.forget(name)
+        self._failures.pop(name, None)
         self._held.pop(name, None)
         if entry is not None:
             self._held[name] = entry.seen

@@ -44,10 +44,9 @@ from sgl_esft.lifecycle.content import (
     check_unchanged,
     read_content,
 )
-from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
-from sgl_esft.lifecycle.room import LoadTimeouts, Room
+from sgl_esft.lifecycle.room import HostLimits, LoadTimeouts, Room
 from sgl_esft.lifecycle.tenants import Tenants, log_failure, start
 from sgl_esft.lifecycle.transfer import transfer
 

@@ -94,9 +94,9 @@ def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
     def publish() -> None:
         nonlocal num_measured
         tier.set(plane.uses)
-        if num_measured != plane.num_changes:  # measuring goes through all layers
+        if num_measured != plane.uses.num_changes:  # measuring goes through all layers
             memory.set(measure_device(plane, config.expert_memory, rank, device, None))
-            num_measured = plane.num_changes
+            num_measured = plane.uses.num_changes
 
     return publish
 

@@ -119,7 +119,7 @@ class EsftManager:
         return self._make_result(True, "", self.plane.names)
 
     def _publish_changes(self) -> None:
-        now = (self.plane.num_changes, self.plane.uses.num_hits)
+        now = (self.plane.uses.num_changes, self.plane.uses.num_hits)
         if self._publish is not None and self._published != now:
             self._publish()
             self._published = now

@@ -1,6 +1,6 @@
 """The two subcommands about memory: `sgl-esft memory` of a running server, `sgl-esft plan` before.
 
-cli.py -> [run_memory] -> server_client -> MemoryReport -> [report_lines], memory_svg
+cli.py -> [run_memory] -> server_client.call -> MemoryReport -> [report_lines], memory_svg
        -> [run_plan]   -> model_sizes, adapter_shapes, memory/plan.py
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sgl_esft.byte_size import gigabytes, parse_bytes
-from sgl_esft.errors import ConfigError
+from sgl_esft.errors import ConfigError, ServerAnswerError
 from sgl_esft.formats.adapter_shapes import AdapterShape, profile_shapes, read_adapter_shape
 from sgl_esft.memory.model_sizes import ModelSizes, read_model_sizes
 from sgl_esft.memory.report import BASE_OWNER, DeviceMemory, LayerMemory, MemoryReport, PoolMemory
 from sgl_esft.tools import server_client
 from sgl_esft.tools.memory_svg import report_svg
-from sgl_esft.tools.server_client import fetch_report
 
 if TYPE_CHECKING:  # run_plan imports it: only planning needs the extension module
     from sgl_esft.memory.plan import MemoryPlan
 
 _EXIT_OK: Final = 0
+_ROUTE: Final = "/v1/memory"
 _TIMEOUT_S: Final = 10.0
 
 
@@ -37,7 +37,10 @@ def configure_memory(parser: argparse.ArgumentParser) -> None:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Fetch, draw, print."""
-    report = fetch_report(server_client.read_flags(arguments))
+    answer = server_client.call(server_client.read_flags(arguments), "GET", _ROUTE)
+    if answer is None:
+        raise ServerAnswerError(f"{arguments.url}{_ROUTE} answers with nothing.")
+    report = MemoryReport.from_json(answer)
     if arguments.svg:
         arguments.svg.write_text(report_svg(report), encoding="utf-8")
     if arguments.json:

@@ -51,12 +51,9 @@ ALLOWED: dict[str, str] = {
     "sgl_elastic:processes.py": "todo",
     "sgl_esft/health/detokenizer.py": "imports SGLang's detokenizer, which only that process needs",
     "sgl_esft/health/routes.py": "todo",
-    "sgl_esft/health/service.py:Service": "todo",
     "sgl_esft/http/error_handlers.py": "todo",
-    "sgl_esft/lifecycle/sglang_engine.py:SglangEngine": "todo",
     "sgl_esft/platform/kv_pools.py": "must be imported after SGLang, cpu.py while it is",
     "sgl_esft/platform/moe.py": "the MoE layer of the CPU, which benches compute with too",
-    "sgl_esft/weave/plane.py:AdapterPlane": "todo",
     "sgl_esft:EngineCounters": "observe, which lies lower, has its Protocol",
     "sgl_esft:SlotUses": "observe, which lies lower, has its Protocol",
 }

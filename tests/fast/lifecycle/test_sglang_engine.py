@@ -14,8 +14,8 @@ from sgl_esft import errors
 from sgl_esft.formats.manifest import content_digest
 from sgl_esft.lifecycle import tenants, transfer
 from sgl_esft.lifecycle.adapter_engine import LoadedAdapter, LoadPhase
-from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.registry import AdapterGoneError, acquire
+from sgl_esft.lifecycle.room import HostLimits
 from sgl_esft.lifecycle.sglang_engine import SglangEngine
 from tests.fast.lifecycle.fake_manager import FakeManager, make_engine
 from tests.support.adapter_factory import write_random_adapter, write_random_base
