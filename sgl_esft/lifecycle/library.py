@@ -222,12 +222,12 @@ class AdapterLibrary:
             seen = await asyncio.to_thread(fingerprint, job.folder)
             result = await self._work(job)
         except EsftError as error:
-            self._settle(job, seen, error)
+            self._finish(job, seen, error)
         except Exception as error:  # those who wait must hear of it
             logger.exception("the %s of adapter %s failed", job.kind.value, job.name)
-            self._settle(job, seen, InternalError(f"{type(error).__name__}: {error}"))
+            self._finish(job, seen, InternalError(f"{type(error).__name__}: {error}"))
         else:
-            self._settle(job, seen, result)
+            self._finish(job, seen, result)
 
     async def _work(self, job: Job) -> LoadedAdapter | None:
         if job.kind is JobKind.UNLOAD:
@@ -237,7 +237,7 @@ class AdapterLibrary:
         begin = self.engine.load if job.kind is JobKind.LOAD else self.engine.replace
         return await begin(job.name, job.folder, pinned=job.pinned, on_progress=job.note)
 
-    def _settle(
+    def _finish(
         self, job: Job, seen: Fingerprint | None, result: LoadedAdapter | EsftError | None
     ) -> None:
         """The job has ended; what was asked for meanwhile begins in the same breath."""

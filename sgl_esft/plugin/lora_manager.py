@@ -1,6 +1,6 @@
 """EsftManager: the adapter plane in the place SGLang built for LoRA.
 
-    SGLang scheduler / model runner --LoRA manager's calls--> [EsftManager] -> adapters.py
+    SGLang scheduler / model runner --LoRA manager's calls--> [EsftManager] -> weave/plane.py
                                                                             -> batch_tags.py
 
 SGLang carries a LoRA adapter through its whole stack: names, reference counts,

@@ -1,7 +1,7 @@
 """The way of a memory report from the ranks to HTTP.
 
     GET /v1/memory -> SGLang's get_internal_state -> [add_report] on every rank -> reply
-    GET /v1/heat   ->            "                ->       "      -> observe/heat_hooks.py
+    GET /v1/heat   ->            "                ->       "      -> heat_hooks.py
 
 SGLang asks every scheduler for its state; the reports of all ranks travel in that reply. They are
 made between two steps, so each is made only for the question whose subject it is.

@@ -45,7 +45,7 @@ def select_hooks() -> tuple[Hook, ...]:
     selected: tuple[Hook, ...] = hook_table.JSON_LOG_HOOKS if env.log_format() == "json" else ()
     if platform.is_active():
         selected += hook_table.CPU_HOOKS
-    if env.health_board() is not None:
+    if env.heartbeat_table() is not None:
         selected += hook_table.LAUNCHER_HOOKS
     config = current_config()
     if config is not None:

@@ -166,7 +166,7 @@ def test_too_few_held_out_texts_is_an_error() -> None:
 
 
 def test_the_saved_tokenizer_agrees_with_ours() -> None:
-    from transformers import AutoTokenizer  # after sgl_esft, which mends torchvision for it
+    from transformers import AutoTokenizer  # after sgl_esft, which repairs torchvision for it
 
     saved = AutoTokenizer.from_pretrained(zoo.base_path())
     text = "Hello, 27+15 -> ~!\n"
