@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from sgl_elastic.coordinator import app as elastic
 from sgl_elastic.coordinator.coordinator import Coordinator
-from sgl_esft.health.heartbeat import Board
+from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.ports import pick_free_port
 from sgl_esft_launch import flags, plan, serve
 
@@ -44,7 +44,7 @@ def _run_without_engine(app: FastAPI) -> None:
     sys.modules[_HTTP_SERVER] = entrypoints.http_server = stand_in
     utils.kill_process_tree = lambda *_, **__: None
     try:
-        serve.run(launch, None, 0.0, Board.create())
+        serve.run(launch, None, 0.0, HeartbeatTable.create())
     finally:
         utils.kill_process_tree = kill
         del sys.modules[_HTTP_SERVER], entrypoints.http_server
