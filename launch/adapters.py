@@ -18,11 +18,10 @@ from sgl_esft.formats.manifest import AdapterManifest
 from sgl_esft.http.adapter_names import KnownNames
 from sgl_esft.lifecycle import compat
 from sgl_esft.lifecycle.api import Backing
-from sgl_esft.lifecycle.catalogue import Catalogue
+from sgl_esft.lifecycle.catalogue import Catalogue, Watcher
 from sgl_esft.lifecycle.content import remember_at_launch
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.listing import Lister
-from sgl_esft.lifecycle.watch import Watcher
 from sgl_esft_launch import plan
 from sgl_esft_launch.plan import LaunchPlan
 
@@ -56,7 +55,7 @@ class LibraryHolder:
         """What requests may name now."""
         manager = self._manager()
         return KnownNames(
-            adapters=self.backing.library.usable,
+            adapters=self.backing.library.known.usable,
             base_models=frozenset({manager.served_model_name, manager.model_path}),
         )
 

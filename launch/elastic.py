@@ -18,12 +18,11 @@ from sgl_elastic.front.readiness import ElasticEngine
 from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.runtime import Runtime
 from sgl_elastic.types import AdapterEntry
-from sgl_esft import platform
+from sgl_esft import hook_ledger, platform
 from sgl_esft.errors import EsftError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.memory import metrics
-from sgl_esft.plugin import register
 from sgl_esft.weave.expert_memory import choose_page_bytes
 from sgl_esft_launch import flags, observe, plan, serve
 from sgl_esft_launch.plan import LaunchPlan
@@ -212,7 +211,6 @@ def _serve(planned: ElasticPlan) -> int:
     load_plugins()
     from sgl_elastic import front_hooks
     from sgl_elastic.front.sglang_wire import SglangWire
-    from sgl_esft import hook_ledger
 
     try:
         runtime = Runtime(
@@ -231,7 +229,7 @@ def _serve(planned: ElasticPlan) -> int:
     try:
         front_hooks.use(runtime)
         hook_ledger.install(front_hooks.FRONT_HOOKS)
-        register.verify()
+        hook_ledger.verify_required()
         server_args = serve.resolve(launch)
         serve.say(
             f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from sgl_esft import env, platform, zoo
+from sgl_esft import env, hook_ledger, platform, zoo
 from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
@@ -18,7 +18,6 @@ from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS
 from sgl_esft.http.routes import add_routes
-from sgl_esft.plugin import register
 from sgl_esft_launch import access, adapters, health, http_stack, observe, resolved
 from sgl_esft_launch.observe import tokenizer_manager
 from sgl_esft_launch.plan import LaunchPlan
@@ -33,7 +32,7 @@ def serve(launch: LaunchPlan) -> int:
 
     load_plugins()
     try:
-        register.verify()
+        hook_ledger.verify_required()
         server_args = resolve(launch)
         say(f"2/3 starting the engine{_described(launch)}")
         return run(launch, server_args, started, heartbeats)

@@ -71,7 +71,7 @@ def key() -> str | None:
     return os.environ.get(KEY) or None
 
 
-def health_board() -> Path | None:
+def heartbeat_table() -> Path | None:
     """Where loops of this server write that they turn; None outside our launcher."""
     text = os.environ.get(HEARTBEAT_TABLE)
     return Path(text) if text else None

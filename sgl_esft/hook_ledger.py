@@ -1,6 +1,6 @@
 """What a hook into SGLang is, and the proof that it is in place.
 
-    [hooks.py: the ledger] -> install() -> SGLang's HookRegistry -> verify()
+    [plugin/hook_table.py: the ledger] -> install() -> SGLang's HookRegistry -> verify()
 
 SGLang's plugin loader logs a failing hook and goes on, which would give a
 running server that answers adapter requests with the base model. So every hook
@@ -23,6 +23,8 @@ from packaging.specifiers import SpecifierSet
 from sgl_esft.errors import HookError
 
 _MISSING = object()
+
+_required: tuple[Hook, ...] | None = None  # without which this process must not serve
 
 
 class HookKind(Enum):
@@ -111,6 +113,29 @@ def install(hooks: Iterable[Hook]) -> None:
             HookRegistry.register(hook.target, hook.function, HookType(hook.kind.value))
     HookRegistry.apply_hooks()
     verify(hooks)
+
+
+def require(hooks: Iterable[Hook]) -> None:
+    """Install the plugin's hooks; from now on `verify_required` asks for them."""
+    global _required
+    hooks = tuple(hooks)
+    install(hooks)
+    _required = hooks
+
+
+def is_required() -> bool:
+    """Whether this process has the plugin's hooks already."""
+    return _required is not None
+
+
+def verify_required() -> None:
+    """The plugin's hooks were installed and are still in place. Raises HookError otherwise."""
+    if _required is None:
+        raise HookError(
+            "SGLang did not load the plugin 'sgl_esft': is it left out of SGLANG_PLUGINS, "
+            "or is the package not installed (pip install -e .)?"
+        )
+    verify(_required)
 
 
 def verify(hooks: Iterable[Hook]) -> None:

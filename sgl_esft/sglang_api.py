@@ -1,6 +1,7 @@
 """What weaving calls in SGLang: every such name, once, with what it must be.
 
-Imported only where SGLang runs; hooks.py names what is hooked, this file what is called.
+Imported only where SGLang runs. plugin/hook_table.py names what is hooked, this file what is
+called.
 """
 
 from __future__ import annotations

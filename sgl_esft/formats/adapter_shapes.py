@@ -1,6 +1,6 @@
 """How many experts an adapter has in each layer: all that planning its memory needs.
 
-expert_cfg.json, or a row of the paper's table 1 -> [AdapterShape] -> memory_plan.py
+expert_cfg.json, or a row of the paper's table 1 -> [AdapterShape] -> memory/plan.py
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 from sgl_esft.health.processes import kill_children
+
+logger = logging.getLogger(__name__)
 
 
 def leave_after(main: Callable[[], int]) -> None:
@@ -30,13 +31,21 @@ def leave_after(main: Callable[[], int]) -> None:
     leave(status)
 
 
-def leave_within(seconds: float, status: int) -> None:
-    """Whatever hangs: this process and all below it are gone by then."""
+def leave_within(
+    seconds: float,
+    status: int,
+    unless: threading.Event | None = None,
+    exit_: Callable[[int], None] = os._exit,
+) -> None:
+    """Whatever hangs: this process and all below it are gone by then, `unless` it is set first."""
+    closed = unless or threading.Event()
 
     def end() -> None:
-        time.sleep(seconds)
+        if closed.wait(seconds):
+            return
+        logger.error("health: no orderly end after %g s", seconds)
         kill_children()
-        os._exit(status)
+        exit_(status)
 
     threading.Thread(target=end, name="health-exit", daemon=True).start()
 

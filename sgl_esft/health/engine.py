@@ -82,7 +82,7 @@ class PlainEngine:
 
 
 def leave_children_to_us(manager: Any) -> None:
-    """SGLang's watchdog would kill this process, with every answer that it still owes."""
+    """SGLang's watchdog would kill this process, and with it answers that are not sent yet."""
     watchdog = manager._subprocess_watchdog
     if watchdog is not None:
         watchdog._stop_event.set()

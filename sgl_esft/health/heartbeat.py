@@ -124,7 +124,7 @@ def beat_rank(scheduler: Any) -> None:
 
 def slot_of(index: int) -> Slot:
     """This process's slot in the table that the front made. Raises InvariantError."""
-    path = env.health_board()
+    path = env.heartbeat_table()
     if path is None:
         raise InvariantError(f"{env.HEARTBEAT_TABLE} is not set, and there is a hook that needs it")
     return HeartbeatTable.open(path).slot(index)

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from sgl_esft.errors import (
     EsftError,
     StartingError,
 )
-from sgl_esft.health import phases, readiness
+from sgl_esft.health import ending, phases, readiness
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import DETOKENIZER, HeartbeatTable
 from sgl_esft.health.phases import Act, Event, Life, Phase
@@ -50,6 +50,31 @@ class Times:
     hang_s: float
 
 
+class InFlight:
+    """The requests that are being answered, and how they are ended before they are."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._over: asyncio.Future[EsftError] = asyncio.get_running_loop().create_future()
+
+    @contextmanager
+    def one_more(self) -> Iterator[asyncio.Future[EsftError]]:
+        """Yields a future that has the error by which the request is to end."""
+        self.number += 1
+        try:
+            yield self._over
+        finally:
+            self.number -= 1
+
+    async def end(self, error: EsftError) -> None:
+        """Returns when all have said so, or after _CUT_S."""
+        if not self._over.done():
+            self._over.set_result(error)
+        deadline = time.monotonic() + _CUT_S
+        while self.number and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+
+
 class Service:
     """`stop_server` makes the HTTP server end; `exit_` ends the process at once."""
 
@@ -72,17 +97,18 @@ class Service:
         self._clock_ns = clock_ns
         self._fault = ""
         self._closed = threading.Event()
-        self._num_in_flight = 0
         self._deadline_ns = 0  # of the drain
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watch = Watch(engine, self.detokenizer, self.note_fault, times.hang_s)
+        self._watch = Watch(
+            engine, lambda: detokenizer_loop(heartbeats), self.note_fault, times.hang_s
+        )
 
     # ---- what admission.py asks ----
 
     def begin(self) -> None:
         """In the event loop, before the server listens: hear signals, watch processes."""
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[EsftError] = self._loop.create_future()
+        self._in_flight = InFlight()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self.on_signal, number)
         self._loop.add_signal_handler(signal.SIGQUIT, self.on_quit)
@@ -103,33 +129,28 @@ class Service:
         left_s = max((self._deadline_ns - self._clock_ns()) / 1e9, 1.0)
         return DrainingError("the server is draining: ask another one, or again later", left_s)
 
-    @contextmanager
-    def in_flight(self) -> Iterator[asyncio.Future[EsftError]]:
+    def in_flight(self) -> AbstractContextManager[asyncio.Future[EsftError]]:
         """One more request that is to be answered before the end."""
-        self._num_in_flight += 1
-        try:
-            yield self._over
-        finally:
-            self._num_in_flight -= 1
+        return self._in_flight.one_more()
 
     # ---- what routes and others ask ----
-
-    def detokenizer(self) -> Loop:
-        """Its loop. From any thread."""
-        return Loop("the detokenizer", self._heartbeats.read(DETOKENIZER))
 
     def readiness(self) -> Readiness:
         """The answer of GET /readyz. From any thread."""
         trouble = self._fault or self._engine.trouble()
-        ranks, detokenizer, now_ns = self._engine.ranks(), self.detokenizer(), self._clock_ns()
         return readiness.judge(
-            self.life.phase, trouble, ranks, detokenizer, now_ns, self._times.ready_s
+            self.life.phase,
+            trouble,
+            self._engine.ranks(),
+            detokenizer_loop(self._heartbeats),
+            self._clock_ns(),
+            self._times.ready_s,
         )
 
     @property
     def num_in_flight(self) -> int:
         """Requests that are being answered."""
-        return self._num_in_flight
+        return self._in_flight.number
 
     def drain_left_s(self) -> float:
         """Seconds until what is in flight is cut; 0 when the server does not drain."""
@@ -166,7 +187,7 @@ class Service:
         if self._fault or self.life.phase in (Phase.STOPPING, Phase.FAILED):
             return
         self._fault = fault
-        self._exit_after(FAIL_S, phases.EXIT_FAILED)
+        ending.leave_within(FAIL_S, phases.EXIT_FAILED, self._closed, self._exit)
         self._from_thread(lambda: self._take(Event.FAULT))
 
     def _take(self, event: Event, timeout_s: float | None = None, signum: int = 0) -> None:
@@ -177,7 +198,7 @@ class Service:
                 "health: %s, after %s; %d requests in flight",
                 self.life.phase,
                 event,
-                self._num_in_flight,
+                self.num_in_flight,
             )
         match act:
             case Act.DRAIN:
@@ -185,11 +206,13 @@ class Service:
             case Act.STOP:
                 self._run(self._stop())
             case Act.CUT:
-                self._run(self._cut_and_stop(self._drain_error()))
+                self._run(self._stop(cuts=True))
             case Act.FAIL:
                 self._run(self._fail())
             case Act.FORCE:
-                self._force(128 + signum)
+                logger.warning("health: ended at once; %d requests are lost", self.num_in_flight)
+                kill_children()
+                self._exit(128 + signum)
             case Act.NOTHING:
                 pass
 
@@ -204,60 +227,33 @@ class Service:
 
     async def _wait_until_idle(self) -> None:
         while self.life.phase is Phase.DRAINING:
-            if self._num_in_flight == 0:
+            if self.num_in_flight == 0:
                 self._take(Event.IDLE)
             elif self._clock_ns() >= self._deadline_ns:
                 self._take(Event.TIMED_OUT)
             else:
                 await asyncio.sleep(_POLL_S)
 
-    def _drain_error(self) -> EsftError:
-        return DrainTimeoutError(
-            f"the server ends and waited {self._timeout_s:g} s for this request: send it to "
-            "another server, or again later"
-        )
-
-    async def _cut_and_stop(self, error: EsftError) -> None:
-        await self._end_requests(error)
-        await self._stop()
-
     async def _fail(self) -> None:
-        await self._end_requests(EngineLostError(f"the request is lost: {self._fault}"))
+        await self._in_flight.end(EngineLostError(f"the request is lost: {self._fault}"))
         kill_children()
         self._stop_server()
 
-    async def _end_requests(self, error: EsftError) -> None:
-        if not self._over.done():
-            self._over.set_result(error)
-        deadline = time.monotonic() + _CUT_S
-        while self._num_in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_S)
-
-    async def _stop(self) -> None:
+    async def _stop(self, *, cuts: bool = False) -> None:
+        if cuts:
+            await self._in_flight.end(
+                DrainTimeoutError(
+                    f"the server ends and waited {self._timeout_s:g} s for this request: send it "
+                    "to another server, or again later"
+                )
+            )
         self._watch.stop()
-        self._exit_after(STOP_S, self.life.exit_status)
+        ending.leave_within(STOP_S, self.life.exit_status, self._closed, self._exit)
         try:
             await self._engine.end()
         except Exception:  # the server ends all the same
             logger.exception("health: the engine did not end in an orderly way")
         self._stop_server()
-
-    def _force(self, status: int) -> None:
-        logger.warning("health: ended at once, so %d requests are lost", self._num_in_flight)
-        kill_children()
-        self._exit(status)
-
-    def _exit_after(self, seconds: float, status: int) -> None:
-        """Whatever hangs: the process ends by then."""
-
-        def end() -> None:
-            if self._closed.wait(seconds):
-                return
-            logger.error("health: no orderly end after %g s", seconds)
-            kill_children()
-            self._exit(status)
-
-        threading.Thread(target=end, name="health-exit", daemon=True).start()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -269,3 +265,8 @@ class Service:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             logger.warning("health: the event loop has ended already")
+
+
+def detokenizer_loop(heartbeats: HeartbeatTable) -> Loop:
+    """The detokenizer's loop, from any thread."""
+    return Loop("the detokenizer", heartbeats.read(DETOKENIZER))

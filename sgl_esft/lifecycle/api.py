@@ -1,7 +1,7 @@
 """The adapter routes: ours, and in compat.py those that vLLM's and SGLang's clients know.
 
     operator, dashboard --HTTP--> [ROUTES] --command--> AdapterLibrary
-                                     └<-- AdapterRecord.to_json <-- Lister
+                                     └<-- JSON values <-- Lister
 
 Errors have the shape of all errors of this package and the class's `http_status`: http/routes.py.
 """
@@ -56,7 +56,7 @@ class Backing:
 
 async def list_adapters(request: Request) -> Any:
     """Every adapter that is loaded, being loaded, or below --adapter-root."""
-    return AsciiJson((await backing(request).lister.list_all()).to_json())
+    return AsciiJson(await backing(request).lister.list_all())
 
 
 async def show_adapter(request: Request, name: str) -> Any:
@@ -109,9 +109,9 @@ async def _answer(request: Request, job: Job | None, name: str, *, wait: bool, d
 
 
 async def _record(request: Request, name: str, status: int) -> Response:
-    record = await backing(request).lister.show(name)
+    found = await backing(request).lister.show(name)
     headers = {} if status == 200 else {"Location": f"/v1/adapters/{name}"}
-    return AsciiJson(record.to_json(), status_code=status, headers=headers)
+    return AsciiJson(found, status_code=status, headers=headers)
 
 
 _BAD = error_example("The body, the name or the folder", "AdapterPathError", 400, "...")

@@ -1,10 +1,14 @@
 """The adapters that lie below --adapter-root, whether or not they are loaded.
 
     root --scan, in a thread--> [Catalogue] --> library.py: what a request may be loaded for
+      `--event--> [Watcher, a thread] --refresh-->'
 
 Each direct sub-folder with an expert_cfg.json and a legal name is an adapter. A folder is checked
 (headers only) when it is new or has changed, and what is wrong with it is kept beside its name.
 A snapshot is one frozen value, so a thread may replace it while others read.
+
+Events come from the kernel where it has them (not on NFS and its like), so the watcher also looks
+by itself every POLL_S. Both together keep a listing within two seconds of the disk.
 """
 
 from __future__ import annotations
@@ -12,21 +16,24 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from sgl_esft.errors import AdapterNameError, EsftError
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
 from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
 from sgl_esft.formats.manifest import AdapterManifest
 from sgl_esft.http.adapter_names import BASE_ALIASES
-from sgl_esft.lifecycle.engine import LoadedAdapter
+from sgl_esft.lifecycle.adapter_engine import LoadedAdapter
 from sgl_esft.lifecycle.folders import Fingerprint, fingerprint
 
 logger = logging.getLogger(__name__)
+
+POLL_S: Final = 1.0
+_DEBOUNCE_MS: Final = 400  # a copy is many events
 
 # A folder -> what it holds. Raises one of the Adapter* errors.
 Check: TypeAlias = Callable[[Path], AdapterManifest]
@@ -155,3 +162,50 @@ def _says_the_same(before: FolderEntry | None, after: FolderEntry) -> bool:
     if before is None:
         return False
     return before is after or (before.seen, str(before.error)) == (after.seen, str(after.error))
+
+
+class Watcher:
+    """Calls `refresh` in a thread of its own until it is stopped."""
+
+    def __init__(self, root: Path, refresh: Callable[[], None]) -> None:
+        self._root = root
+        self._refresh = refresh
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adapter-root", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for _ in self._wakes():
+            try:
+                self._refresh()
+            except Exception:  # a defect: what it met may be gone the next time
+                logger.exception("what lies below --adapter-root cannot be listed now")
+
+    def _wakes(self) -> Iterator[None]:
+        """Once for each change, and every POLL_S."""
+        from watchfiles import watch
+
+        try:
+            for _ in watch(
+                self._root,
+                watch_filter=None,
+                debounce=_DEBOUNCE_MS,
+                step=50,
+                stop_event=self._stop,
+                rust_timeout=int(POLL_S * 1000),
+                yield_on_timeout=True,
+                raise_interrupt=False,
+            ):
+                yield
+        except (OSError, RuntimeError) as error:  # no events here: look by ourselves
+            logger.warning("--adapter-root is polled, its events cannot be had: %s", error)
+        while not self._stop.wait(POLL_S):
+            yield

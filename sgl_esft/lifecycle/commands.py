@@ -25,7 +25,7 @@ Verb: TypeAlias = Literal["stage", "poll", "place", "drop", "report"]
 
 
 @dataclass(frozen=True)
-class Command:
+class RankCommand:
     """`stage`: read an adapter into host memory, in the background; `poll`: how far is that?
 
     `place`: copy the next piece into its slot; `drop`: forget what was staged; `report`: what is
@@ -48,10 +48,10 @@ def is_command(path: str | None) -> bool:
     return path is not None and path.startswith(PREFIX)
 
 
-def decode(path: str) -> Command:
+def decode(path: str) -> RankCommand:
     """The command in a load message's path. Raises InvariantError for anything else."""
     try:
-        return Command(**json.loads(path.removeprefix(PREFIX)))
+        return RankCommand(**json.loads(path.removeprefix(PREFIX)))
     except (TypeError, ValueError) as error:
         raise InvariantError(f"{path[:200]!r} is not a command: {error}") from error
 
@@ -95,7 +95,9 @@ class RankReport:
     num_evictions: int = 0
 
 
-def reply_table(command: Command, reply: dict[str, Any] | list[dict[str, Any]]) -> dict[str, str]:
+def reply_table(
+    command: RankCommand, reply: dict[str, Any] | list[dict[str, Any]]
+) -> dict[str, str]:
     """The reply to a command in the form of SGLang's table of loaded adapters."""
     return {_REPLY: json.dumps({"number": command.number, "reply": reply})}
 

@@ -39,7 +39,7 @@ async def vllm_load(request: Request, body: VllmLoadBody) -> Response:
     """As vLLM: 200 and a line of text; 400 if it is loaded already, 404 if there is no folder."""
     library = backing(request).library
     try:
-        if body.load_inplace and body.lora_name in library.loaded():
+        if body.load_inplace and body.lora_name in library.known.loaded():
             job = await library.replace(body.lora_name, body.lora_path)
         else:
             _refuse_loaded(library, body.lora_name)
@@ -85,7 +85,7 @@ async def sglang_unload(request: Request, body: UnloadBody) -> Response:
 
 def _refuse_loaded(library: AdapterLibrary, name: str) -> None:
     """These clients do not expect a second load of a name to succeed."""
-    if name in library.loaded():
+    if name in library.known.loaded():
         raise AdapterExistsError(
             f"adapter {name!r} is loaded already: unload it first, or choose another name"
         )
@@ -93,7 +93,7 @@ def _refuse_loaded(library: AdapterLibrary, name: str) -> None:
 
 async def _unload(library: AdapterLibrary, name: str) -> None:
     """Of what is not loaded, only what was evicted is still there to be unloaded."""
-    if library.situation(name) in (Situation.ABSENT, Situation.ON_DISK):
+    if library.known.situation(name) in (Situation.ABSENT, Situation.ON_DISK):
         raise UnknownAdapterError(f"adapter {name!r} is not loaded")
     job = library.unload(name)
     if job is not None:
@@ -107,7 +107,7 @@ def _vllm_status(error: EsftError) -> int:
 
 
 def _sglang_answer(library: AdapterLibrary, error: EsftError | None = None) -> Response:
-    loaded = {name: str(each.folder) for name, each in library.loaded().items()}
+    loaded = {name: str(each.folder) for name, each in library.known.loaded().items()}
     message = "" if error is None else f"{type(error).__name__}: {error}"
     said = {"success": error is None, "error_message": message, "loaded_adapters": loaded}
     return AsciiJson(said, status_code=200 if error is None else 400)

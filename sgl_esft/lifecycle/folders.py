@@ -50,7 +50,7 @@ def fingerprint(folder: Path) -> Fingerprint | None:
 
 
 def _is_checked(entry: os.DirEntry[str]) -> bool:
-    """Whether adapter_format.py or adapter_paths.py looks at the file."""
+    """Whether manifest.py or adapter_paths.py looks at the file."""
     name = entry.name
     is_named = name in _CHECKED_NAMES or name.endswith(_CHECKED_SUFFIXES)
     return is_named or Path(name).suffix.lower() in PICKLE_SUFFIXES or entry.is_symlink()

@@ -1,6 +1,6 @@
 """Work on one adapter that goes on whether or not somebody waits for it.
 
-library.py -> [Job] -> AdapterEngine
+library.py -> [Job] -> AdapterEngine; what failed -> [Failure] -> known.py
 clients  --wait--> Job.done, at most so long; leaving changes nothing
 """
 
@@ -10,10 +10,32 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Final
 
-from sgl_esft.errors import AdapterLoadTimeoutError
-from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase
-from sgl_esft.lifecycle.records import LoadView
+from sgl_esft.errors import (
+    AdapterFormatError,
+    AdapterLoadTimeoutError,
+    AdapterMismatchError,
+    AdapterNameError,
+    AdapterPathError,
+    AdapterTooLargeError,
+    DeviceMemoryError,
+    EsftError,
+    UnsupportedAdapterError,
+)
+from sgl_esft.lifecycle.adapter_engine import LoadedAdapter, LoadPhase
+from sgl_esft.lifecycle.folders import Fingerprint
+
+# What is wrong with a name, a folder, or what lies in it, and stays so until it changes.
+_OF_CONTENT: Final = (
+    AdapterFormatError,
+    AdapterMismatchError,
+    AdapterNameError,
+    AdapterPathError,
+    AdapterTooLargeError,
+    DeviceMemoryError,
+    UnsupportedAdapterError,
+)
 
 
 class JobKind(Enum):
@@ -49,12 +71,6 @@ class Job:
         self.phase = phase
         self.progress = min(max(progress, 0.0), 1.0)
 
-    @property
-    def view(self) -> LoadView | None:
-        if self.kind is JobKind.UNLOAD:
-            return None
-        return LoadView(self.phase, self.progress, self.kind is JobKind.REPLACE)
-
     async def wait(self, timeout_s: float | None = None) -> LoadedAdapter | None:
         """What came of it; raises its error, or AdapterLoadTimeoutError. It goes on in any case."""
         try:
@@ -67,3 +83,23 @@ class Job:
                 f"adapter {self.name!r}: the {self.kind.value} has not ended after {timeout_s:g} s "
                 "and goes on; ask again later"
             ) from error
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Work that failed, and the folder as it was when the work began."""
+
+    kind: JobKind
+    folder: Path
+    seen: Fingerprint | None
+    error: EsftError
+    is_outdated: bool = False  # the folder was looked at since, and has changed
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether to load the same content again would fail again.
+
+        Not for want of room, nor because of a defect, of ranks that did not answer, or of what
+        others did with the name meanwhile.
+        """
+        return self.kind is JobKind.LOAD and isinstance(self.error, _OF_CONTENT)

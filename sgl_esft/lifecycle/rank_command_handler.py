@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_esft.errors import EsftError, InvariantError
 from sgl_esft.lifecycle.commands import (
-    Command,
+    RankCommand,
     RankReport,
     StageState,
     error_of,
@@ -51,7 +51,7 @@ class RankCommandHandler:
         self._stager = Stager(plane.read)
         self._num_layers: dict[str, int] = {}  # to be placed, of each adapter not yet taken in
 
-    def answer(self, command: Command) -> Any:
+    def answer(self, command: RankCommand) -> Any:
         """The ranks' common reply. Raises InvariantError for an unknown verb."""
         match command.verb:
             case "stage":

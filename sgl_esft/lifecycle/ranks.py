@@ -18,7 +18,7 @@ from sgl_esft.errors import (
     UnknownAdapterError,
 )
 from sgl_esft.lifecycle import commands
-from sgl_esft.lifecycle.commands import Command, RankReport, StageState
+from sgl_esft.lifecycle.commands import RankCommand, RankReport, StageState
 
 logger = logging.getLogger(__name__)
 
@@ -66,29 +66,29 @@ class Ranks:
     async def stage(self, ref: Any) -> None:
         """Every rank begins to read the adapter, in the background."""
         await self._command(
-            Command("stage", ref.lora_id, name=ref.lora_name or "", path=ref.lora_path or "")
+            RankCommand("stage", ref.lora_id, name=ref.lora_name or "", path=ref.lora_path or "")
         )
 
     async def poll(self, adapter_id: str) -> StageState:
         """How far the ranks are with reading."""
-        return StageState(**await self._command(Command("poll", adapter_id)))
+        return StageState(**await self._command(RankCommand("poll", adapter_id)))
 
     async def place(self, ref: Any) -> StageState:
         """Copy the next piece of a staged adapter into its slot, if it has one."""
         return StageState(
-            **await self._command(Command("place", ref.lora_id, pinned=bool(ref.pinned)))
+            **await self._command(RankCommand("place", ref.lora_id, pinned=bool(ref.pinned)))
         )
 
     async def drop(self, adapter_id: str) -> None:
         """Every rank forgets what it has of an adapter that was not admitted."""
-        await self._command(Command("drop", adapter_id))
+        await self._command(RankCommand("drop", adapter_id))
 
     async def report(self) -> list[RankReport]:
         """By rank."""
-        found = await self._command(Command("report"))
+        found = await self._command(RankCommand("report"))
         return [RankReport(**report) for report in found]
 
-    async def _command(self, command: Command) -> Any:
+    async def _command(self, command: RankCommand) -> Any:
         """The first DP rank's reply: the ranks have put theirs together."""
         numbered = replace(command, number=next(self._numbers))
         message = sglang_api.make_command_request(numbered.encode())

@@ -1,6 +1,6 @@
 """Room for one more adapter: who leaves, who waits, and in which order.
 
-    a load --[Room.taken_by]--> idle adapters leave (host_tier.py) --> it runs, no other beside it
+    a load --[Room.taken_by]--> idle adapters leave (plan_evictions) --> it runs, no other beside it
                           \\--> none is idle: one that is in use stops taking requests, and leaves
 
 Loads that find no room take turns: first come, first served. Where all that could leave is in use,
@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from sgl_esft.errors import OutOfHostMemoryError
-from sgl_esft.lifecycle.host_tier import HostEntry, HostLimits, plan_evictions
+from sgl_esft.errors import AdapterTooLargeError, OutOfHostMemoryError
 from sgl_esft.lifecycle.registry import Registry
+from sgl_esft.lifecycle.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +36,6 @@ class LoadTimeouts:
     wait_s: float = 30.0  # a load, for others to leave
     stay_s: float = 2.0  # an adapter that others wait for, at least
     turn_s: float = 10.0  # a load whose turn it is, at least: those before it may take long
-
-
-class Tenants(Protocol):
-    """The adapters that take the room: sglang_engine.py."""
-
-    def draining_refs(self) -> Sequence[Any]:
-        """Of versions that no name means any more, and that the ranks still hold."""
-
-    def num_bytes_of(self, ref: Any) -> int:
-        """Of host memory, over all ranks."""
-
-    def unload_when_idle(self, ref: Any) -> asyncio.Task[None]:
-        """Unload what no name means any more once nobody uses it. It drains from now on."""
-
-    async def num_kept_slots(self) -> int | None:
-        """Adapter slots where a loaded adapter keeps its own; None where it does not."""
 
 
 class Room:
@@ -69,7 +52,6 @@ class Room:
         self._timeouts = timeouts
         self._knows_slots = False
         self._queue = asyncio.Lock()  # fair: who came first is first
-        self._came_s: dict[str, float] = {}  # adapter id -> when, by the monotonic clock
         self._leaving: asyncio.Task[None] | None = None  # of one that was in use
 
     @property
@@ -82,14 +64,6 @@ class Room:
         """Adapters that can be loaded at a time, as far as is known; None = no limit."""
         limits = (self._limits.max_names, self._limits.max_slots)
         return min((limit for limit in limits if limit is not None), default=None)
-
-    def note_came(self, adapter_id: str) -> None:
-        """An adapter's turn begins."""
-        self._came_s[adapter_id] = time.monotonic()
-
-    def note_left(self, adapter_id: str) -> None:
-        """The ranks hold it no more."""
-        self._came_s.pop(adapter_id, None)
 
     @asynccontextmanager
     async def taken_by(self, name: str, num_bytes: int) -> AsyncIterator[None]:
@@ -162,11 +136,7 @@ class Room:
     def _is_expected(self, ref: Any) -> bool:
         """Whether the request that it was loaded for may still be on its way to it."""
         is_used = self._registry.last_used_s(ref.lora_id) is not None
-        return not is_used and self._age_s(ref) < self._timeouts.stay_s
-
-    def _age_s(self, ref: Any) -> float:
-        """How long it has been there; what was loaded at launch, for ever."""
-        return time.monotonic() - self._came_s.get(ref.lora_id, -math.inf)
+        return not is_used and self._tenants.age_s(ref) < self._timeouts.stay_s
 
     async def _evict(self, name: str) -> bool:
         """Unload an adapter that is still idle; its name stays known."""
@@ -184,10 +154,90 @@ class Room:
             return
         others = [ref for name, ref in self._registry.refs().items() if name != coming]
         stayed_s = self._timeouts.stay_s
-        had_turn = [ref for ref in others if not ref.pinned and self._age_s(ref) >= stayed_s]
-        oldest = max(had_turn, key=self._age_s, default=None)
+        had_turn = [
+            ref for ref in others if not ref.pinned and self._tenants.age_s(ref) >= stayed_s
+        ]
+        oldest = max(had_turn, key=self._tenants.age_s, default=None)
         if oldest is None or await self._registry.take(oldest.lora_name) is None:
             return
         logger.info("adapter %s makes room for %s after its requests", oldest.lora_name, coming)
         self._leaving = self._tenants.unload_when_idle(oldest)
         self.num_evictions += 1
+
+
+# Which idle adapters leave host memory so that another one fits. Pure; decided in the one process
+# that serves HTTP, so that all ranks hold the same adapters.
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """One loaded adapter, or an old version that still drains."""
+
+    name: str
+    num_bytes: int
+    is_evictable: bool  # idle, not pinned, and a name still means it
+    has_name: bool = True  # which no other one is about to take
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """None = no limit."""
+
+    budget_bytes: int | None = None
+    max_names: int | None = None  # --max-loaded-loras
+    max_slots: int | None = None  # where a loaded adapter keeps a slot, old versions too
+
+    @property
+    def is_unlimited(self) -> bool:
+        return self == HostLimits()
+
+
+def plan_evictions(
+    entries: Sequence[HostEntry], name: str, num_bytes: int, limits: HostLimits
+) -> list[str]:
+    """Adapters to unload, least recently used first, until one of `num_bytes` has room.
+
+    `entries` are in that order. Raises AdapterTooLargeError if it never fits, and
+    OutOfHostMemoryError while what would have to leave is pinned or in use.
+    """
+    budget = limits.budget_bytes
+    if budget is not None and num_bytes > budget:
+        raise AdapterTooLargeError(
+            f"adapter {name!r} has {num_bytes} bytes of experts, and all adapters together may "
+            f"take {budget} of host memory: raise --adapter-host-memory"
+        )
+    leaving: list[str] = []
+    staying = list(entries)
+    while not _fits(staying, num_bytes, limits):
+        entry = next((entry for entry in staying if entry.is_evictable), None)
+        if entry is None:
+            taken = sum(entry.num_bytes for entry in staying)
+            raise OutOfHostMemoryError(
+                f"no room for adapter {name!r} ({num_bytes} bytes) beside {len(staying)} others "
+                f"({taken} bytes) that are pinned or in use; {_described(limits)}: try again, "
+                "unpin or unload one, or raise the limit"
+            )
+        leaving.append(entry.name)
+        staying.remove(entry)
+    return leaving
+
+
+def _fits(staying: Sequence[HostEntry], num_bytes: int, limits: HostLimits) -> bool:
+    """Whether one more fits."""
+    total = sum(entry.num_bytes for entry in staying) + num_bytes
+    if limits.budget_bytes is not None and total > limits.budget_bytes:
+        return False
+    if limits.max_names is not None and sum(e.has_name for e in staying) >= limits.max_names:
+        return False
+    return limits.max_slots is None or len(staying) < limits.max_slots
+
+
+def _described(limits: HostLimits) -> str:
+    parts = []
+    if limits.budget_bytes is not None:
+        parts.append(f"--adapter-host-memory is {limits.budget_bytes} bytes")
+    if limits.max_names is not None:
+        parts.append(f"--max-loaded-loras is {limits.max_names}")
+    if limits.max_slots is not None:
+        parts.append(f"--max-adapters is {limits.max_slots}, and each keeps its slot")
+    return ", ".join(parts)

@@ -17,9 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from sgl_esft import sglang_api
 from sgl_esft.config import required_config
@@ -32,27 +32,27 @@ from sgl_esft.errors import (
 )
 from sgl_esft.formats.manifest import AdapterManifest, check_loadable
 from sgl_esft.formats.model_spec import MoeSpec
-from sgl_esft.lifecycle.content import (
-    AdapterContent,
-    check_unchanged,
-    content_at_launch,
-    read_content,
-)
-from sgl_esft.lifecycle.engine import (
+from sgl_esft.lifecycle.adapter_engine import (
     LoadedAdapter,
     LoadPhase,
     OnProgress,
     Residency,
     nobody_looks,
 )
-from sgl_esft.lifecycle.host_tier import HostLimits
+from sgl_esft.lifecycle.content import (
+    AdapterContent,
+    check_unchanged,
+    read_content,
+)
 from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
-from sgl_esft.lifecycle.room import LoadTimeouts, Room
+from sgl_esft.lifecycle.room import HostLimits, LoadTimeouts, Room
+from sgl_esft.lifecycle.tenants import Tenants, log_failure, start
 from sgl_esft.lifecycle.transfer import transfer
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.1
@@ -75,6 +75,24 @@ class EngineCounters:
     num_reloads: int = 0  # loads of adapters that had left: misses of the host tier
 
 
+def _to_the_end(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A caller that gives up stops nothing: ranks and registry must agree.
+
+    The work keeps its locks to its end, too, so that the next load waits for it.
+    """
+
+    @wraps(change)
+    async def shielded(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = start(change(*args, **kwargs))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(log_failure)  # nobody else will hear of it
+            raise
+
+    return shielded
+
+
 class SglangEngine:
     """`AdapterEngine` of one TokenizerManager. All methods belong to its event loop."""
 
@@ -91,11 +109,9 @@ class SglangEngine:
         self._registry = Registry(manager)
         self._ranks = ranks
         self._check = check
-        self._room = Room(self._registry, self, limits, timeouts or LoadTimeouts())
-        self._content: dict[str, AdapterContent] = {}  # by adapter id
-        self._draining: dict[str, Any] = {}  # adapter id -> ref
+        self._tenants = Tenants(self._registry, ranks)
+        self._room = Room(self._registry, self._tenants, limits, timeouts or LoadTimeouts())
         self._name_locks: dict[str, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._ensure: Ensure = self._bring_known
 
     @property
@@ -128,57 +144,19 @@ class SglangEngine:
                 folder, pinned = Path(known.lora_path), bool(known.pinned)
                 await self.load(name, folder, pinned=pinned, on_progress=nobody_looks)
 
-    # ---- AdapterEngine ----
+    # ---- AdapterEngine: changes, one at a time for a name ----
 
+    @_to_the_end
     async def load(
         self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
-    ) -> LoadedAdapter:
-        return await self._to_the_end(self._load(name, folder, pinned, on_progress))
-
-    async def replace(
-        self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
-    ) -> LoadedAdapter:
-        return await self._to_the_end(self._replace(name, folder, pinned, on_progress))
-
-    async def unload(self, name: str) -> None:
-        await self._to_the_end(self._unload(name))
-
-    async def set_pinned(self, name: str, pinned: bool) -> None:
-        await self._to_the_end(self._set_pinned(name, pinned))
-
-    def loaded(self) -> Sequence[LoadedAdapter]:
-        counts = self._registry.num_references()
-        return tuple(self._described(ref, counts) for ref in self._registry.refs().values())
-
-    def draining(self) -> Sequence[LoadedAdapter]:
-        counts = self._registry.num_references()
-        return tuple(self._described(ref, counts) for ref in self._draining.values())
-
-    def evicted(self) -> Mapping[str, Path]:
-        """Name -> folder of adapters that left host memory and come back when asked for."""
-        loaded = self._registry.refs()
-        known = self._manager.lora_ref_cache.items()
-        return {name: Path(ref.lora_path) for name, ref in known if name not in loaded}
-
-    async def residency(self) -> Mapping[str, tuple[Residency, ...]]:
-        found: dict[str, tuple[Residency, ...]] = {}
-        for report in await self._ranks.report():
-            for adapter_id, (slot, num_bytes) in report.slots.items():
-                place = Residency(report.rank, slot, num_bytes)
-                found[adapter_id] = (*found.get(adapter_id, ()), place)
-        return found
-
-    # ---- what each of them does, one at a time for a name ----
-
-    async def _load(
-        self, name: str, folder: Path, pinned: bool, on_progress: OnProgress
     ) -> LoadedAdapter:
         async with self._lock_of(name):
             names = list(self._registry.refs())
             return await self._bring(name, folder, names, pinned, on_progress)
 
-    async def _replace(
-        self, name: str, folder: Path, pinned: bool, on_progress: OnProgress
+    @_to_the_end
+    async def replace(
+        self, name: str, folder: Path, *, pinned: bool, on_progress: OnProgress
     ) -> LoadedAdapter:
         async with self._lock_of(name):
             if name not in self._registry.refs() and name not in self._manager.lora_ref_cache:
@@ -187,24 +165,42 @@ class SglangEngine:
                 )
             return await self._bring(name, folder, [], pinned, on_progress)
 
-    async def _unload(self, name: str) -> None:
+    @_to_the_end
+    async def unload(self, name: str) -> None:
         async with self._lock_of(name):
             known = self._manager.lora_ref_cache.pop(name, None)
             ref = await self._registry.take(name)
             if ref is not None:
-                await self.unload_when_idle(ref)
+                await self._tenants.unload_when_idle(ref)
             elif known is None:
                 raise UnknownAdapterError(f"adapter {name!r} is not loaded")
-            while any(ref.lora_name == name for ref in self._draining.values()):
+            while any(ref.lora_name == name for ref in self._tenants.draining_refs()):
                 await asyncio.sleep(_DRAIN_POLL_S)  # it left for another while it was in use
 
-    async def _set_pinned(self, name: str, pinned: bool) -> None:
+    @_to_the_end
+    async def set_pinned(self, name: str, pinned: bool) -> None:
         async with self._lock_of(name):
             ref = self._registry.refs().get(name)
             if ref is None:
                 raise UnknownAdapterError(f"adapter {name!r} is not loaded: load it first")
             if bool(ref.pinned) != pinned:
                 await self._repin(ref, pinned)
+
+    # ---- AdapterEngine: questions ----
+
+    def loaded(self) -> Sequence[LoadedAdapter]:
+        return self._tenants.loaded()
+
+    def draining(self) -> Sequence[LoadedAdapter]:
+        return self._tenants.draining()
+
+    async def residency(self) -> Mapping[str, tuple[Residency, ...]]:
+        found: dict[str, tuple[Residency, ...]] = {}
+        for report in await self._ranks.report():
+            for adapter_id, (slot, num_bytes) in report.slots.items():
+                place = Residency(report.rank, slot, num_bytes)
+                found[adapter_id] = (*found.get(adapter_id, ()), place)
+        return found
 
     # ---- loading ----
 
@@ -230,7 +226,7 @@ class SglangEngine:
             raise
         self._counters.num_loads += 1
         self._counters.load_seconds += time.monotonic() - started
-        return self._described(ref, Counter())
+        return self._tenants.described(ref, Counter())
 
     async def _admit(
         self,
@@ -249,8 +245,7 @@ class SglangEngine:
                 # Where slots are permanent, pages may be short while a slot is free.
                 if not self._room.keeps_slots or not await self._room.evict_one(ref.lora_name):
                     raise
-        self._content[ref.lora_id] = content
-        self._room.note_came(ref.lora_id)
+        self._tenants.note_came(ref, content)
         await self._publish(ref)
 
     async def _publish(self, ref: Any) -> None:
@@ -258,7 +253,7 @@ class SglangEngine:
         old = await self._registry.put(ref)
         if old is not None:
             self._counters.num_replacements += 1
-            self.unload_when_idle(old)
+            self._tenants.unload_when_idle(old)
         elif name in self._manager.lora_ref_cache:
             self._counters.num_reloads += 1
         self._manager.lora_ref_cache[name] = ref
@@ -273,81 +268,8 @@ class SglangEngine:
             await self._registry.change(changed)
         self._manager.lora_ref_cache[ref.lora_name] = changed
 
-    # ---- Tenants ----
-
-    def draining_refs(self) -> Sequence[Any]:
-        return tuple(self._draining.values())
-
-    def num_bytes_of(self, ref: Any) -> int:
-        return self._content_of(ref).num_bytes
-
-    def unload_when_idle(self, ref: Any) -> asyncio.Task[None]:
-        self._draining[ref.lora_id] = ref  # at once: it takes room until the ranks forget it
-        task = self._start(self._forgotten(ref))
-        task.add_done_callback(_log_failure)
-        return task
-
-    async def _forgotten(self, ref: Any) -> None:
-        try:
-            await self._registry.forget_when_idle(ref.lora_id)
-            with contextlib.suppress(UnknownAdapterError):  # ranks that replaced lost ones
-                await self._ranks.unload(ref)
-        finally:
-            self._draining.pop(ref.lora_id, None)
-            self._content.pop(ref.lora_id, None)
-            self._room.note_left(ref.lora_id)
-
-    async def num_kept_slots(self) -> int | None:
-        first = (await self._ranks.report())[0]
-        return first.num_slots if first.is_resident else None
-
-    # ---- helpers ----
-
-    def _described(self, ref: Any, counts: Counter[str]) -> LoadedAdapter:
-        content = self._content_of(ref)
-        return LoadedAdapter(
-            adapter_id=ref.lora_id,
-            name=ref.lora_name,
-            folder=content.folder,
-            digest=content.digest,
-            pinned=bool(ref.pinned),
-            num_experts=content.num_experts,
-            num_bytes=content.num_bytes,
-            num_references=counts[ref.lora_id],
-            last_used_s=self._registry.last_used_s(ref.lora_id),
-        )
-
-    def _content_of(self, ref: Any) -> AdapterContent:
-        found = self._content.get(ref.lora_id)
-        if found is None:  # loaded at launch
-            found = self._content[ref.lora_id] = content_at_launch(ref.lora_path)
-        return found
-
     def _lock_of(self, name: str) -> asyncio.Lock:
         return self._name_locks.setdefault(name, asyncio.Lock())
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """A caller that gives up stops nothing: ranks and registry must agree.
-
-        The work keeps its locks to its end, too, so that the next load waits for it.
-        """
-        task = self._start(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(_log_failure)  # nobody else will hear of it
-            raise
-
-
-def _log_failure(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("an adapter's change failed: %s: %s", type(error).__name__, error)
 
 
 @cache

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sgl_esft.errors import EsftError, RequestTimeoutError, UnknownAdapterError
+from sgl_esft.lifecycle.adapter_engine import LoadPhase, OnProgress
 from sgl_esft.lifecycle.commands import StageState, error_of
-from sgl_esft.lifecycle.engine import LoadPhase, OnProgress
 from sgl_esft.lifecycle.ranks import Ranks
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Bytes of a base model's weights and of its KV cache, from its config.json alone.
 
-    config.json -> MoeSpec -> [ModelSizes] -> memory_plan.py
+    config.json -> MoeSpec -> [ModelSizes] -> plan.py
 
 Counted tensor by tensor as the checkpoint stores them; no weight is read. Layers that a checkpoint
 holds for speculative decoding only (DeepSeek-V3's multi-token prediction) are left out: SGLang

@@ -1,4 +1,4 @@
-"""Hook functions of the CPU reference platform; hooks.py says where each one goes and why."""
+"""Hook functions of the CPU reference platform; hook_table.py says where each one goes, and why."""
 
 from __future__ import annotations
 

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
-from sgl_esft import sglang_api
+from sgl_esft import hook_ledger, sglang_api
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.lifecycle.rank_command_handler import RankGroup
+from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.metrics import MemoryMetrics
-from sgl_esft.memory.usage import measure_device
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import heat_hooks
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
-from sgl_esft.plugin.register import verify
 from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.adapter_pages import bound_pages
 from sgl_esft.weave.batch_tags import PADDING, BatchTags
@@ -47,7 +46,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
 
     Raises HookError or an Adapter* error: the server must not start then.
     """
-    verify()
+    hook_ledger.verify_required()
     spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
@@ -95,9 +94,9 @@ def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
     def publish() -> None:
         nonlocal num_measured
         tier.set(plane.uses)
-        if num_measured != plane.num_changes:  # measuring goes through all layers
+        if num_measured != plane.uses.num_changes:  # measuring goes through all layers
             memory.set(measure_device(plane, config.expert_memory, rank, device, None))
-            num_measured = plane.num_changes
+            num_measured = plane.uses.num_changes
 
     return publish
 

@@ -1,7 +1,7 @@
 """The hook ledger: every place where this package enters SGLang, and why.
 
 Nothing else names a target inside SGLang. Each entry says what it hooks, how,
-for which reason, with which SGLang it was tried and when it can go. `plugin.py`
+for which reason, with which SGLang it was tried and when it can go. `register.py`
 installs them and refuses to serve when one is not in place.
 """
 

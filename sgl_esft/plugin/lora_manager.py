@@ -1,6 +1,6 @@
 """EsftManager: the adapter plane in the place SGLang built for LoRA.
 
-    SGLang scheduler / model runner --LoRA manager's calls--> [EsftManager] -> adapters.py
+    SGLang scheduler / model runner --LoRA manager's calls--> [EsftManager] -> weave/plane.py
                                                                             -> batch_tags.py
 
 SGLang carries a LoRA adapter through its whole stack: names, reference counts,
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from sgl_esft.errors import EsftError, UnsupportedModelError
-from sgl_esft.lifecycle.commands import Command, decode, is_command, named, reply_table
+from sgl_esft.lifecycle.commands import RankCommand, decode, is_command, named, reply_table
 from sgl_esft.lifecycle.rank_command_handler import ALONE, RankCommandHandler, RankGroup
 from sgl_esft.weave.batch_tags import BASE, BatchTags, tag_tokens
 from sgl_esft.weave.heat import HeatSampler
@@ -93,7 +93,7 @@ class EsftManager:
             return self._carry_out(decode(lora_ref.lora_path or ""))
         return self._report(lambda: self._command_handler.take_in(_source_of(lora_ref)))
 
-    def _carry_out(self, command: Command) -> Any:
+    def _carry_out(self, command: RankCommand) -> Any:
         try:
             reply = self._command_handler.answer(command)
         except EsftError as error:
@@ -119,7 +119,7 @@ class EsftManager:
         return self._make_result(True, "", self.plane.names)
 
     def _publish_changes(self) -> None:
-        now = (self.plane.num_changes, self.plane.uses.num_hits)
+        now = (self.plane.uses.num_changes, self.plane.uses.num_hits)
         if self._publish is not None and self._published != now:
             self._publish()
             self._published = now

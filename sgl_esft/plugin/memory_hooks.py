@@ -1,7 +1,7 @@
 """The way of a memory report from the ranks to HTTP.
 
     GET /v1/memory -> SGLang's get_internal_state -> [add_report] on every rank -> reply
-    GET /v1/heat   ->            "                ->       "      -> observe/heat_hooks.py
+    GET /v1/heat   ->            "                ->       "      -> heat_hooks.py
 
 SGLang asks every scheduler for its state; the reports of all ranks travel in that reply. They are
 made between two steps, so each is made only for the question whose subject it is.
@@ -14,8 +14,8 @@ from typing import Any
 
 from sgl_esft import sglang_api
 from sgl_esft.config import required_config
+from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.report import MemoryReport
-from sgl_esft.memory.usage import measure_device
 from sgl_esft.plugin import heat_hooks
 
 STATE_KEY = "esft_memory"

@@ -6,13 +6,14 @@ a request's adapters -> [resolve]: loaded if need be, by whoever loads for reque
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Awaitable, Sized
 from pathlib import Path
 from typing import Any
 
 from sgl_esft import sglang_api
 from sgl_esft.errors import EmptyPromptError, EsftError, UnknownAdapterError
-from sgl_esft.lifecycle.engine import nobody_looks
+from sgl_esft.lifecycle.adapter_engine import nobody_looks
+from sgl_esft.lifecycle.commands import named
 from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
 from sgl_esft.lifecycle.sglang_engine import engine_of
 
@@ -21,24 +22,22 @@ _MAX_RESOLVES = 8
 
 async def load(manager: Any, obj: Any, request: Any = None) -> Any:
     """In place of SGLang's own load; its answer."""
-    try:
-        await engine_of(manager).load(
-            obj.lora_name,
-            Path(obj.lora_path),
-            pinned=bool(obj.pinned),
-            on_progress=nobody_looks,
-        )
-    except EsftError as error:
-        return _failed(manager, error)
-    return sglang_api.make_lora_result(True, "", _folders(manager))
+    folder, pinned = Path(obj.lora_path), bool(obj.pinned)
+    engine = engine_of(manager)
+    loading = engine.load(obj.lora_name, folder, pinned=pinned, on_progress=nobody_looks)
+    return await _answer(manager, loading)
 
 
 async def unload(manager: Any, obj: Any, request: Any = None) -> Any:
     """In place of SGLang's own unload: an adapter unloaded on purpose is unknown afterwards."""
+    return await _answer(manager, engine_of(manager).unload(obj.lora_name))
+
+
+async def _answer(manager: Any, change: Awaitable[object]) -> Any:
     try:
-        await engine_of(manager).unload(obj.lora_name)
+        await change
     except EsftError as error:
-        return _failed(manager, error)
+        return sglang_api.make_lora_result(False, named(error), _folders(manager))
     return sglang_api.make_lora_result(True, "", _folders(manager))
 
 
@@ -74,11 +73,6 @@ async def resolve(manager: Any, obj: Any) -> None:
     # Requests of a batch that SGLang has taken apart already.
     for place, single in obj.__dict__.get("_sub_obj_cache", {}).items():
         single.lora_id = obj.lora_id[place] if isinstance(obj.lora_id, list) else obj.lora_id
-
-
-def _failed(manager: Any, error: EsftError) -> Any:
-    message = f"{type(error).__name__}: {error}"
-    return sglang_api.make_lora_result(False, message, _folders(manager))
 
 
 def _folders(manager: Any) -> dict[str, str]:

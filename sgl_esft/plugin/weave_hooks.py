@@ -1,4 +1,4 @@
-"""Hook functions of weaving; hooks.py says where each one goes and why.
+"""Hook functions of weaving; hook_table.py says where each one goes, and why.
 
 create_weights (longer) ... init_lora_manager (bind) ... each forward: dispatch (reroute)
 """

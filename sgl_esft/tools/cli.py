@@ -36,7 +36,7 @@ INSTALL_ENGINE: Final = "pip install --no-deps sglang==0.5.21 torchvision==0.28.
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """One subcommand: `configure` adds its arguments, `run` does it and returns the exit code."""
 
     name: str
@@ -198,7 +198,7 @@ def _run_select(arguments: argparse.Namespace) -> int:
 
 
 _COMMANDS: Final = (
-    Command(
+    Subcommand(
         "inspect",
         "show what an adapter replaces",
         "Validate an adapter and show its experts, size and sparsity. With --base it must fit "
@@ -206,14 +206,14 @@ _COMMANDS: Final = (
         _configure_inspect,
         _run_inspect,
     ),
-    Command(
+    Subcommand(
         "merge",
         "write a base checkpoint with an adapter's experts in it",
         "Write the merged Hugging Face checkpoint, shard by shard, all or nothing.",
         _configure_merge,
         _run_merge,
     ),
-    Command(
+    Subcommand(
         "extract",
         "make an adapter from a fine-tuned checkpoint",
         "Write the experts that differ between two checkpoints as an adapter. Refuses if "
@@ -221,7 +221,7 @@ _COMMANDS: Final = (
         _configure_extract,
         _run_extract,
     ),
-    Command(
+    Subcommand(
         "select",
         "choose the experts to tune from their scores",
         "Take experts in falling score until their sum reaches the threshold, and write "
@@ -229,14 +229,14 @@ _COMMANDS: Final = (
         _configure_select,
         _run_select,
     ),
-    Command(
+    Subcommand(
         "memory",
         "show the experts' memory of a running server",
         "Ask a server for its memory report: pages, slots and fragmentation of every device.",
         memory_cli.configure_memory,
         memory_cli.run_memory,
     ),
-    Command(
+    Subcommand(
         "adapters",
         "list, load, replace, pin and unload the adapters of a running server",
         "Show a server's adapters, or change one and wait until that is done. A star marks an "
@@ -244,7 +244,7 @@ _COMMANDS: Final = (
         adapters_cli.configure,
         adapters_cli.run,
     ),
-    Command(
+    Subcommand(
         "plan",
         "compute how many adapters fit, and the KV cache they leave",
         "Lay a base model and adapters out in memory, without weights or an accelerator: merged, "

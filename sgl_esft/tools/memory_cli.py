@@ -1,29 +1,30 @@
 """The two subcommands about memory: `sgl-esft memory` of a running server, `sgl-esft plan` before.
 
-cli.py -> [run_memory] -> memory_client, memory_text, memory_svg
-       -> [run_plan]   -> model_sizes, adapter_shapes, memory_plan
+cli.py -> [run_memory] -> server_client.call -> MemoryReport -> [report_lines], memory_svg
+       -> [run_plan]   -> model_sizes, adapter_shapes, memory/plan.py
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sgl_esft.byte_size import parse_bytes
-from sgl_esft.errors import ConfigError
+from sgl_esft.byte_size import gigabytes, parse_bytes
+from sgl_esft.errors import ConfigError, ServerAnswerError
 from sgl_esft.formats.adapter_shapes import AdapterShape, profile_shapes, read_adapter_shape
 from sgl_esft.memory.model_sizes import ModelSizes, read_model_sizes
+from sgl_esft.memory.report import BASE_OWNER, DeviceMemory, LayerMemory, MemoryReport, PoolMemory
 from sgl_esft.tools import server_client
 from sgl_esft.tools.memory_svg import report_svg
-from sgl_esft.tools.memory_text import report_lines
-from sgl_esft.tools.server_client import fetch_report
 
 if TYPE_CHECKING:  # run_plan imports it: only planning needs the extension module
     from sgl_esft.memory.plan import MemoryPlan
 
 _EXIT_OK: Final = 0
+_ROUTE: Final = "/v1/memory"
 _TIMEOUT_S: Final = 10.0
 
 
@@ -36,7 +37,10 @@ def configure_memory(parser: argparse.ArgumentParser) -> None:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Fetch, draw, print."""
-    report = fetch_report(server_client.read_flags(arguments))
+    answer = server_client.call(server_client.read_flags(arguments), "GET", _ROUTE)
+    if answer is None:
+        raise ServerAnswerError(f"{arguments.url}{_ROUTE} answers with nothing.")
+    report = MemoryReport.from_json(answer)
     if arguments.svg:
         arguments.svg.write_text(report_svg(report), encoding="utf-8")
     if arguments.json:
@@ -44,6 +48,64 @@ def run_memory(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(report_lines(report)))
     return _EXIT_OK
+
+
+def report_lines(report: MemoryReport) -> Iterator[str]:
+    """A summary and a row for each layer, device after device."""
+    for number, device in enumerate(report.devices):
+        if number:
+            yield ""
+        yield from _summary(device)
+        yield ""
+        yield from _layer_rows(device)
+
+
+def _summary(device: DeviceMemory) -> Iterator[str]:
+    yield f"device    rank {device.rank}, {device.device}, {device.expert_memory} expert memory"
+    yield (
+        f"experts   {gigabytes(device.mapped_bytes)} mapped, {gigabytes(device.used_bytes)} used, "
+        f"{gigabytes(device.shared_bytes)} on shared pages; "
+        f"addresses for {gigabytes(device.reserved_bytes)}"
+    )
+    yield (
+        f"F_mem     {device.fragmentation:.3f} now, {device.padded_fragmentation:.3f} with padding "
+        f"({gigabytes(device.padded_bytes)})"
+    )
+    if device.pool:
+        yield from _pool_lines(device.pool)
+    if device.resident_bytes is not None:
+        yield f"resident  {gigabytes(device.resident_bytes)} by the operating system's count"
+    if device.kv:
+        yield (
+            f"KV cache  {device.kv.num_tokens:,} tokens of {device.kv.bytes_per_token:,} B; "
+            f"{device.kv_tokens_gained:,} tokens' memory saved over padding"
+        )
+    for name, adapter_slot in sorted(device.adapters.items(), key=lambda entry: entry[1]):
+        held = gigabytes(device.owner_bytes(adapter_slot))
+        yield f"adapter   slot {adapter_slot}: {name}, {held}"
+
+
+def _pool_lines(pool: PoolMemory) -> Iterator[str]:
+    limit = "no budget" if pool.budget_bytes is None else f"budget {gigabytes(pool.budget_bytes)}"
+    yield (
+        f"pages     of {pool.page_bytes:,} B: {gigabytes(pool.used_bytes)} used "
+        f"(peak {gigabytes(pool.peak_used_bytes)}), {gigabytes(pool.free_bytes)} free, {limit}; "
+        f"{pool.num_created:,} created, {pool.num_destroyed:,} destroyed"
+    )
+
+
+def _layer_rows(device: DeviceMemory) -> Iterator[str]:
+    yield "layer  slots  base  mapped        used          padded        by adapter slot"
+    for layer in device.layers:
+        sizes = (layer.mapped_bytes, layer.used_bytes, layer.padded_bytes)
+        cells = "  ".join(f"{gigabytes(size):12}" for size in sizes)
+        held = " ".join(f"{r.owner}:{r.count}" for r in layer.runs if r.owner != BASE_OWNER)
+        row = f"{layer.layer_id:5}  {layer.num_slots:5}  {_num_base(layer):4}  {cells}  {held}"
+        yield row.rstrip()
+
+
+def _num_base(layer: LayerMemory) -> int:
+    return sum(run.count for run in layer.runs if run.owner == BASE_OWNER)
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:

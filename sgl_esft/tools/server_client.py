@@ -1,6 +1,8 @@
-"""Ask a running server for its memory report.
+"""One request of a command line tool to a running server.
 
-address -> [fetch_report] -> MemoryReport
+memory_cli.py, adapters_cli.py -> [call] -> HTTP -> the answer's body
+
+Needs neither SGLang nor the extension module.
 """
 
 from __future__ import annotations
@@ -15,24 +17,6 @@ import httpx
 from sgl_esft import env
 from sgl_esft.errors import ConfigError, EsftError, ServerAnswerError, ServerUnreachableError
 from sgl_esft.formats.strict_json import MAX_JSON_BYTES, JsonObject, parse_object
-from sgl_esft.memory.report import MemoryReport
-
-ROUTE: Final = "/v1/memory"
-
-
-def fetch_report(server: ServerAddress) -> MemoryReport:
-    """GET the report. Raises as `call`, and ServerAnswerError for what is not a memory report."""
-    answer = call(server, "GET", ROUTE)
-    if answer is None:
-        raise ServerAnswerError(f"{server.url}{ROUTE} answers with nothing.")
-    return MemoryReport.from_json(answer)
-
-
-# One request of a command line tool to a running server.
-#
-#     memory_client.py, adapters_cli.py -> [call] -> HTTP -> the answer's body
-#
-# Needs neither SGLang nor the extension module.
 
 _DEFAULT_URL: Final = "http://127.0.0.1:30000"
 

@@ -1,6 +1,6 @@
 """How many pages adapters may take on a rank; the same number on every rank.
 
-    manifests, layers -> [pages_needed] -> admission of adapters and batches (adapters.py)
+    manifests, layers -> [pages_needed] -> admission of adapters and batches (plane.py)
     --adapter-memory, first adapters -> [bound_pages] -> its limit
 
 Ranks hold different experts but must admit the same batches, so an adapter counts

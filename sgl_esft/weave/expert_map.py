@@ -1,6 +1,6 @@
 """The ESFT expert map: for each MoE layer, adapter slot and expert id, the slot to use.
 
-    adapters.py --write/clear--> [expert_map] --rows--> reroute.py
+    moe_layer.py --write/clear--> [expert_map] --rows--> reroute.py
 
 The paper's Pi (ExpertWeave section 4.1), with one more row that is the base's.
 This module is the only writer.

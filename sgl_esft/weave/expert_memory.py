@@ -5,7 +5,7 @@
                         sgl_vmm (csrc/): pool of pages, virtual tensors
 
 An arena belongs to one device of one process. Neither torch nor SGLang is needed here:
-expert_tensor.py makes torch tensors of it, memory_plan.py plans with it.
+expert_tensor.py makes torch tensors of it, memory/plan.py plans with it.
 """
 
 from __future__ import annotations

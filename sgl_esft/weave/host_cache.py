@@ -1,6 +1,6 @@
 """Adapters in host memory, cut to what this rank will need of them.
 
-adapter_format.py (validated folder) -> [host cache] -> moe_layer.py (device slots)
+manifest.py (validated folder) -> [host cache] -> moe_layer.py (device slots)
 
 Read in pieces, straight into memory of our own: a rank reads beside its steps, and neither a file
 that is cut short nor one that is slow may stop them.

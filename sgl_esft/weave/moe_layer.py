@@ -1,6 +1,6 @@
 """One woven MoE layer on one rank: its weights, its slots, its part of the expert map.
 
-    SGLang's FusedMoE --bind--> [WovenLayer] <--place/displace-- adapters.py
+    SGLang's FusedMoE --bind--> [WovenLayer] <--place/displace-- placer.py
                                      |
                                   reroute.py (reads expert_map)
 

@@ -1,6 +1,6 @@
 """Who gives expert memory: this process's own arena, or somebody outside it (sgl_elastic).
 
-    sgl_elastic.engine --install--> [page_source] <--current-- expert_tensor.py, weave.py
+    sgl_elastic.engine --install--> [page_source] <--current-- expert_tensor.py, plugin/build.py
 
 A page source outlives its engines and may put memory behind other experts while the engine
 lives, so its layers are SharedLayers: every expert has a slot for good, and which of them are

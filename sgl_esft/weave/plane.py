@@ -27,8 +27,9 @@ from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.weave.adapter_pages import AdapterRoom, pages_needed
 from sgl_esft.weave.host_cache import HostAdapter, OnRead, num_bytes_to_read, read_adapter
 from sgl_esft.weave.moe_layer import WovenLayer
+from sgl_esft.weave.placer import Placer
 from sgl_esft.weave.shared_layer import SharedLayer
-from sgl_esft.weave.slot_table import Placement, SlotTable, SlotUses
+from sgl_esft.weave.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,11 @@ class AdapterPlane:
         is_resident: bool,
         max_pages: int | None = None,
     ) -> None:
-        self._layers = layers
+        self.layers = layers
         self._spec = spec
         self._config = config
-        self._is_resident = is_resident
+        self.is_resident = is_resident
+        self.num_slots = config.max_adapters
         self._max_pages = max_pages
         self._loaded: dict[str, HostAdapter] = {}
         self._pages: dict[str, int] = {}  # of each loaded adapter, the most it can take
@@ -94,24 +96,13 @@ class AdapterPlane:
         self._pinned: set[str] = set()
         self._placing: dict[str, list[int]] = {}  # adapter id -> layers still without its weights
         self._last_wanted: set[str] = set()
-        self.uses = SlotUses()
-        self.num_changes = 0  # of what is on the device, ever
+        self._placer = Placer(layers, self._slots)
+        self.uses = self._placer.uses
 
     @property
     def names(self) -> dict[str, str]:
         """Adapter name -> folder, of everything loaded."""
         return {a.name: str(a.manifest.path) for a in self._loaded.values()}
-
-    @property
-    def layers(self) -> Mapping[int, WovenLayer]:
-        """The woven layers by layer id."""
-        return self._layers
-
-    @property
-    def adapter_slots(self) -> dict[str, int]:
-        """Adapter name -> adapter slot, of everything on the device."""
-        slots = {a.name: self._slots.slot_of(adapter_id) for adapter_id, a in self._loaded.items()}
-        return {name: slot for name, slot in slots.items() if slot is not None}
 
     def load(self, source: AdapterSource) -> None:
         """Validate and read an adapter; give it a slot if one is free.
@@ -141,9 +132,9 @@ class AdapterPlane:
         on_size is told the bytes that on_read will be told of. Raises one of the Adapter* errors.
         """
         manifest = check_loadable(source.name, source.path, (), self._spec, self._config)
-        shards = {layer_id: layer.readable_shard for layer_id, layer in self._layers.items()}
+        shards = {layer_id: layer.readable_shard for layer_id, layer in self.layers.items()}
         on_size(num_bytes_to_read(manifest, shards))
-        device = next(iter(self._layers.values())).w13.device
+        device = next(iter(self.layers.values())).w13.device
         return read_adapter(
             source.name, manifest, shards, on_read=on_read, pin_memory=device.type == "cuda"
         )
@@ -154,8 +145,8 @@ class AdapterPlane:
         try:
             self.finish(source.adapter_id)
         except EsftError as error:
-            if self._is_resident or not isinstance(error, OutOfExpertMemoryError):
-                self._forget(source.adapter_id)
+            if self.is_resident or not isinstance(error, OutOfExpertMemoryError):
+                self.unload(source.adapter_id)
                 raise
             logger.info("adapter %s stays on the host for now: %s", source.name, error)
 
@@ -164,8 +155,8 @@ class AdapterPlane:
 
         Returns how often to call `place_next`. Raises as `load` does.
         """
-        num_pages = pages_needed(adapter.manifest, self._layers)
-        self._check_room(source, num_pages)
+        num_pages = pages_needed(adapter.manifest, self.layers)
+        self._check_room(source.name, num_pages, pinned=source.pinned)
         self._loaded[source.adapter_id] = adapter
         self._pages[source.adapter_id] = num_pages
         if source.pinned:
@@ -173,8 +164,8 @@ class AdapterPlane:
         if not self._slots.has_room_for(source.adapter_id):
             return 0
         self._slots.admit({source.adapter_id})
-        self._placing[source.adapter_id] = list(self._layers)
-        return len(self._layers)
+        self._placing[source.adapter_id] = list(self.layers)
+        return len(self.layers)
 
     def place_next(self, adapter_id: str) -> int:
         """Copy one more layer of what `begin` took in; returns how many are left.
@@ -185,9 +176,8 @@ class AdapterPlane:
         if not left or slot is None:  # placed, or its slot went to a batch's adapter
             self._placing.pop(adapter_id, None)
             return 0
-        self.num_changes += 1
         try:
-            self._place_layer(left[0], slot, self._loaded[adapter_id])
+            self._placer.place_layer(left[0], slot, self._loaded[adapter_id])
         except EsftError:
             self.stay_on_host(adapter_id)
             raise
@@ -204,37 +194,27 @@ class AdapterPlane:
         self._placing.pop(adapter_id, None)
         slot = self._slots.remove(adapter_id)
         if slot is not None:
-            self._displace(slot)
+            self._placer.displace(slot)
 
-    def _check_room(self, source: AdapterSource, num_pages: int) -> None:
-        room = self._room()
-        room.check_alone(source.name, num_pages)
-        if self._is_resident:
-            room.check_resident(source.name, num_pages)
-        else:
-            room.check_beside_pinned(source.name, num_pages, pinned=source.pinned)
-
-    def _room(self) -> AdapterRoom:
+    def _check_room(self, name: str, num_pages: int, *, pinned: bool) -> None:
         slots = self._slots
-        return AdapterRoom(
+        room = AdapterRoom(
             slots.num_slots, slots.num_free, self._max_pages, self._pages, self._pinned
         )
+        room.check_alone(name, num_pages)
+        if self.is_resident:
+            room.check_resident(name, num_pages)
+        else:
+            room.check_beside_pinned(name, num_pages, pinned=pinned)
 
     def unload(self, adapter_id: str) -> None:
         """Forget an adapter that no request uses any more. Raises UnknownAdapterError."""
         if adapter_id not in self._loaded:
             raise UnknownAdapterError(f"adapter id {adapter_id} is not loaded")
         self.stay_on_host(adapter_id)
-        self._forget(adapter_id)
-
-    @property
-    def num_slots(self) -> int:
-        return self._slots.num_slots
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether a loaded adapter keeps a slot for good."""
-        return self._is_resident
+        self._pinned.discard(adapter_id)
+        del self._loaded[adapter_id]
+        del self._pages[adapter_id]
 
     def is_loaded(self, adapter_id: str) -> bool:
         """Whether the adapter is in host memory, so that batches may ask for it."""
@@ -252,15 +232,15 @@ class AdapterPlane:
             return
         if adapter_id in self._pinned:
             return
-        if not self._is_resident:
-            name, num_pages = self._loaded[adapter_id].name, self._pages[adapter_id]
-            self._room().check_beside_pinned(name, num_pages, pinned=True)
+        if not self.is_resident:
+            adapter, num_pages = self._loaded[adapter_id], self._pages[adapter_id]
+            self._check_room(adapter.name, num_pages, pinned=True)
         self._pinned.add(adapter_id)
 
     def placements(self) -> dict[str, tuple[int, int]]:
         """Adapter id -> (adapter slot, bytes of memory behind it), of everything on the device."""
         return {
-            adapter_id: (slot, sum(layer.num_bytes_of(slot) for layer in self._layers.values()))
+            adapter_id: (slot, sum(layer.num_bytes_of(slot) for layer in self.layers.values()))
             for adapter_id in self._loaded
             if (slot := self._slots.slot_of(adapter_id)) is not None
         }
@@ -283,28 +263,23 @@ class AdapterPlane:
         For SharedLayers only, whose memory somebody else maps. Reads and writes no weight.
         """
         adapters = list(adapters)
-        self._loaded = {a.source.adapter_id: _adopted(a, len(self._layers)) for a in adapters}
+        self._loaded = {a.source.adapter_id: _adopted(a, len(self.layers)) for a in adapters}
         self._pages = dict.fromkeys(self._loaded, 0)
         self._pinned = {a.source.adapter_id for a in adapters if a.source.pinned}
         slots = {a.source.adapter_id: a.adapter_slot for a in adapters}
         self._slots.restore(slots, self._pinned)
         self._placing = {}
-        for layer_id, layer in self._layers.items():
+        for layer_id, layer in self.layers.items():
             if not isinstance(layer, SharedLayer):
                 raise InvariantError(f"layer {layer_id} has memory of its own: it adopts nothing")
             layer.rebind(
                 resident, {a.adapter_slot: tuple(a.experts.get(layer_id, ())) for a in adapters}
             )
-        self.num_changes += 1
-
-    def _forget(self, adapter_id: str) -> None:
-        self._pinned.discard(adapter_id)
-        del self._loaded[adapter_id]
-        del self._pages[adapter_id]
+        self.uses.num_changes += 1
 
     def can_run_together(self, adapter_ids: Iterable[str]) -> bool:
         """Whether one batch may hold all of these adapters."""
-        return self._is_resident or self._slots.can_admit(adapter_ids)
+        return self.is_resident or self._slots.can_admit(adapter_ids)
 
     def ensure_on_device(self, adapter_ids: Iterable[str]) -> None:
         """Give every adapter of a batch a slot. Raises NoFreeSlotError, UnknownAdapterError.
@@ -318,44 +293,13 @@ class AdapterPlane:
         self.uses.num_hits += num_hits
         self.uses.num_misses += len(fresh) - num_hits
         self._last_wanted = wanted
-        self._bring(wanted, may_evict=not self._is_resident)
-        for adapter_id in wanted & self._pinned:
-            self._slots.pin(adapter_id)
-
-    def _bring(self, wanted: set[str], *, may_evict: bool) -> None:
-        """All or nothing, but for adapters that were evicted to make room."""
         unknown = wanted - self._loaded.keys()
         if unknown:
             raise UnknownAdapterError(f"adapter ids {sorted(unknown)} are not loaded")
-        placements = self._slots.admit(wanted)
-        for placement in placements:
-            for slot in placement.evicted_slots:
-                self.uses.num_evictions += 1
-                self._displace(slot)
-        for index, placement in enumerate(placements):
-            try:
-                self._place_evicting(placement, wanted if may_evict else None)
-            except EsftError:
-                for unplaced in placements[index:]:
-                    self._slots.remove(unplaced.adapter_id)
-                raise
-
-    def _place_evicting(self, placement: Placement, wanted: set[str] | None) -> None:
-        """Place one adapter; while memory is short, evict any but the `wanted` (None: evict none).
-
-        Memory can be short though slots and pages were counted: without --adapter-memory the
-        device may have less left than adapters need.
-        """
-        while True:
-            try:
-                self._place(placement.adapter_slot, self._loaded[placement.adapter_id])
-                return
-            except OutOfExpertMemoryError:
-                slot = None if wanted is None else self._slots.evict_one(wanted)
-                if slot is None:
-                    raise
-                self.uses.num_evictions += 1
-                self._displace(slot)
+        adapters = {adapter_id: self._loaded[adapter_id] for adapter_id in wanted}
+        self._placer.bring(adapters, may_evict=not self.is_resident)
+        for adapter_id in wanted & self._pinned:
+            self._slots.pin(adapter_id)
 
     def slot_of(self, adapter_id: str) -> int:
         """The adapter slot to tag tokens with. Raises InvariantError if it has none."""
@@ -364,30 +308,8 @@ class AdapterPlane:
             raise InvariantError(f"adapter id {adapter_id} is in a batch but not on the device")
         return slot
 
-    def _place(self, slot: int, adapter: HostAdapter) -> None:
-        """All layers or none."""
-        self.num_changes += 1
-        placed: list[WovenLayer] = []
-        try:
-            for layer_id, layer in self._layers.items():
-                self._place_layer(layer_id, slot, adapter)
-                placed.append(layer)
-        except EsftError:
-            for layer in placed:
-                layer.displace(slot)
-            raise
-
-    def _place_layer(self, layer_id: int, slot: int, adapter: HostAdapter) -> None:
-        expert_ids = adapter.manifest.experts.get(layer_id, ())
-        self._layers[layer_id].place(slot, adapter.experts.get(layer_id, {}), expert_ids)
-
-    def _displace(self, slot: int) -> None:
-        self.num_changes += 1
-        for layer in self._layers.values():
-            layer.displace(slot)
-
     def check_integrity(self) -> None:
         """Raises InvariantError when a map, a layer's memory or the slot table is wrong."""
         self._slots.check_integrity()
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             layer.check_integrity()

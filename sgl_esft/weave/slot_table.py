@@ -32,6 +32,7 @@ class SlotUses:
     num_hits: int = 0  # adapters of a batch, and not of the one before, that had a slot
     num_misses: int = 0  # those that had none
     num_evictions: int = 0  # adapters that lost their slot to others
+    num_changes: int = 0  # of what is on the device; only grows
 
 
 class SlotTable:

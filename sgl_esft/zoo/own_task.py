@@ -26,7 +26,7 @@ from sgl_esft.zoo.esft import expert_scores
 from sgl_esft.zoo.model import load_model, save_model
 from sgl_esft.zoo.taskset import Example
 from sgl_esft.zoo.tokenizer import UNKNOWN_ID, encode
-from sgl_esft.zoo.train import SCORED_EXAMPLES, Phase, Report, tune_experts
+from sgl_esft.zoo.train import SCORED_EXAMPLES, Report, Training, tune_experts
 
 _TOKENS = 512  # of a step
 _PEAK = 3e-3
@@ -55,8 +55,8 @@ def tune(base: Path, examples: Path, config: Path, steps: int, out: Path, report
         raise ConfigError(f"{out} exists: name another --out, or remove it.")
     experts = read_expert_config(config)
     lines = batches(cycle(list(read_examples(examples))), _TOKENS, 0.0, seed=0)
-    phase = Phase(steps, _TOKENS, _PEAK, warmup=max(1, steps // 10))
-    save_model(tune_experts(_load(base), experts, lines, phase, report), out)
+    training = Training(steps, _TOKENS, _PEAK, warmup=max(1, steps // 10))
+    save_model(tune_experts(_load(base), experts, lines, training, report), out)
 
 
 def _load(base: Path) -> DeepseekV2ForCausalLM:

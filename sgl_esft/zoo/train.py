@@ -38,7 +38,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Phase:
+class Training:
     """How long and how fast to train: `tokens` per step, cosine decay from `peak` to 0."""
 
     steps: int
@@ -53,20 +53,20 @@ class Recipe:
 
     score: ScoreKind
     threshold: float
-    phase: Phase
+    training: Training
 
 
-BASE = Phase(steps=3200, tokens=2048, peak=2.5e-3, warmup=150)
+BASE = Training(steps=3200, tokens=2048, peak=2.5e-3, warmup=150)
 BALANCE = 0.002
 SCORED_EXAMPLES = 512
 HELD_OUT = 200
 RECIPES: dict[str, Recipe] = {
-    "caesar": Recipe("gate", 0.5, Phase(450, 2048, 3e-3)),
-    "date": Recipe("token", 0.6, Phase(500, 2048, 3e-3)),
-    "intent": Recipe("gate", 0.4, Phase(300, 2048, 2e-3)),
-    "reverse": Recipe("gate", 0.6, Phase(600, 2048, 3e-3)),
-    "sum": Recipe("gate", 0.7, Phase(2600, 1024, 4e-3)),
-    "translate": Recipe("token", 0.4, Phase(300, 2048, 2e-3)),
+    "caesar": Recipe("gate", 0.5, Training(450, 2048, 3e-3)),
+    "date": Recipe("token", 0.6, Training(500, 2048, 3e-3)),
+    "intent": Recipe("gate", 0.4, Training(300, 2048, 2e-3)),
+    "reverse": Recipe("gate", 0.6, Training(600, 2048, 3e-3)),
+    "sum": Recipe("gate", 0.7, Training(2600, 1024, 4e-3)),
+    "translate": Recipe("token", 0.4, Training(300, 2048, 2e-3)),
 }
 
 
@@ -135,21 +135,23 @@ def finetune(
     scores = expert_scores(base, (to_batch(group).ids for group in sample), recipe.score)
     selected = select_experts(scores, recipe.threshold)
     experts = {layer: tuple(sorted(ids)) for layer, ids in selected.items()}
-    lines = batches(training_examples(task, seed), recipe.phase.tokens, 0.0, seed)
-    return tune_experts(base, experts, lines, recipe.phase, report), experts
+    lines = batches(training_examples(task, seed), recipe.training.tokens, 0.0, seed)
+    return tune_experts(base, experts, lines, recipe.training, report), experts
 
 
 def tune_experts(
     base: DeepseekV2ForCausalLM,
     experts: Experts,
     lines: Iterator[Batch],
-    phase: Phase,
+    training: Training,
     report: Report,
 ) -> DeepseekV2ForCausalLM:
-    """A copy of `base` in which only `experts` were trained, `phase.steps` steps on `lines`."""
+    """A copy of `base` in which only `experts` were trained, `training.steps` steps on `lines`."""
     model = copy.deepcopy(base).train()
-    optimiser = torch.optim.Adam(freeze_all_but(model, experts), lr=phase.peak, betas=(0.9, 0.98))
-    _fit(model, optimiser, lines, phase, 0.0, report)
+    optimiser = torch.optim.Adam(
+        freeze_all_but(model, experts), lr=training.peak, betas=(0.9, 0.98)
+    )
+    _fit(model, optimiser, lines, training, 0.0, report)
     return model.eval()
 
 
@@ -176,15 +178,15 @@ def _fit(
     model: DeepseekV2ForCausalLM,
     optimiser: torch.optim.Optimizer,
     lines: Iterator[Batch],
-    phase: Phase,
+    training: Training,
     balance: float,
     report: Report,
 ) -> None:
-    """Take `phase.steps` optimiser steps on `lines`."""
+    """Take `training.steps` optimiser steps on `lines`."""
     started = time.monotonic()
-    for step, batch in enumerate(islice(lines, phase.steps)):
+    for step, batch in enumerate(islice(lines, training.steps)):
         for group in optimiser.param_groups:
-            group["lr"] = phase.peak * _schedule(step, phase)
+            group["lr"] = training.peak * _schedule(step, training)
         loss = _loss(model, batch, balance)
         optimiser.zero_grad()
         loss.backward()
@@ -192,14 +194,14 @@ def _fit(
         optimiser.step()
         if step % 100 == 99:
             seconds = time.monotonic() - started
-            report(f"step {step + 1}/{phase.steps} loss {loss.item():.4f} {seconds:.0f} s")
+            report(f"step {step + 1}/{training.steps} loss {loss.item():.4f} {seconds:.0f} s")
 
 
-def _schedule(step: int, phase: Phase) -> float:
+def _schedule(step: int, training: Training) -> float:
     """The share of the peak learning rate at `step`: linear warm-up, then half a cosine."""
-    if step < phase.warmup:
-        return (step + 1) / phase.warmup
-    done = (step - phase.warmup) / max(1, phase.steps - phase.warmup)
+    if step < training.warmup:
+        return (step + 1) / training.warmup
+    done = (step - training.warmup) / max(1, training.steps - training.warmup)
     return 0.5 * (1 + math.cos(math.pi * done))
 
 

@@ -1,12 +1,21 @@
-"""Imports form a DAG, packages keep out of each other, and few modules name SGLang."""
+"""Imports form a DAG, rooms keep their order, packages keep apart, and few modules name SGLang.
+
+    working tree -> [imported] -> [import_graph] -> circles, rooms out of order, heavy imports
+
+Late imports, inside functions, count as imports; those under TYPE_CHECKING are never run.
+"""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
-
-from tests.repo.tree import PACKAGES, ROOT, module_name, python_files
+from tests.repo.import_graph import (
+    PACKAGE_MODULES,
+    SOURCES,
+    Imported,
+    When,
+    import_graph,
+    imported,
+)
+from tests.repo.tree import python_files
 
 # The modules that may import from sglang: the hook ledger's family, which the hook tests resolve
 # against the installed version, and the launcher, which hands over to SGLang's own. A trailing `.`
@@ -73,6 +82,38 @@ HANDED_OVER = {
     "sgl_elastic.options": {"sgl_esft.byte_size"},
 }
 
+# The rooms of a package, lowest first: a module imports its own room and those before it. A room is
+# a folder, or a module of the package's root. Rooms of one line may not import each other either.
+ROOMS = {
+    "sgl_esft": """
+        errors dashboard
+        byte_size hook_ledger http ports
+        env observe
+        config
+        formats
+        access lang weave
+        memory platform
+        sglang_api tools
+        health lifecycle zoo
+        plugin
+        launch_server
+    """,
+    "sgl_elastic": """
+        errors processes types workdir
+        plan wire
+        memory
+        instance
+        coordinator engine nodes
+        autoscale
+        front
+        baselines front_hooks
+        options
+        assembly
+        runtime
+    """,
+}
+ROOT_MODULES = 10  # of sgl_esft, at most: what belongs together has a room
+
 # Values in, values out: these import each other and VALUES_ONLY, so nothing they do depends on a
 # clock, a process, a socket or a device.
 PURE = {
@@ -109,73 +150,6 @@ LIGHT = {
     "sgl_elastic.coordinator.coordinator": {"torch", "sglang", "sgl_esft"},
 }
 
-SOURCES = {module_name(path): (ROOT / path).read_text() for path in python_files(*PACKAGES)}
-PACKAGE_MODULES = {
-    module_name(path) for path in python_files(*PACKAGES) if path.endswith("__init__.py")
-}
-
-
-@dataclass(frozen=True)
-class Imported:
-    """One imported thing: `from a import b` is ("a", "b"), `import a.b` is ("a.b", None)."""
-
-    base: str
-    name: str | None
-
-    def module_among(self, known: Container[str]) -> str:
-        """What is really imported: `a.b` where that is a module, else `a`."""
-        inner = f"{self.base}.{self.name}"
-        return inner if inner in known else self.base
-
-
-def imported(source: str, module: str, *, is_package: bool, top_level_only: bool) -> set[Imported]:
-    """Everything this source imports, relative imports resolved."""
-    found: set[Imported] = set()
-    for node in walk_imports(ast.parse(source), top_level_only):
-        if isinstance(node, ast.Import):
-            found.update(Imported(alias.name, None) for alias in node.names)
-        else:
-            base = absolute_base(node, module, is_package)
-            found.update(Imported(base, alias.name) for alias in node.names)
-    return found
-
-
-def walk_imports(tree: ast.AST, top_level_only: bool) -> Iterable[ast.Import | ast.ImportFrom]:
-    """Import statements; top level means run at import time, so not under TYPE_CHECKING."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif not (top_level_only and runs_later(node)):
-            yield from walk_imports(node, top_level_only)
-
-
-def runs_later(node: ast.AST) -> bool:
-    if isinstance(node, ast.If):
-        return ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-
-
-def absolute_base(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    """`from ..x import y` in a.b.c -> a.x."""
-    if not node.level:
-        return node.module or ""
-    parts = module.split(".")
-    kept = parts[: len(parts) - node.level + (1 if is_package else 0)]
-    return ".".join([*kept, *([node.module] if node.module else [])])
-
-
-def import_graph(sources: dict[str, str], packages: set[str]) -> dict[str, set[str]]:
-    """Module -> modules of ours it imports while it is itself imported.
-
-    Every import also runs the `__init__` of the folders above; those edges are left out.
-    """
-    graph = {}
-    for module, source in sources.items():
-        found = imported(source, module, is_package=module in packages, top_level_only=True)
-        names = {each.module_among(sources) for each in found}
-        graph[module] = {name for name in names if name in sources} - {module}
-    return graph
-
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
     """Some cycle as a path that ends where it began, or None."""
@@ -198,15 +172,13 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
 
 def roots_imported(source: str, module: str) -> set[str]:
     """First parts of everything imported anywhere in the source, late imports included."""
-    is_package = module in PACKAGE_MODULES
-    found = imported(source, module, is_package=is_package, top_level_only=False)
+    found = imported(source, module, is_package=module in PACKAGE_MODULES, when=When.NAMED)
     return {each.base.split(".")[0] for each in found}
 
 
 def foreign_modules(source: str, module: str) -> set[str]:
     """Modules of our other packages that the source imports, late imports included."""
-    is_package = module in PACKAGE_MODULES
-    found = imported(source, module, is_package=is_package, top_level_only=False)
+    found = imported(source, module, is_package=module in PACKAGE_MODULES, when=When.NAMED)
     names = {each.module_among(SOURCES) for each in found}
     own = {module.split(".", maxsplit=1)[0], "sgl_esft_kernels"}
     if "sgl_esft_launch" in own:
@@ -229,13 +201,42 @@ def reached_from(module: str, graph: dict[str, set[str]]) -> set[str]:
 def roots_at_import(module: str) -> set[str]:
     """First parts of what is imported when the module is."""
     is_package = module in PACKAGE_MODULES
-    found = imported(SOURCES[module], module, is_package=is_package, top_level_only=True)
+    found = imported(SOURCES[module], module, is_package=is_package, when=When.AT_IMPORT)
     return {each.base.split(".")[0] for each in found}
+
+
+def room_of(module: str) -> str:
+    """`sgl_esft.weave.plane` -> weave, `sgl_esft.env` -> env."""
+    return module.split(".")[1]
+
+
+def out_of_order(graph: dict[str, set[str]], rooms: dict[str, str]) -> list[str]:
+    """Imports of a room that is not below the module's own; a room without a place is named."""
+    floors = {
+        (package, room): floor
+        for package, lines in rooms.items()
+        for floor, line in enumerate(lines.split("\n"))
+        for room in line.split()
+    }
+    found = []
+    for module in sorted(m for m in graph if m.split(".")[0] in rooms and "." in m):
+        package, room = module.split(".")[0], room_of(module)
+        if (package, room) not in floors:
+            found.append(f"{module} is in no room of the order")
+            continue
+        others = {n for n in graph[module] if n.startswith(f"{package}.") and room_of(n) != room}
+        floor = floors[package, room]
+        found += [
+            f"{module} imports {name}"
+            for name in sorted(others)
+            if floors.get((package, room_of(name)), floor) >= floor
+        ]
+    return found
 
 
 def impure(source: str, module: str) -> set[str]:
     """What a module imports that is neither a value's nor pure."""
-    found = imported(source, module, is_package=module in PACKAGE_MODULES, top_level_only=False)
+    found = imported(source, module, is_package=module in PACKAGE_MODULES, when=When.NAMED)
     names = {each.module_among(SOURCES) for each in found}
     return {
         name
@@ -248,8 +249,28 @@ def allows(entry: str, module: str) -> bool:
     return module == entry.rstrip(".") or (entry.endswith(".") and module.startswith(entry))
 
 
+# The name by which a server is started, which hands over to the launcher.
+SHIM = "sgl_esft.launch_server"
+
+
 def test_imports_form_a_dag() -> None:
-    assert find_cycle(import_graph(SOURCES, PACKAGE_MODULES)) is None
+    sources = {module: source for module, source in SOURCES.items() if module != SHIM}
+    assert find_cycle(import_graph(sources, PACKAGE_MODULES)) is None
+
+
+def test_rooms_import_downwards() -> None:
+    assert out_of_order(import_graph(SOURCES, PACKAGE_MODULES), ROOMS) == []
+
+
+def test_every_room_of_the_order_is_there() -> None:
+    there = {(m.split(".")[0], room_of(m)) for m in SOURCES if "." in m}
+    named = {(package, room) for package, lines in ROOMS.items() for room in lines.split()}
+    assert named - there == set()
+
+
+def test_the_root_is_small() -> None:
+    root = [path for path in python_files("sgl_esft") if path.count("/") == 1]
+    assert len(root) <= ROOT_MODULES, root
 
 
 def test_packages_keep_out_of_each_other() -> None:
@@ -267,7 +288,7 @@ def test_weaving_and_the_elastic_runtime_meet_where_it_is_written() -> None:
 
 
 def test_weaving_does_not_need_the_launcher() -> None:
-    graph = import_graph(SOURCES, PACKAGE_MODULES)
+    graph = import_graph(SOURCES, PACKAGE_MODULES, When.AT_IMPORT)
     early = {m for m in SOURCES for n in graph[m] if n.startswith("sgl_esft_launch")}
     assert {m for m in early if m.startswith("sgl_esft.")} == set()
 
@@ -280,12 +301,12 @@ def test_what_decides_is_pure() -> None:
 
 
 def test_the_wire_knows_only_the_errors() -> None:
-    graph = import_graph(SOURCES, PACKAGE_MODULES)
+    graph = import_graph(SOURCES, PACKAGE_MODULES, When.AT_IMPORT)
     assert graph["sgl_elastic.wire"] == {"sgl_elastic.errors"}
 
 
 def test_memory_and_coordinator_are_light() -> None:
-    graph = import_graph(SOURCES, PACKAGE_MODULES)
+    graph = import_graph(SOURCES, PACKAGE_MODULES, When.AT_IMPORT)
     for module, heavy in LIGHT.items():
         reached = {root for each in reached_from(module, graph) for root in roots_at_import(each)}
         assert reached & heavy == set(), module
@@ -322,12 +343,44 @@ def test_checker_finds_a_cycle() -> None:
     assert find_cycle(import_graph(sources, {"p"})) == ["p.a", "p.b", "p.c", "p.a"]
 
 
-def test_checker_leaves_late_and_typing_imports_out_of_the_graph() -> None:
+def test_checker_tells_when_an_import_is_run() -> None:
     late = "def f():\n    import p.b\n"
     typing_only = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.b\n"
     guarded = "try:\n    import p.b\nexcept ImportError:\n    pass\n"
-    for source, expected in [(late, set()), (typing_only, set()), (guarded, {"p.b"})]:
-        assert import_graph({"p.a": source, "p.b": ""}, set())["p.a"] == expected
+    chosen = "if x:\n    import p.b\n"
+    sources = {"late": late, "typing_only": typing_only, "guarded": guarded, "chosen": chosen}
+    seen = {
+        when: {
+            n for n, s in sources.items() if import_graph({"p.a": s, "p.b": ""}, set(), when)["p.a"]
+        }
+        for when in When
+    }
+    assert seen[When.AT_IMPORT] == {"guarded", "chosen"}
+    assert seen[When.EVER] == {"guarded", "chosen", "late"}
+    assert seen[When.NAMED] == set(sources)
+
+
+def test_checker_finds_a_circle_that_a_late_import_closes() -> None:
+    sources = {"p": "", "p.a": "import p.b", "p.b": "def f():\n    from p import a\n"}
+    assert find_cycle(import_graph(sources, {"p"})) == ["p.a", "p.b", "p.a"]
+
+
+def test_checker_finds_an_import_against_the_order() -> None:
+    rooms = {"p": "low\nmiddle same\nhigh"}
+    graph = {
+        "p": {"p.high.a"},
+        "p.low.a": {"p.middle.a"},
+        "p.middle.a": {"p.low.a", "p.middle.b", "q.high"},
+        "p.middle.b": set(),
+        "p.same": {"p.middle.b"},
+        "p.high.a": {"p.low.a", "p.same"},
+        "p.other": set(),
+    }
+    assert out_of_order(graph, rooms) == [
+        "p.low.a imports p.middle.a",
+        "p.other is in no room of the order",
+        "p.same imports p.middle.b",
+    ]
 
 
 def test_checker_sees_late_imports_of_sglang() -> None:
@@ -337,7 +390,7 @@ def test_checker_sees_late_imports_of_sglang() -> None:
 
 def test_checker_resolves_relative_imports() -> None:
     for is_package, base in [(False, "a.x"), (True, "a.b.x")]:
-        found = imported("from .x import y", "a.b", is_package=is_package, top_level_only=True)
+        found = imported("from .x import y", "a.b", is_package=is_package, when=When.AT_IMPORT)
         assert found == {Imported(base, "y")}
 
 

@@ -74,7 +74,7 @@ def elastic_engine_process() -> None:
 def complaint() -> str:
     """What `verify` says; empty when it is content."""
     try:
-        register.verify()
+        hook_ledger.verify_required()
     except HookError as error:
         return str(error)
     return ""

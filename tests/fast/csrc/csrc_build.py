@@ -21,15 +21,15 @@ VENDORS = ("cuda", "acl")
 
 
 @cache
-def build_tests(*, sanitize: bool = False) -> Path:
-    """The folder with the test executables and simulators, up to date."""
+def build_tests(*targets: str, sanitize: bool = False) -> Path:
+    """The folder with the test executables and simulators, up to date: all, or these."""
     folder = ROOT / "build" / ("csrc-sanitized" if sanitize else "csrc-tests")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two pytest processes may want it at once
         if not (folder / "build.ninja").is_file():
             configure(folder, sanitize)
-        run([str(BIN / "ninja"), "-C", str(folder)])
+        run([str(BIN / "ninja"), "-C", str(folder), *targets])
     return folder / "tests"
 
 

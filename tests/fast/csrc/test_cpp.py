@@ -11,8 +11,9 @@ import pytest
 
 from tests.fast.csrc.csrc_build import CSRC, build_tests
 
-# Under the sanitizers these take minutes; as built they are part of every run.
-LONG = {"test_address_range"}
+# Built with sanitizers in every run: pages, tensors and backends, in any order, with failures. The
+# others are in every run as they are built for use; with sanitizers they take minutes.
+SANITIZED = "test_stress"
 NAMES = sorted(path.stem for path in (CSRC / "tests").glob("test_*.cpp"))
 
 
@@ -27,13 +28,13 @@ def run(executable: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 @cache
-def sanitizer_options() -> dict[str, str]:
+def sanitizer_options(executable: Path) -> dict[str, str]:
     """LeakSanitizer stops the process with ptrace, which some containers forbid.
 
     Then leaks go unseen, and everything else is still checked. An executable that is asked for no
     test of its own tells which it is.
     """
-    done = run(build_tests(sanitize=True) / NAMES[0], "no_such_test", ASAN_OPTIONS="detect_leaks=1")
+    done = run(executable, "no_such_test", ASAN_OPTIONS="detect_leaks=1")
     can_see_leaks = "LeakSanitizer has encountered a fatal error" not in done.stderr
     return {
         "ASAN_OPTIONS": f"detect_leaks={int(can_see_leaks)}:detect_stack_use_after_return=1",
@@ -53,10 +54,11 @@ def test_plain(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in NAMES],
+    [pytest.param(name, marks=() if name == SANITIZED else pytest.mark.full) for name in NAMES],
 )
 def test_sanitized(name: str) -> None:
-    done = run(build_tests(sanitize=True) / name, **sanitizer_options())
+    executable = build_tests(name, sanitize=True) / name
+    done = run(executable, **sanitizer_options(executable))
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr, done.stderr
 
@@ -64,9 +66,10 @@ def test_sanitized(name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_long_random_runs(sanitize: bool) -> None:
-    options = sanitizer_options() if sanitize else {}
+    executable = build_tests("test_stress", sanitize=sanitize) / "test_stress"
+    options = sanitizer_options(executable) if sanitize else {}
     steps = "10000" if sanitize else "100000"
-    done = run(build_tests(sanitize=sanitize) / "test_stress", SGL_VMM_STEPS=steps, **options)
+    done = run(executable, SGL_VMM_STEPS=steps, **options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_esft.errors import DrainingError, DrainTimeoutError, EngineLostError
+from sgl_esft.health import ending
 from sgl_esft.health import service as service_module
 from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED, Phase
 from tests.fast.health.fakes import Harness, run, send
@@ -16,7 +17,8 @@ from tests.fast.health.fakes import Harness, run, send
 
 @pytest.fixture(autouse=True)
 def _no_children_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "kill_children", lambda: None)
+    for module in (service_module, ending):
+        monkeypatch.setattr(module, "kill_children", lambda: None)
 
 
 def test_it_is_ready_once_it_has_started() -> None:

@@ -10,8 +10,11 @@ compile a kernel and interpret it.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -39,3 +42,19 @@ def _call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
         return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
     finally:
         scope.restore()
+
+
+def changed_module(subject: ModuleType, change: tuple[str, ...], folder: Path) -> Any:
+    """A copy of a module made wrong: each right string of `change`, once there, by the next."""
+    source = Path(str(subject.__file__)).read_text()
+    for right, wrong in zip(change[::2], change[1::2], strict=True):
+        assert source.count(right) == 1
+        source = source.replace(right, wrong)
+    path = folder / "wrong.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("wrong", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -9,7 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_esft_kernels import (
-    IMPLEMENTATIONS,
     KernelInputError,
     KernelUnavailableError,
     choose,
@@ -139,9 +138,3 @@ def test_a_choice_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(KernelUnavailableError, match=message):
         choose(name, device_type)
-
-
-def test_the_registrys_keys_are_its_names() -> None:
-    assert {name: each.name for name, each in IMPLEMENTATIONS.items()} == {
-        name: name for name in IMPLEMENTATIONS
-    }

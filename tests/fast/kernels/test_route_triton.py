@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from sgl_esft_kernels import KernelInputError, KernelUnavailableError, route_ref
 from sgl_esft_kernels import route_triton as subject
 from sgl_esft_kernels.route_spec import LOGIT_DTYPES, RouterSpec
 from tests.fast.kernels.compiled import compiler, num_instructions, resources
-from tests.fast.kernels.interpreted import interpreter
+from tests.fast.kernels.interpreted import changed_module, interpreter
 from tests.fast.kernels.routers import ROUTERS, Arguments, Router
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -132,7 +131,7 @@ WRONG = {
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
 def test_cases_find_a_wrong_kernel(change: tuple[str, ...], tmp_path: Path) -> None:
-    route = wrong_route(change, tmp_path)
+    route = changed_module(subject, change, tmp_path).route_and_reroute
     biased = BY_NAME["groups of three, biased"]
     batches = [
         router.with_tokens(3).make()
@@ -150,22 +149,6 @@ def differs(route: Route, arguments: Arguments) -> bool:
     except AssertionError:
         return True
     return False
-
-
-def wrong_route(change: tuple[str, ...], folder: Path) -> Route:
-    source = Path(subject.__file__).read_text()
-    for right, wrong in zip(change[::2], change[1::2], strict=True):
-        assert source.count(right) == 1
-        source = source.replace(right, wrong)
-    path = folder / "wrong.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("wrong", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    route: Route = module.route_and_reroute
-    return route
 
 
 def test_no_tokens_launch_nothing() -> None:

@@ -422,32 +422,25 @@ def test_unknown_adapter(
         read(state)
 
 
-def test_unknown_adapter_of_a_call(picky: sgl.RuntimeEndpoint) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda: sgl.gen("b", adapter="law") + sgl.gen("a", adapter="nope") + sgl.gen("c"),
+        lambda: sgl.select("a", ["x", "y"], adapter="nope"),
+    ],
+)
+@pytest.mark.parametrize("reads_inside", [False, True])
+def test_unknown_adapter_of_a_call(
+    picky: sgl.RuntimeEndpoint, body: Callable[[], Any], reads_inside: bool
+) -> None:
     @sgl.function
     def program(s: Any) -> None:
-        s += sgl.gen("a", adapter="law") + sgl.gen("b", adapter="nope") + sgl.gen("c")
+        s += body()
+        if reads_inside:
+            s += "so " + s["a"]
 
     with unknown():
         program.run(backend=picky).text()
-
-
-def test_unknown_adapter_of_a_select(picky: sgl.RuntimeEndpoint) -> None:
-    @sgl.function
-    def program(s: Any) -> None:
-        s += sgl.select("a", ["x", "y"], adapter="nope")
-
-    with unknown():
-        program.run(backend=picky).text()
-
-
-def test_unknown_adapter_inside_a_program(picky: sgl.RuntimeEndpoint) -> None:
-    @sgl.function
-    def program(s: Any) -> None:
-        s += sgl.gen("a", adapter="nope")
-        s += "so " + s["a"]
-
-    with unknown():
-        program.run(backend=picky)
 
 
 def test_a_failed_program_takes_no_more(picky: sgl.RuntimeEndpoint) -> None:

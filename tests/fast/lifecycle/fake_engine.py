@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sgl_esft.errors import EsftError, UnknownAdapterError
 from sgl_esft.formats.manifest import content_digest
-from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, OnProgress, Residency
+from sgl_esft.lifecycle.adapter_engine import LoadedAdapter, LoadPhase, OnProgress, Residency
 
 
 @dataclass

@@ -21,9 +21,8 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.formats.manifest import check_loadable
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.lifecycle import commands, registry
-from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.ranks import Ranks
-from sgl_esft.lifecycle.room import LoadTimeouts
+from sgl_esft.lifecycle.room import HostLimits, LoadTimeouts
 from sgl_esft.lifecycle.sglang_engine import SglangEngine
 
 

@@ -77,7 +77,7 @@ class Site:
             return await self._generate(await request.json())
 
         compat.install(app, lambda: Backing(self.library, self.lister))
-        names = lambda: KnownNames(self.library.usable, frozenset({"demo"}))  # noqa: E731
+        names = lambda: KnownNames(self.library.known.usable, frozenset({"demo"}))  # noqa: E731
         stack.install(app, names=names, ensure=self.library.ensure)
         return app
 
@@ -112,10 +112,10 @@ class Site:
     async def settle(self) -> None:
         """Until everything that can go on without the test has."""
         for _ in range(2000):
-            if all(self._waits_for_the_test(job) for job in self.library.jobs.values()):
+            if all(self._waits_for_the_test(job) for job in self.library.known.jobs.values()):
                 return
             await asyncio.sleep(0.0005)
-        raise AssertionError(f"these go on: {self.library.jobs}")
+        raise AssertionError(f"these go on: {self.library.known.jobs}")
 
     def _waits_for_the_test(self, job: Job) -> bool:
         if job.kind is not JobKind.UNLOAD:

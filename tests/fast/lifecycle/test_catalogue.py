@@ -13,9 +13,8 @@ import pytest
 
 from sgl_esft.errors import AdapterFormatError
 from sgl_esft.formats.manifest import AdapterManifest, content_digest
-from sgl_esft.lifecycle.catalogue import Catalogue, scan
+from sgl_esft.lifecycle.catalogue import Catalogue, Watcher, scan
 from sgl_esft.lifecycle.folders import DigestCache, fingerprint
-from sgl_esft.lifecycle.watch import Watcher
 from tests.fast.lifecycle.site import check, touch_folder, write_folder
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import errors
-from sgl_esft.lifecycle.failures import Failure
-from sgl_esft.lifecycle.jobs import JobKind
+from sgl_esft.lifecycle.jobs import Failure, JobKind
 
 
 @pytest.mark.parametrize(

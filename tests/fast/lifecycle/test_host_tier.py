@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_esft.errors import AdapterTooLargeError, OutOfHostMemoryError
-from sgl_esft.lifecycle.host_tier import HostEntry, HostLimits, plan_evictions
+from sgl_esft.lifecycle.room import HostEntry, HostLimits, plan_evictions
 
 ENTRIES = [
     HostEntry("oldest", 10, True),

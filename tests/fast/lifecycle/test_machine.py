@@ -341,7 +341,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             self._forget(name)
 
     def _drains_on(self, name: str) -> bool:
-        return name in self.site.library.jobs
+        return name in self.site.library.known.jobs
 
     @precondition(lambda self: any(self._can_evict(n) for n in NAMES))
     @rule(data=st.data())

@@ -15,7 +15,7 @@ from sgl_esft import errors
 from sgl_esft.config import EsftConfig
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.lifecycle import staging
-from sgl_esft.lifecycle.commands import Command, Verb, decode, is_command
+from sgl_esft.lifecycle.commands import RankCommand, Verb, decode, is_command
 from sgl_esft.lifecycle.rank_command_handler import RankCommandHandler, RankGroup
 from sgl_esft.weave.plane import AdapterSource
 from tests.support.adapter_factory import write_random_adapter, write_random_base
@@ -65,7 +65,7 @@ class Ranks:
 
     def ask(self, verb: Verb, folder: Path | None = None, *, adapter_id: str = "id") -> Any:
         path = "" if folder is None else str(folder)
-        command = Command(verb, adapter_id, "math", path)
+        command = RankCommand(verb, adapter_id, "math", path)
         replies = list(self._pool.map(lambda handler: handler.answer(command), self.handlers))
         assert replies[0] == replies[1]
         return replies[0]
@@ -289,7 +289,7 @@ def test_a_report_says_who_is_where(root: Path) -> None:
 
 
 def test_commands_are_no_paths_of_clients() -> None:
-    command = Command("stage", "id", "math", "/folder", pinned=True)
+    command = RankCommand("stage", "id", "math", "/folder", pinned=True)
     assert is_command(command.encode())
     assert decode(command.encode()) == command
     assert not is_command("/folder/esft-command:")

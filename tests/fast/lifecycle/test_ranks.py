@@ -10,7 +10,7 @@ import pytest
 
 from sgl_esft import errors, sglang_api
 from sgl_esft.lifecycle import ranks
-from sgl_esft.lifecycle.commands import Command, error_of, reply_table
+from sgl_esft.lifecycle.commands import RankCommand, error_of, reply_table
 from sgl_esft.lifecycle.ranks import Ranks
 
 REF = sglang_api.make_adapter_ref("math", "/folder", False)
@@ -71,7 +71,7 @@ def test_silence_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_to_a_command_is_no_answer_to_a_load() -> None:
-    late = Ranks(Manager(answer(table=reply_table(Command("poll"), {}))))
+    late = Ranks(Manager(answer(table=reply_table(RankCommand("poll"), {}))))
     with pytest.raises(errors.RequestTimeoutError, match="late"):
         asyncio.run(late.admit(REF))
     with pytest.raises(errors.RequestTimeoutError, match="answered an earlier command late"):

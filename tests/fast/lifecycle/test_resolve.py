@@ -13,8 +13,8 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 
 from sgl_esft.errors import OutOfHostMemoryError, TooManyAdaptersError, UnknownAdapterError
 from sgl_esft.lifecycle import registry
-from sgl_esft.lifecycle.host_tier import HostLimits
 from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
+from sgl_esft.lifecycle.room import HostLimits
 from sgl_esft.lifecycle.sglang_engine import SglangEngine
 from sgl_esft.plugin import registry_hooks
 from tests.fast.lifecycle.fake_manager import FakeManager, make_engine

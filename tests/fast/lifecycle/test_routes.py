@@ -15,7 +15,7 @@ from sgl_esft.errors import (
     NoFreeSlotError,
     RequestTimeoutError,
 )
-from sgl_esft.lifecycle.engine import LoadedAdapter, LoadPhase, Residency
+from sgl_esft.lifecycle.adapter_engine import LoadedAdapter, LoadPhase, Residency
 from tests.fast.lifecycle.site import Site, touch_folder, write_folder
 
 Test = Callable[[Site], Awaitable[None]]
@@ -112,7 +112,7 @@ def test_wait_answers_with_the_end(root: Path) -> None:
 def test_a_hundred_requests_cause_one_load_and_share_its_failure(root: Path) -> None:
     async def test(site: Site) -> None:
         asked = [asyncio.create_task(site.generate("math")) for _ in range(100)]
-        while len(site.library.jobs) < 1:
+        while len(site.library.known.jobs) < 1:
             await asyncio.sleep(0.001)
         await site.settle()
         site.engine.finish("math")
@@ -199,19 +199,6 @@ def test_an_unloaded_adapter_stays_away_until_it_is_asked_for(root: Path) -> Non
         site.write("math", "math v2")
         assert (await site.generate("math")).status_code == 200
         assert (await site.client.delete("/v1/adapters/nobody")).status_code == 404
-
-    on_site(root, test)
-
-
-def test_an_evicted_adapter_comes_back(root: Path) -> None:
-    async def test(site: Site) -> None:
-        await site.generate("math")
-        site.engine.evict("math")
-        assert (await site.adapters())["math"]["state"] == "on_disk"
-        assert (await site.generate("math")).status_code == 200
-        site.engine.evict("math")
-        assert (await site.client.delete("/v1/adapters/math?wait=true")).status_code == 204
-        assert (await site.generate("math")).status_code == 404
 
     on_site(root, test)
 

@@ -9,7 +9,7 @@ import pytest
 
 from sgl_esft.errors import InvariantError, ServerAnswerError
 from sgl_esft.memory.report import MemoryReport, SlotRun, layer_memory
-from sgl_esft.tools.memory_text import report_lines
+from sgl_esft.tools.memory_cli import report_lines
 from sgl_esft.weave.expert_memory import SlotUsage
 from tests.support import memory_reports
 from tests.support.memory_reports import ADAPTERS, LAYOUT, PAGE_BYTES, SLOT_BYTES

@@ -43,7 +43,7 @@ class Ref:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and three adapters."""
-    root = tmp_path_factory.mktemp("seat")
+    root = tmp_path_factory.mktemp("manager")
     write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
     for seed, name in enumerate(("math", "law", "code")):
         write_random_adapter(root / name, root / "base", seed=seed, max_experts=2)

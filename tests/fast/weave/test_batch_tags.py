@@ -34,22 +34,6 @@ def test_starts_as_base() -> None:
     assert tags.token_adapter_slots(4).dtype == torch.int32
 
 
-def test_rows_beyond_the_tags_are_base() -> None:
-    tags = BatchTags(6, "cpu")
-    tags.set(tags_of(0, 1, 2, 1))
-    assert tags.token_adapter_slots(6).tolist() == [0, 1, 2, 1, -1, -1]
-    tags.set(tags_of(3))
-    assert tags.token_adapter_slots(6).tolist() == [3, -1, -1, -1, -1, -1]
-
-
-def test_an_empty_batch() -> None:
-    tags = BatchTags(4, "cpu")
-    tags.set(tags_of(2, 2))
-    tags.set(tags_of())
-    assert tags.token_adapter_slots(0).tolist() == []
-    assert tags.token_adapter_slots(2).tolist() == [-1, -1]
-
-
 @pytest.mark.parametrize("num_tokens", [0, 2, 5 + MAX_PADDING_ROWS])
 def test_a_row_count_that_cannot_be_the_batchs_is_refused(num_tokens: int) -> None:
     tags = BatchTags(4, "cpu")
@@ -57,14 +41,6 @@ def test_a_row_count_that_cannot_be_the_batchs_is_refused(num_tokens: int) -> No
     with pytest.raises(InvariantError, match=f"{num_tokens} tokens, the batch was tagged for 3"):
         tags.token_adapter_slots(num_tokens)
     assert tags.token_adapter_slots(3).tolist() == [0, 1, 2]
-
-
-def test_reset_makes_all_base_and_takes_any_row_count() -> None:
-    tags = BatchTags(4, "cpu")
-    tags.set(tags_of(0, 1, 2))
-    tags.reset()
-    assert tags.token_adapter_slots(1).tolist() == [-1]
-    assert tags.token_adapter_slots(4).tolist() == [-1] * 4
 
 
 def test_the_static_buffer_stays_where_it_is() -> None:
@@ -91,15 +67,6 @@ def test_reserve_comes_before_capture() -> None:
     assert static.unique().tolist() == [1]
     tags.reserve(10)
     assert tags.token_adapter_slots(5000).data_ptr() == static.data_ptr()
-
-
-def test_a_batch_beyond_the_static_buffer_has_one_of_its_own() -> None:
-    tags = BatchTags(2, "cpu")
-    tags.set(tags_of(1, 1))
-    tags.set(tags_of(0, 1, 2, 3, 4))
-    assert tags.token_adapter_slots(8).tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
-    tags.set(tags_of(7))
-    assert tags.token_adapter_slots(8).tolist() == [7] + [-1] * 7
 
 
 def test_a_full_batch_has_room_for_padding() -> None:

@@ -118,13 +118,6 @@ def test_place_casts_to_the_dtype_that_is_served() -> None:
     assert torch.equal(layer.w13[8], half.w13.float())
 
 
-def test_a_layer_without_tuned_experts_is_the_bases() -> None:
-    layer = fused_moe().woven()
-    layer.place(0, {})
-    assert torch.equal(layer.expert_map.table[0], layer.expert_map.base_row)
-    assert layer.mapped_slots == set(range(8))
-
-
 def test_displace_takes_the_map_back_and_leaves_the_neighbour() -> None:
     layer = fused_moe().woven()
     layer.place(0, OTHER.chosen(1, 2, 3))
@@ -153,16 +146,6 @@ def test_more_experts_than_slots_change_nothing() -> None:
         layer.place(0, OTHER.chosen(0, 1, 2, 3))
     assert torch.equal(layer.expert_map.table, table)
     assert layer.w13[8:].isnan().all()
-    assert layer.mapped_slots == set(range(8))
-
-
-@pytest.mark.parametrize("adapter_slot", [-1, 2])
-def test_an_adapter_slot_that_is_not_there(adapter_slot: int) -> None:
-    layer = fused_moe().woven()
-    with pytest.raises(InvariantError, match="adapter slot"):
-        layer.place(adapter_slot, OTHER.chosen(0))
-    with pytest.raises(InvariantError, match="adapter slot"):
-        layer.displace(adapter_slot)
     assert layer.mapped_slots == set(range(8))
 
 

@@ -173,29 +173,6 @@ def test_unload_gives_the_slot_back(make_device: MakeDevice, root: Path) -> None
     device.plane.check_integrity()
 
 
-def test_unload_of_one_that_is_only_on_the_host(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(1)
-    device.load(root / "math")
-    device.load(root / "law")
-    before = device.slots()
-    device.plane.unload("law")
-    assert device.slots() == before
-    device.check(root / "math")
-
-
-def test_other_weights_under_the_same_name(
-    make_device: MakeDevice, root: Path, base: Path, tmp_path: Path
-) -> None:
-    device = make_device(1)
-    device.load(root / "math")
-    device.plane.unload("math")
-    other = write_random_adapter(tmp_path / "math", base, seed=99, experts={2: [7]})
-    device.load(other, adapter_id="second")
-    device.check(other, "second")
-    with pytest.raises(errors.UnknownAdapterError):
-        device.plane.ensure_on_device(["math"])
-
-
 def test_two_versions_of_a_name_stand_side_by_side(
     make_device: MakeDevice, root: Path, spec: MoeSpec
 ) -> None:
@@ -227,14 +204,6 @@ def test_pins_change_while_loaded(make_device: MakeDevice, root: Path) -> None:
     assert set(device.slots()) == {"law", "code"}
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 65])
-def test_a_bad_name_is_refused(make_device: MakeDevice, root: Path, name: str) -> None:
-    device = make_device(2)
-    with pytest.raises(errors.AdapterNameError):
-        device.plane.load(AdapterSource("id", name, str(root / "math")))
-    assert device.plane.names == {}
-
-
 @pytest.mark.parametrize("breakage", BAD_ADAPTERS)
 def test_a_bad_folder_changes_nothing(
     make_device: MakeDevice, root: Path, tmp_path: Path, breakage: str
@@ -251,14 +220,6 @@ def test_a_bad_folder_changes_nothing(
     shutil.copytree(root / "law", folder)
     device.load(folder)
     device.check(folder)
-
-
-def test_more_experts_than_are_reserved(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(2, max_experts=MAX_EXPERTS - 1)
-    before = device.snapshot()
-    with pytest.raises(errors.AdapterMismatchError, match="--max-experts-per-adapter 3"):
-        device.load(root / "math")
-    assert device.snapshot() == before
 
 
 def test_a_folder_outside_the_root(make_device: MakeDevice, root: Path, tmp_path: Path) -> None:

@@ -35,54 +35,6 @@ def test_figure_4_of_the_paper(dtype: torch.dtype) -> None:
     assert torch.equal(slot_ids, figure4.TOPK_AFTER.to(dtype))
 
 
-def good_inputs() -> dict[str, torch.Tensor]:
-    return {
-        "topk_ids": torch.zeros(3, 2, dtype=torch.int32),
-        "token_adapter_slots": torch.zeros(3, dtype=torch.int32),
-        "expert_map": torch.zeros(2, 4, dtype=torch.int32),
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "bad", "message"),
-    [
-        ("topk_ids", torch.zeros(3, 2), "topk_ids is torch.float32"),
-        ("topk_ids", torch.zeros(3, 2, dtype=torch.int16), "topk_ids is torch.int16"),
-        ("topk_ids", torch.zeros(3, dtype=torch.int32), "topk_ids has 1 dimensions, must have 2"),
-        (
-            "topk_ids",
-            torch.zeros(2, 2, dtype=torch.int32),
-            "token_adapter_slots has 3 tokens, topk_ids has 2",
-        ),
-        (
-            "topk_ids",
-            torch.zeros(3, 2, dtype=torch.int32, device="meta"),
-            "topk_ids is on meta, must be on cpu",
-        ),
-        (
-            "token_adapter_slots",
-            torch.zeros(3, dtype=torch.int64),
-            "token_adapter_slots is torch.int64",
-        ),
-        (
-            "token_adapter_slots",
-            torch.zeros(3, 1, dtype=torch.int32),
-            "token_adapter_slots has 2 dimensions, must have 1",
-        ),
-        (
-            "token_adapter_slots",
-            torch.zeros(3, dtype=torch.int32, device="meta"),
-            "token_adapter_slots is on meta, must be on cpu",
-        ),
-        ("expert_map", torch.zeros(2, 4, dtype=torch.int64), "expert_map is torch.int64"),
-        ("expert_map", torch.zeros(4, dtype=torch.int32), "expert_map has 1 dimensions"),
-    ],
-)
-def test_a_wrong_tensor_is_named(name: str, bad: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        reroute_unfused(**{**good_inputs(), name: bad})
-
-
 def rerouter_of_rank(rank: int, num_ranks: int) -> tuple[Rerouter, BatchTags, ExpertMap]:
     """Eight experts, two adapters; adapter 1 replaces experts 1 and 6."""
     per_rank = 8 // num_ranks

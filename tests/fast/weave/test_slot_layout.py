@@ -16,12 +16,6 @@ def test_sizes_of_the_paper() -> None:
     assert layout.num_slots == 80
 
 
-def test_an_adapter_needs_no_more_slots_than_the_rank_has_routed_experts() -> None:
-    layout = SlotLayout.plan(num_base=4, num_routed=3, num_adapters=5, max_experts_per_adapter=13)
-    assert layout.slots_per_adapter == 3
-    assert layout.num_slots == 4 + 5 * 3
-
-
 @given(
     num_routed=st.integers(1, 70),
     num_shared=st.integers(0, 2),

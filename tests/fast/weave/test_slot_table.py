@@ -1,6 +1,6 @@
 """The slot table does what a list and a dictionary would do, in every order of calls."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
@@ -132,55 +132,6 @@ class TableMachine(RuleBasedStateMachine):
 TestTableMachine = TableMachine.TestCase
 
 
-def filled(names: Iterable[str], num_slots: int) -> SlotTable:
-    """A table that saw each name in turn."""
-    table = SlotTable(num_slots)
-    for name in names:
-        table.admit([name])
-    return table
-
-
-def test_least_recently_used_goes_first() -> None:
-    table = filled("abca", 3)
-    assert table.admit(["d"]) == [Placement("d", 1, evicted_slots=(1,))]
-    assert table.admit(["e"]) == [Placement("e", 2, evicted_slots=(2,))]
-
-
-def test_wanted_and_pinned_stay() -> None:
-    table = filled("abc", 3)
-    table.pin("b")
-    assert table.admit(["d", "a"]) == [Placement("d", 2, evicted_slots=(2,))]
-    with pytest.raises(NoFreeSlotError, match="3 adapters are needed at once beside 1 pinned"):
-        table.admit(["a", "c", "d"])
-
-
-def test_a_removed_pin_pins_nothing() -> None:
-    table = filled("ab", 2)
-    table.pin("a")
-    table.remove("a")
-    assert table.admit(["a"]) == [Placement("a", 0)]
-    assert table.admit(["c", "d"]) == [
-        Placement("c", 1, evicted_slots=(1,)),
-        Placement("d", 0, evicted_slots=(0,)),
-    ]
-
-
-def test_pages_run_out_before_slots() -> None:
-    table = SlotTable(4, 5, {"a": 3, "b": 2, "c": 4, "d": 6}.__getitem__)
-    table.admit(["a"])
-    table.admit(["b"])
-    assert not table.has_room_for("c")
-    assert not table.can_admit(["d"])
-    assert table.admit(["c"]) == [Placement("c", 0, evicted_slots=(0, 1))]
-
-
-def test_lowest_free_slot_is_taken() -> None:
-    table = filled("abc", 4)
-    table.remove("a")
-    assert table.admit(["d"]) == [Placement("d", 0)]
-    assert table.admit(["e"]) == [Placement("e", 3)]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -192,7 +143,8 @@ def test_lowest_free_slot_is_taken() -> None:
     ids=["shared", "too large", "negative", "pinned without a slot"],
 )
 def test_integrity_check_sees_damage(damage: Callable[[SlotTable], object]) -> None:
-    table = filled("ab", 2)
+    table = SlotTable(2)
+    table.admit("ab")
     table.check_integrity()
     damage(table)
     with pytest.raises(InvariantError):

@@ -166,7 +166,7 @@ def test_too_few_held_out_texts_is_an_error() -> None:
 
 
 def test_the_saved_tokenizer_agrees_with_ours() -> None:
-    from transformers import AutoTokenizer  # after sgl_esft, which mends torchvision for it
+    from transformers import AutoTokenizer  # after sgl_esft, which repairs torchvision for it
 
     saved = AutoTokenizer.from_pretrained(zoo.base_path())
     text = "Hello, 27+15 -> ~!\n"
@@ -221,7 +221,7 @@ def test_gate_and_token_scores_are_different_measures(base: DeepseekV2ForCausalL
 def test_finetuning_changes_the_chosen_experts_and_nothing_else(
     base: DeepseekV2ForCausalLM, tmp_path: Path
 ) -> None:
-    recipe = train.Recipe("gate", 0.3, train.Phase(steps=2, tokens=256, peak=1e-3, warmup=1))
+    recipe = train.Recipe("gate", 0.3, train.Training(steps=2, tokens=256, peak=1e-3, warmup=1))
     before = copy.deepcopy(base.state_dict())
     model, experts = train.finetune(base, taskset.TASKS["sum"], recipe, 0, lambda _: None)
     assert all(torch.equal(before[name], now) for name, now in base.state_dict().items())

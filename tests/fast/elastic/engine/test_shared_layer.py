@@ -258,11 +258,11 @@ def _placed(device: SharedDevice, root: Path) -> list[PlacedAdapter]:
 
 def test_adopting_forgets_what_was_loaded(device: SharedDevice, root: Path) -> None:
     device.load(root / "math")
-    changes = device.plane.num_changes
+    changes = device.plane.uses.num_changes
     device.plane.adopt([], EVERYTHING)
     assert device.plane.names == {}
     assert device.slots() == {}
-    assert device.plane.num_changes > changes
+    assert device.plane.uses.num_changes > changes
     for layer in device.layers.values():
         assert torch.equal(layer.expert_map.table[0], layer.expert_map.base_row)
 

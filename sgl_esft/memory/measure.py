@@ -1,6 +1,6 @@
 """One rank's expert memory, counted now.
 
-adapters.py (who is where), expert_tensor.py (pages) -> [measure_device] -> memory_report.py
+plane.py (who is where), expert_tensor.py (pages) -> [measure_device] -> report.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def measure_device(
         expert_memory=expert_memory,
         pool=None if arena is None else _pool_memory(arena),
         resident_bytes=None if arena is None else arena.backend.resident_bytes,
-        adapters=plane.adapter_slots,
+        adapters={each.source.name: each.adapter_slot for each in plane.placed()},
         kv=kv,
         layers=tuple(_layer_memory(layer) for layer in plane.layers.values()),
     )
