@@ -54,15 +54,15 @@ HANDED_OVER = {
         "sgl_esft.health.engine",
         "sgl_esft.health.readiness",
     },
-    "sgl_elastic.engine.disk": {
-        "sgl_esft.formats.manifest",
-        "sgl_esft.weave.plane",
-        "sgl_esft.errors",
-        "sgl_esft.weave.host_cache",
-        "sgl_esft.formats.model_spec",
-    },
     "sgl_elastic.engine.hooks": {"sgl_esft.hook_ledger", "sgl_esft.lifecycle.commands"},
-    "sgl_elastic.engine.loader": {"sgl_esft.formats.model_spec", "sgl_esft.weave.page_source"},
+    "sgl_elastic.engine.loader": {
+        "sgl_esft.errors",
+        "sgl_esft.formats.manifest",
+        "sgl_esft.formats.model_spec",
+        "sgl_esft.weave.host_cache",
+        "sgl_esft.weave.page_source",
+        "sgl_esft.weave.plane",
+    },
     "sgl_elastic.engine.memory": {
         "sgl_esft.config",
         "sgl_esft.errors",
