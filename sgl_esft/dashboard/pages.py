@@ -29,7 +29,7 @@ _MEDIA_TYPES: Final[Mapping[str, str]] = {
 # URL path -> file in static/, all that is there.
 FILES: Final[Mapping[str, str]] = {
     ROOT_PATH if file.name == "page.html" else f"{ROOT_PATH}/{file.name}": file.name
-    for file in _STATIC.iterdir()
+    for file in sorted(_STATIC.iterdir(), key=lambda file: file.name)
 }
 
 POLICY: Final = "; ".join(
