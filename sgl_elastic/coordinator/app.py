@@ -34,7 +34,7 @@ from sgl_elastic.coordinator.schemas import (
     example,
 )
 from sgl_elastic.errors import BadScaleError, BusyError, ElasticError
-from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_elastic.instance.state import Instance
 from sgl_elastic.types import OperationState, ScaleRequest
 
 POLL_S = 0.05
@@ -193,14 +193,13 @@ class ElasticRoute(APIRoute):
 def add_routes(
     app: FastAPI,
     coordinator: Coordinator,
-    list_instances: Callable[[], Iterable[Instance]] | None = None,
-    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+    list_instances: Callable[[], Iterable[Instance]],
+    protect: Callable[[Endpoint], Endpoint],
 ) -> None:
     """Add ROUTES to an application, before those of the same path that it has.
 
     Of a path that both have, the application's OpenAPI page goes on showing the former route.
-    `list_instances` None shows the serving one only. `protect` marks an endpoint for the
-    application's own access control.
+    `protect` marks an endpoint for the application's own access control.
     """
     # Routes of the application itself, not an included router's: SGLang's access control asks each
     # of `app.router.routes` for its endpoint, and an included router has none.
@@ -218,15 +217,7 @@ def add_routes(
         )
         for route in ROUTES
     ]
-    app.state.elastic = Backing(coordinator, list_instances or _only_serving(coordinator))
-
-
-def _only_serving(coordinator: Coordinator) -> Callable[[], Iterable[Instance]]:
-    def listed() -> tuple[Instance, ...]:
-        instance_id, placement = coordinator.serving
-        return (Instance(instance_id, placement.device_ids, InstanceState.ACTIVE, placement),)
-
-    return listed
+    app.state.elastic = Backing(coordinator, list_instances)
 
 
 def _backing(request: Request) -> Backing:
