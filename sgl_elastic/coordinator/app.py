@@ -202,7 +202,7 @@ def add_routes(
     app: FastAPI,
     coordinator: Coordinator,
     list_instances: Callable[[], Iterable[Instance]],
-    protect: Callable[[Endpoint], Endpoint],
+    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
 ) -> None:
     """Add ROUTES to an application, before those of the same path that it has.
 
