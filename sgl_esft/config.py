@@ -43,14 +43,14 @@ class EsftConfig:
     heat_every: int = DEFAULT_HEAT_EVERY  # experts are counted in every so many steps; 0 = never
 
     def __post_init__(self) -> None:
-        _check_positive("--max-adapters", self.max_adapters)
-        _check_positive("--max-experts-per-adapter", self.max_experts_per_adapter)
-        _check_not_negative("--max-overtakes", self.max_overtakes)
-        _check_not_negative("--heat-every", self.heat_every)
+        _check_at_least(1, "--max-adapters", self.max_adapters)
+        _check_at_least(1, "--max-experts-per-adapter", self.max_experts_per_adapter)
+        _check_at_least(0, "--max-overtakes", self.max_overtakes)
+        _check_at_least(0, "--heat-every", self.heat_every)
         if self.adapter_memory_bytes is not None:
-            _check_positive("--adapter-memory", self.adapter_memory_bytes)
+            _check_at_least(1, "--adapter-memory", self.adapter_memory_bytes)
         if self.adapter_host_bytes is not None:
-            _check_positive("--adapter-host-memory", self.adapter_host_bytes)
+            _check_at_least(1, "--adapter-host-memory", self.adapter_host_bytes)
         if self.expert_page_bytes is not None:
             _check_page_bytes(self.expert_page_bytes)
         _check_choice("--expert-memory", self.expert_memory, EXPERT_MEMORY_KINDS)
@@ -94,18 +94,13 @@ def required_config() -> EsftConfig:
     return config
 
 
-def _check_positive(flag: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{flag} {value!r}: must be a whole number of at least 1")
-
-
-def _check_not_negative(flag: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{flag} {value!r}: must be a whole number of at least 0")
+def _check_at_least(least: int, flag: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{flag} {value!r}: must be a whole number of at least {least}")
 
 
 def _check_page_bytes(page_bytes: int) -> None:
-    _check_positive("--expert-page-size", page_bytes)
+    _check_at_least(1, "--expert-page-size", page_bytes)
     if page_bytes & (page_bytes - 1) or not MIN_PAGE_BYTES <= page_bytes <= MAX_PAGE_BYTES:
         raise ConfigError(
             f"--expert-page-size {page_bytes} bytes: must be a power of two from 4KiB to 2MiB"

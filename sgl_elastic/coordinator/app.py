@@ -22,11 +22,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from sgl_elastic.coordinator.coordinator import Coordinator
-from sgl_elastic.coordinator.operations import Operation
+from sgl_elastic.coordinator.operations import Operation, PhaseRecord, StepRecord, StepState
 from sgl_elastic.coordinator.schemas import (
     MAX_BODY_BYTES,
     MAX_KEY_LENGTH,
-    OPERATION_EXAMPLE,
     ScaleBody,
     SglangScaleBody,
     VllmScaleBody,
@@ -34,8 +33,8 @@ from sgl_elastic.coordinator.schemas import (
     example,
 )
 from sgl_elastic.errors import BadScaleError, BusyError, ElasticError
-from sgl_elastic.instance.state import Instance, InstanceState
-from sgl_elastic.types import OperationState, ScaleRequest
+from sgl_elastic.instance.state import Instance
+from sgl_elastic.types import OperationState, ScaleRequest, StepKind
 
 POLL_S = 0.05
 
@@ -137,8 +136,17 @@ async def is_scaling_elastic_ep(request: Request) -> Any:
 _BAD = error_example("The request makes no sense or does not fit", "BadScaleError", "dp_size is 0")
 _BUSY = error_example("Another scale runs, or the key was used", "BusyError", "scale-0c is running")
 _UNKNOWN = error_example("No such operation", "UnknownOperationError", "no scale operation has...")
-_OPERATION = example("The operation", OPERATION_EXAMPLE)
-_STARTED = example("Started; Location says where to look", OPERATION_EXAMPLE)
+_SHOWN = Operation(
+    "scale-0c5f1e9a7b21",
+    ScaleRequest(dp_size=3),
+    OperationState.RUNNING,
+    plan={"old": {"device_ids": [0, 1]}, "new": {"device_ids": [0, 1, 2]}},
+    steps=(StepRecord(StepKind.COPY_TRUNK, 2, source_id=0, state=StepState.DONE),),
+    phases=(PhaseRecord("plan", 0.004), PhaseRecord("memory")),
+    created_s=1760000000.0,
+).to_json()
+_OPERATION = example("The operation", _SHOWN)
+_STARTED = example("Started; Location says where to look", _SHOWN)
 _PLAN = example("The plan of a dry run", {"copied_bytes": 0, "before": [], "after": []})
 
 ROUTES: tuple[Route, ...] = (
@@ -193,14 +201,13 @@ class ElasticRoute(APIRoute):
 def add_routes(
     app: FastAPI,
     coordinator: Coordinator,
-    list_instances: Callable[[], Iterable[Instance]] | None = None,
+    list_instances: Callable[[], Iterable[Instance]],
     protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
 ) -> None:
     """Add ROUTES to an application, before those of the same path that it has.
 
     Of a path that both have, the application's OpenAPI page goes on showing the former route.
-    `list_instances` None shows the serving one only. `protect` marks an endpoint for the
-    application's own access control.
+    `protect` marks an endpoint for the application's own access control.
     """
     # Routes of the application itself, not an included router's: SGLang's access control asks each
     # of `app.router.routes` for its endpoint, and an included router has none.
@@ -218,15 +225,7 @@ def add_routes(
         )
         for route in ROUTES
     ]
-    app.state.elastic = Backing(coordinator, list_instances or _only_serving(coordinator))
-
-
-def _only_serving(coordinator: Coordinator) -> Callable[[], Iterable[Instance]]:
-    def listed() -> tuple[Instance, ...]:
-        instance_id, placement = coordinator.serving
-        return (Instance(instance_id, placement.device_ids, InstanceState.ACTIVE, placement),)
-
-    return listed
+    app.state.elastic = Backing(coordinator, list_instances)
 
 
 def _backing(request: Request) -> Backing:

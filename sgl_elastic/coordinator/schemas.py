@@ -101,21 +101,3 @@ def example(description: str, value: dict[str, Any]) -> dict[str, Any]:
 def error_example(description: str, name: str, message: str) -> dict[str, Any]:
     """An OpenAPI response that is an error."""
     return example(description, {"error": {"type": name, "message": message}})
-
-
-OPERATION_EXAMPLE: Final[dict[str, Any]] = {
-    "id": "scale-0c5f1e9a7b21",
-    "phase": "memory",
-    "operation_id": "scale-0c5f1e9a7b21",
-    "request": {"dp_size": 3, "device_ids": [], "leave": [], "dry_run": False, "key": ""},
-    "state": "running",
-    "plan": {"old": {"device_ids": [0, 1]}, "new": {"device_ids": [0, 1, 2]}},
-    "steps": [{"kind": "copy_trunk", "device_id": 2, "source_id": 0, "state": "done"}],
-    "phases": [{"name": "plan", "seconds": 0.004}, {"name": "memory", "seconds": -1}],
-    "gap_s": 0.0,
-    "switched": False,
-    "error": None,
-    "undo_errors": [],
-    "created_s": 1760000000.0,
-    "finished_s": 0.0,
-}

@@ -15,10 +15,12 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
 
 from sgl_esft.errors import ConfigError, EsftError
 from sgl_esft.formats import strict_json
@@ -28,19 +30,11 @@ MIN_KEY_LENGTH: Final = 16
 MAX_KEY_LENGTH: Final = 256
 _MAX_FILE_BYTES: Final = 1 << 20
 _KEY = re.compile(rf"[\x21-\x7e]{{{MIN_KEY_LENGTH},{MAX_KEY_LENGTH}}}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FIELDS = {
-    "name",
-    "key",
-    "sha256",
-    "admin",
-    "adapters",
-    "base_model",
-    "max_concurrency",
-    "tokens_per_minute",
-}
 _GROUP_OR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+_Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,64}\Z")]
+_Sha256: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
@@ -123,17 +117,37 @@ def admin_from_environment(variable: str, environment: Mapping[str, str]) -> Key
     return entry_for(Caller("admin", is_admin=True), key, f"--admin-key-env {variable}")
 
 
+class _Fields(msgspec.Struct):
+    """One key as a keys file has it."""
+
+    name: _Name
+    key: str | None = None
+    sha256: _Sha256 | None = None
+    admin: bool = False
+    adapters: frozenset[str] | None = None
+    base_model: bool = True
+    max_concurrency: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+
+
+_FIELDS: Final = frozenset(_Fields.__struct_fields__)
+
+
 def read_keys_file(path: Path) -> tuple[KeyEntry, ...]:
     """The entries of a keys file. Raises ConfigError, which never holds a key."""
-    raw = _read_private(path)
-    document = strict_json.parse_object(raw, path.name, ConfigError)
+    document = strict_json.parse_object(_read_private(path), path.name, ConfigError)
     listed = document.get("keys")
     if set(document) != {"keys"} or not isinstance(listed, list) or not listed:
         raise ConfigError(f'{path.name}: write {{"keys": [...]}} with at least one key')
-    _refuse_shown_keys(listed, path.name)
-    return tuple(
-        _entry(each, f"{path.name}, key {number}") for number, each in enumerate(listed, 1)
-    )
+    places = [f"{path.name}, key {number}" for number in range(1, len(listed) + 1)]
+    lines = [_parse(each, where) for each, where in zip(listed, places, strict=True)]
+    secrets = [line.key for line in lines if line.key and len(line.key) >= MIN_KEY_LENGTH]
+    for line, where in zip(lines, places, strict=True):
+        # Names are told in errors, logs and metrics.
+        names = (line.name, *(line.adapters or ()))
+        if any(secret in name for name in names for secret in secrets):
+            raise ConfigError(f"{where}: a name in it holds a key")
+    return tuple(_entry(line, where) for line, where in zip(lines, places, strict=True))
 
 
 def _read_private(path: Path) -> bytes:
@@ -149,79 +163,35 @@ def _read_private(path: Path) -> bytes:
     return raw
 
 
-def _refuse_shown_keys(listed: Sequence[object], where: str) -> None:
-    """Names are told in errors, logs and metrics."""
-    keys = [each.get("key") for each in listed if isinstance(each, dict)]
-    secrets = [key for key in keys if isinstance(key, str) and len(key) >= MIN_KEY_LENGTH]
-    for number, each in enumerate(listed, 1):
-        if any(secret in name for name in _names_in(each) for secret in secrets):
-            raise ConfigError(f"{where}, key {number}: a name in it holds a key")
-
-
-def _names_in(fields: object) -> Iterator[str]:
-    if not isinstance(fields, dict):
-        return
-    adapters = fields.get("adapters")
-    for name in (fields.get("name"), *(adapters if isinstance(adapters, list) else ())):
-        if isinstance(name, str):
-            yield name
-
-
-def _entry(fields: object, where: str) -> KeyEntry:
-    if not isinstance(fields, dict) or not set(fields) <= _FIELDS:
+def _parse(value: object, where: str) -> _Fields:
+    # Not msgspec's own refusal of unknown fields, which repeats their names: one may be a key.
+    if not isinstance(value, dict) or not set(value) <= _FIELDS:
         raise ConfigError(f"{where}: an object of {', '.join(sorted(_FIELDS))}")
-    name = fields.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: name is 1 to 64 of A-Z a-z 0-9 . _ -")
-    caller = Caller(
-        name,
-        is_admin=_flag(fields, "admin", where, default=False),
-        adapters=_adapters(fields.get("adapters"), where),
-        base_model=_flag(fields, "base_model", where, default=True),
-        max_concurrency=_limit(fields, "max_concurrency", where),
-        tokens_per_minute=_limit(fields, "tokens_per_minute", where),
-    )
-    return _with_secret(caller, fields, where)
+    try:
+        return msgspec.convert(value, _Fields)
+    except msgspec.ValidationError as error:  # says what was expected, not what was there
+        raise ConfigError(f"{where}: {error}") from error
 
 
-def _with_secret(caller: Caller, fields: Mapping[str, object], where: str) -> KeyEntry:
-    key, digest = fields.get("key"), fields.get("sha256")
-    if isinstance(key, str) and digest is None:
-        return entry_for(caller, key, where)
-    if isinstance(digest, str) and key is None and _SHA256.fullmatch(digest):
-        return KeyEntry(caller, bytes.fromhex(digest))
-    raise ConfigError(f"{where}: give either key, or sha256 as 64 of 0-9 a-f")
-
-
-def _flag(fields: Mapping[str, object], name: str, where: str, *, default: bool) -> bool:
-    value = fields.get(name, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where}: {name} is a boolean")
-    return value
-
-
-def _limit(fields: Mapping[str, object], name: str, where: str) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-        raise ConfigError(f"{where}: {name} is an integer from 1")
-    return value
-
-
-def _adapters(value: object, where: str) -> frozenset[str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise ConfigError(f"{where}: adapters is a list of strings")
-    for name in value:
-        if not isinstance(name, str):
-            raise ConfigError(f"{where}: adapters is a list of strings")
-        try:
+def _entry(line: _Fields, where: str) -> KeyEntry:
+    try:
+        for name in line.adapters or ():
             validate_adapter_name(name)
-        except EsftError as error:
-            raise ConfigError(f"{where}: adapters: {error}") from error
-    return frozenset(value)
+    except EsftError as error:
+        raise ConfigError(f"{where}: adapters: {error}") from error
+    caller = Caller(
+        line.name,
+        line.admin,
+        line.adapters,
+        line.base_model,
+        line.max_concurrency,
+        line.tokens_per_minute,
+    )
+    if (line.key is None) == (line.sha256 is None):
+        raise ConfigError(f"{where}: give either key, or sha256")
+    if line.sha256 is not None:
+        return KeyEntry(caller, bytes.fromhex(line.sha256))
+    return entry_for(caller, line.key or "", where)
 
 
 def _refuse_doubles(entries: Iterable[KeyEntry]) -> None:

@@ -20,7 +20,6 @@ _MODELS, _ADAPTERS, _ADAPTER = "/v1/models", "/v1/adapters", "/v1/adapters/"
 _LISTS: Final = frozenset({_MODELS, _ADAPTERS})
 # Their text names every adapter that was ever used.
 _OF_ALL: Final = frozenset({"/metrics", "/v1/heat"})
-_FOLDERS: Final = ("folder",)
 
 
 def check_visible(caller: Caller, path: str) -> None:
@@ -64,7 +63,7 @@ def _may_use(name: object, caller: Caller) -> bool:
 
 
 def _without_folder(adapter: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: value for field, value in adapter.items() if field not in _FOLDERS}
+    return {field: value for field, value in adapter.items() if field != "folder"}
 
 
 class VisibleSend:

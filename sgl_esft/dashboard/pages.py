@@ -18,26 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 ROOT_PATH: Final = "/dashboard"
-_SCRIPTS: Final = (
-    "adapters.js",
-    "api.js",
-    "cells.js",
-    "devices.js",
-    "dialog.js",
-    "dom.js",
-    "format.js",
-    "header.js",
-    "heat.js",
-    "lines.js",
-    "main.js",
-    "memory.js",
-    "metrics.js",
-    "panels.js",
-    "poll.js",
-    "scale.js",
-    "timeline.js",
-    "traffic.js",
-)
+_STATIC: Final = resources.files(__package__) / "static"
 _MEDIA_TYPES: Final[Mapping[str, str]] = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -45,10 +26,10 @@ _MEDIA_TYPES: Final[Mapping[str, str]] = {
     "svg": "image/svg+xml",
 }
 
-# URL path -> file in static/.
+# URL path -> file in static/, all that is there.
 FILES: Final[Mapping[str, str]] = {
-    ROOT_PATH: "page.html",
-    **{f"{ROOT_PATH}/{name}": name for name in ("icon.svg", "page.css", *_SCRIPTS)},
+    ROOT_PATH if file.name == "page.html" else f"{ROOT_PATH}/{file.name}": file.name
+    for file in sorted(_STATIC.iterdir(), key=lambda file: file.name)
 }
 
 POLICY: Final = "; ".join(
@@ -93,9 +74,8 @@ class Page:
 
 def read_pages() -> Mapping[str, Page]:
     """URL path -> file, all of FILES."""
-    folder = resources.files(__package__) / "static"
     return {
-        path: Page((folder / name).read_bytes(), _MEDIA_TYPES[name.rpartition(".")[2]])
+        path: Page((_STATIC / name).read_bytes(), _MEDIA_TYPES[name.rpartition(".")[2]])
         for path, name in FILES.items()
     }
 

@@ -224,10 +224,7 @@ def layer_memory(
         num_slots=layout.num_slots,
         slot_bytes=slot_bytes,
         runs=tuple(runs),
-        reserved_bytes=usage.reserved_bytes,
-        mapped_bytes=usage.mapped_bytes,
-        shared_bytes=usage.shared_bytes,
-        used_bytes=usage.used_bytes,
+        **asdict(usage),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
@@ -18,16 +18,16 @@ from sgl_esft.tools.server_client import ServerAddress, call
 _EXIT_OK: Final = 0
 _ROUTE: Final = "/v1/adapters"
 _TIMEOUT_S: Final = 600.0  # a load is waited for
+_ACTIONS: Final = ("list", "load", "unload", "pin", "unpin", "replace")
 _COLUMNS: Final = ("NAME", "STATE", "PINNED", "EXPERTS", "MIB", "SLOTS", "USES", "FOLDER")
 
 Answer: TypeAlias = Mapping[str, Any]
-Action: TypeAlias = Callable[[ServerAddress, argparse.Namespace], Answer | None]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `sgl-esft adapters`."""
     parser.add_argument(
-        "action", choices=tuple(_ACTIONS), nargs="?", default="list", help="default: %(default)s"
+        "action", choices=_ACTIONS, nargs="?", default="list", help="default: %(default)s"
     )
     parser.add_argument("name", nargs="?", help="the adapter; not for list")
     parser.add_argument(
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print."""
     _check(arguments)
-    answer = _ACTIONS[arguments.action](server_client.read_flags(arguments), arguments)
+    answer = _ask(server_client.read_flags(arguments), arguments)
     if arguments.json:
         print(json.dumps(answer))
     elif answer is None:
@@ -68,56 +68,33 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--pinned is for load, not for {action}.")
 
 
-def _list(server: ServerAddress, arguments: argparse.Namespace) -> Answer | None:
-    return call(server, "GET", _ROUTE)
-
-
-def _load(server: ServerAddress, arguments: argparse.Namespace) -> Answer | None:
-    body = {"name": arguments.name, "pinned": arguments.pinned}
-    if arguments.path is not None:
-        body["path"] = arguments.path
-    return call(server, "POST", f"{_ROUTE}?wait=true", body)
-
-
-def _unload(server: ServerAddress, arguments: argparse.Namespace) -> Answer | None:
-    return call(server, "DELETE", _of(arguments.name))
-
-
-def _pin(server: ServerAddress, arguments: argparse.Namespace) -> Answer | None:
-    return call(server, "PATCH", _of(arguments.name), {"pinned": arguments.action == "pin"})
-
-
-def _replace(server: ServerAddress, arguments: argparse.Namespace) -> Answer | None:
-    body = {"reload": True} if arguments.path is None else {"path": arguments.path}
-    return call(server, "PATCH", _of(arguments.name), body)
-
-
-_ACTIONS: Final[Mapping[str, Action]] = {
-    "list": _list,
-    "load": _load,
-    "unload": _unload,
-    "pin": _pin,
-    "unpin": _pin,
-    "replace": _replace,
-}
-
-
-def _of(name: str) -> str:
-    return f"{_ROUTE}/{quote(name, safe='')}?wait=true"
+def _ask(server: ServerAddress, arguments: argparse.Namespace) -> Answer | None:
+    action, name = arguments.action, arguments.name
+    folder = {} if arguments.path is None else {"path": arguments.path}
+    if action == "list":
+        return call(server, "GET", _ROUTE)
+    if action == "load":
+        body = {"name": name, "pinned": arguments.pinned, **folder}
+        return call(server, "POST", f"{_ROUTE}?wait=true", body)
+    route = f"{_ROUTE}/{quote(name, safe='')}?wait=true"
+    if action == "unload":
+        return call(server, "DELETE", route)
+    if action == "replace":
+        return call(server, "PATCH", route, folder or {"reload": True})
+    return call(server, "PATCH", route, {"pinned": action == "pin"})
 
 
 def table(adapters: Sequence[Answer]) -> list[str]:
     """One line an adapter, below the names of the columns; what is wrong with it beneath."""
-    rows = [_COLUMNS, *(_row(each) for each in adapters)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) for row in rows]
-    errors = [each.get("error") for each in adapters]
-    found = [lines[0].rstrip()]
-    for line, error in zip(lines[1:], errors, strict=True):
-        found.append(line.rstrip())
+    rows = [_COLUMNS, *map(_row, adapters)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row, adapter in zip(rows, [{}, *adapters], strict=True):
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+        error = adapter.get("error")
         if isinstance(error, dict):
-            found.append(f"  {error.get('type')}: {error.get('message')}")
-    return found
+            lines.append(f"  {error.get('type')}: {error.get('message')}")
+    return lines
 
 
 def _row(adapter: Answer) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ EXIT_OK: Final = 0
 EXIT_SYSTEM: Final = 1
 EXIT_USER: Final = 2
 
+_BASE_HELP: Final = "base checkpoint"
+_OUT_HELP: Final = "folder to make (missing or empty)"
 LAUNCHER: Final = "sgl_esft.launch_server"
 INSTALL_ENGINE: Final = "pip install --no-deps sglang==0.5.21 torchvision==0.28.0"
 
@@ -126,12 +128,13 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _add_folders(parser: argparse.ArgumentParser, **helps: str) -> None:
+    for name, text in helps.items():
+        parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=text)
+
+
 def _configure_merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base checkpoint")
-    parser.add_argument("--adapter", type=Path, required=True, metavar="DIR", help="adapter folder")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder to make (missing or empty)"
-    )
+    _add_folders(parser, base=_BASE_HELP, adapter="adapter folder", out=_OUT_HELP)
 
 
 def _run_merge(arguments: argparse.Namespace) -> int:
@@ -141,13 +144,7 @@ def _run_merge(arguments: argparse.Namespace) -> int:
 
 
 def _configure_extract(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base checkpoint")
-    parser.add_argument(
-        "--tuned", type=Path, required=True, metavar="DIR", help="the checkpoint after fine-tuning"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder to make (missing or empty)"
-    )
+    _add_folders(parser, base=_BASE_HELP, tuned="the checkpoint after fine-tuning", out=_OUT_HELP)
     parser.add_argument(
         "--layers", type=_layer_list, metavar="1,2,...", help="compare only these layers' experts"
     )

@@ -8,13 +8,13 @@ The picture brings its own background, so it reads on a light page and on a dark
 from __future__ import annotations
 
 import colorsys
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
 from sgl_esft.byte_size import gigabytes
-from sgl_esft.memory.report import BASE_OWNER, DeviceMemory, LayerMemory, MemoryReport
+from sgl_esft.memory.report import BASE_OWNER, DeviceMemory, LayerMemory, MemoryReport, SlotRun
 
 _WIDTH: Final = 980
 _LEFT, _RIGHT = 76, 96  # beside the slots: layer numbers, bytes
@@ -22,6 +22,7 @@ _ROW, _BAR = 18, 14  # heights, pixels
 _MAX_SLOT_WIDTH: Final = 24.0
 _LEGEND_COLUMNS: Final = 3
 _LEGEND_NAME: Final = 28  # characters; the rows' hints have names in full
+_NOBODY: Final = BASE_OWNER - 1  # the owner of slots without memory of their own
 _BASE_COLOUR: Final = ("#e5e7eb", "#6b7280")
 _STYLE: Final = """\
 text { font-family: "Segoe UI", "Helvetica Neue", Arial, sans-serif; font-size: 13px;
@@ -39,15 +40,6 @@ _HATCH: Final = (
 )
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Neighbouring slots of one owner; owner None: no memory of their own."""
-
-    first: int
-    count: int
-    owner: int | None
-
-
 def report_svg(report: MemoryReport) -> str:
     """The whole picture, one SVG document."""
     parts: list[str] = []
@@ -55,8 +47,9 @@ def report_svg(report: MemoryReport) -> str:
     y = 16
     for device in report.devices:
         parts += _heading(device, y)
-        parts += _legend(device, y + 66)
-        y += 66 + 22 * _num_legend_rows(device)
+        entries = _legend_entries(device)
+        parts += _legend(entries, y + 66)
+        y += 66 + 22 * math.ceil(len(entries) / _LEGEND_COLUMNS)
         parts += _rows(device, y)
         y += _ROW * len(device.layers) + 30
         owners |= {run.owner for layer in device.layers for run in layer.runs}
@@ -102,21 +95,16 @@ def _heading(device: DeviceMemory, y: int) -> Iterator[str]:
 
 def _legend_entries(device: DeviceMemory) -> list[tuple[str, str]]:
     """(class of rect, words) of everything that the rows show."""
-    named = {slot: name for name, slot in device.adapters.items()}
     used = {run.owner for layer in device.layers for run in layer.runs}
     entries = [(_kind(BASE_OWNER), f"base, {gigabytes(device.owner_bytes(BASE_OWNER))}")]
-    for owner in sorted((used | set(named)) - {BASE_OWNER}):
-        name = named.get(owner, f"adapter slot {owner}")
-        entries.append((_kind(owner), f"{_short(name)}, {gigabytes(device.owner_bytes(owner))}"))
-    return [*entries, (_kind(None), "no memory of its own")]
+    for owner in sorted((used | set(device.adapters.values())) - {BASE_OWNER}):
+        name = _short(_name(device, owner))
+        entries.append((_kind(owner), f"{name}, {gigabytes(device.owner_bytes(owner))}"))
+    return [*entries, (_kind(_NOBODY), _name(device, _NOBODY))]
 
 
-def _num_legend_rows(device: DeviceMemory) -> int:
-    return -(-len(_legend_entries(device)) // _LEGEND_COLUMNS)
-
-
-def _legend(device: DeviceMemory, y: int) -> Iterator[str]:
-    for index, (kind, words) in enumerate(_legend_entries(device)):
+def _legend(entries: list[tuple[str, str]], y: int) -> Iterator[str]:
+    for index, (kind, words) in enumerate(entries):
         row, column = divmod(index, _LEGEND_COLUMNS)
         x = 20 + column * (_WIDTH - 40) // _LEGEND_COLUMNS
         yield _rect(x, y + 22 * row - 12, 14, _BAR, kind)
@@ -142,33 +130,32 @@ def _rows(device: DeviceMemory, y: int) -> Iterator[str]:
         y += _ROW
 
 
-def _stretches(layer: LayerMemory) -> Iterator[_Stretch]:
+def _stretches(layer: LayerMemory) -> Iterator[SlotRun]:
     """The layer's runs and, between them, the slots of nobody."""
     end = 0
-    for run in layer.runs:
+    for run in (*layer.runs, SlotRun(layer.num_slots, 0, _NOBODY)):
         if run.first > end:
-            yield _Stretch(end, run.first - end, None)
-        yield _Stretch(run.first, run.count, run.owner)
+            yield SlotRun(end, run.first - end, _NOBODY)
+        if run.count:
+            yield run
         end = run.first + run.count
-    if layer.num_slots > end:
-        yield _Stretch(end, layer.num_slots - end, None)
 
 
-def _hint(device: DeviceMemory, layer: LayerMemory, stretch: _Stretch) -> str:
+def _hint(device: DeviceMemory, layer: LayerMemory, stretch: SlotRun) -> str:
     """What a browser shows when the pointer rests there."""
-    names = {slot: name for name, slot in device.adapters.items()} | {BASE_OWNER: "base"}
-    if stretch.owner is None:
-        whose = "no memory of its own"
-    else:
-        whose = names.get(stretch.owner, f"adapter slot {stretch.owner}")
     last = stretch.first + stretch.count - 1
+    whose = _name(device, stretch.owner)
     return f"layer {layer.layer_id}, slots {stretch.first} to {last}: {whose}"
 
 
-def _kind(owner: int | None) -> str:
-    if owner is None:
-        return "empty"
-    return "base" if owner == BASE_OWNER else f"adapter{owner}"
+def _name(device: DeviceMemory, owner: int) -> str:
+    names = {slot: name for name, slot in device.adapters.items()}
+    names |= {BASE_OWNER: "base", _NOBODY: "no memory of its own"}
+    return names.get(owner, f"adapter slot {owner}")
+
+
+def _kind(owner: int) -> str:
+    return {_NOBODY: "empty", BASE_OWNER: "base"}.get(owner, f"adapter{owner}")
 
 
 def _colours(owner: int) -> tuple[str, str]:

@@ -10,10 +10,11 @@ only without normalising, so a threshold is on the scores' own scale.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal, TypeAlias, get_args
+
+import msgspec
 
 from sgl_esft.errors import ConfigError
 from sgl_esft.formats.strict_json import read_object
@@ -21,9 +22,10 @@ from sgl_esft.formats.strict_json import read_object
 ScoreKind = Literal["token", "gate"]
 SCORE_KINDS: Final[tuple[ScoreKind, ...]] = get_args(ScoreKind)
 
-# Larger than any count of tokens; a NaN fails the comparison with it.
-_MAX_SCORE: Final = 1e30
-_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+# Larger than any count of tokens.
+_Score: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_Id: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A(0|[1-9][0-9]{0,8})\Z")]
+_LayerScores: TypeAlias = Annotated[dict[_Id, _Score], msgspec.Meta(min_length=1)]
 
 Scores = dict[int, dict[int, float]]
 
@@ -59,25 +61,14 @@ def read_scores(path: Path, kind: ScoreKind) -> Scores:
 
     Layer and expert ids are decimal strings, scores are finite and not negative.
     """
-    layers = read_object(path, ConfigError).get(f"{kind}_scores")
-    if not isinstance(layers, dict) or not layers:
-        raise ConfigError(f'{path.name} has no "{kind}_scores" object, or an empty one.')
-    return {_id(path, key): _layer_scores(path, key, value) for key, value in layers.items()}
-
-
-def _layer_scores(path: Path, layer: str, scores: object) -> dict[int, float]:
-    if not isinstance(scores, dict) or not scores:
-        raise ConfigError(f"{path.name} gives layer {layer!r} no scores.")
-    return {_id(path, key): _score(path, layer, value) for key, value in scores.items()}
-
-
-def _score(path: Path, layer: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_SCORE:
-        return float(value)
-    raise ConfigError(f"{path.name} has the score {str(value)[:50]!r} in layer {layer!r}.")
-
-
-def _id(path: Path, key: str) -> int:
-    if not _ID.fullmatch(key):
-        raise ConfigError(f"{path.name} has the layer or expert id {key[:50]!r}, not a number.")
-    return int(key)
+    found = read_object(path, ConfigError).get(f"{kind}_scores")
+    try:
+        layers = msgspec.convert(found, dict[_Id, _LayerScores])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path.name}: {kind}_scores: {error}.") from error
+    if not layers:
+        raise ConfigError(f"{path.name} has no {kind}_scores.")
+    return {
+        int(layer): {int(expert): score for expert, score in scores.items()}
+        for layer, scores in layers.items()
+    }

@@ -21,9 +21,9 @@ from sgl_esft.zoo.taskset import TASKS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
     options = _parser().parse_args(arguments)
-    command = _COMMANDS[options.command]
+    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return command(options)
+        return run(options)
     except (EsftError, OSError) as error:
         print(f"sgl_esft.zoo: error: {error}", file=sys.stderr)
         return 2
@@ -34,12 +34,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     train = commands.add_parser("train", help="train the base and all adapters")
+    train.set_defaults(run=_train)
     train.add_argument("--out", type=Path, required=True, help="folder to write")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     train.add_argument("--keep-base", action="store_true", help="make only the adapters again")
 
     evaluate = commands.add_parser("evaluate", help="exact match of base, merged and woven")
+    evaluate.set_defaults(run=_evaluate)
     evaluate.add_argument(
         "--checkpoints",
         type=Path,
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, help="write the rows to this file as well")
 
     prompts = commands.add_parser("prompts", help="print held-out prompts and right answers")
+    prompts.set_defaults(run=_prompts)
     prompts.add_argument("--count", type=int, default=5)
     _add_own_task(commands)
     return parser
@@ -65,8 +68,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_own_task(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     score = commands.add_parser("score", help="score the experts on your own examples")
+    score.set_defaults(run=_score)
     score.add_argument("--kind", choices=SCORE_KINDS, default="gate")
     tune = commands.add_parser("tune", help="train the chosen experts on your own examples")
+    tune.set_defaults(run=_tune)
     tune.add_argument("--experts", type=Path, required=True, metavar="FILE", help="expert_cfg.json")
     tune.add_argument("--steps", type=int, default=100, help="default: %(default)s")
     for command, out in ((score, "JSON file"), (tune, "checkpoint folder")):
@@ -131,15 +136,6 @@ def _prompts(options: argparse.Namespace) -> int:
         for example in zoo.held_out(name, options.count):
             print(f"  {example.prompt}{example.answer}")
     return 0
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "train": _train,
-    "evaluate": _evaluate,
-    "score": _score,
-    "tune": _tune,
-    "prompts": _prompts,
-}
 
 
 def _report(line: str) -> None:

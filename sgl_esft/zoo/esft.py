@@ -6,7 +6,6 @@ threshold, `freeze_all_but` before it fine-tunes, and `save_adapter` after it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DeepseekV2ForCausalLM
 
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, write_expert_config
 from sgl_esft.tools.select import ScoreKind, Scores
 from sgl_esft.zoo.model import expert_tensors, moe_layers, save_tensors
 
@@ -103,12 +103,7 @@ def freeze_all_but(model: DeepseekV2ForCausalLM, experts: Experts) -> list[nn.Pa
 def save_adapter(model: DeepseekV2ForCausalLM, experts: Experts, folder: Path) -> None:
     """Write the ESFT adapter folder: `expert_cfg.json` and the chosen experts' weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "experts": {str(layer): list(ids) for layer, ids in experts.items()},
-        "shared_experts": False,
-        "non_expert_modules": False,
-    }
-    (folder / "expert_cfg.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_expert_config(folder / EXPERT_CONFIG_NAME, experts)
     blocks = moe_layers(model)
     tensors: dict[str, Tensor] = {}
     for layer, ids in experts.items():

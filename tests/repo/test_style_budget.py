@@ -28,7 +28,7 @@ SHORTEST_MODULE = 70  # lines, of one that a single other module imports
 ALLOWED: dict[str, str] = {
     "kernels/reroute_cpu.py": "an implementation like its neighbours, imported when it is chosen",
     "launch/server.py": "what every command line names, by the shim sgl_esft/launch_server.py",
-    "sgl_elastic/coordinator/planning.py": "the pure planner asked about real memory, apart from both",
+    "sgl_elastic/coordinator/planning.py": "the pure planner, asked about real memory",
     "sgl_elastic/engine/rank.py:EngineRank": "the one object that SGLang's hooks and loader reach",
     "sgl_elastic/memory/client.py:DeviceClient": "a method for each verb of the worker, no more",
     "sgl_esft/health/detokenizer.py": "imports SGLang's detokenizer, which only that process needs",

@@ -274,6 +274,9 @@ def test_choices(
     assert len(server.bodies) == (3 if method.requires_unconditional_logprobs else 2)
 
 
+# ---- forks, batches, streams ----
+
+
 def test_choices_of_the_base(server: FakeServer, backend: sgl.RuntimeEndpoint) -> None:
     @sgl.function
     def program(s: Any) -> None:
@@ -281,9 +284,6 @@ def test_choices_of_the_base(server: FakeServer, backend: sgl.RuntimeEndpoint) -
 
     assert program.run(backend=backend, adapter="law")["a"] == "base"
     assert not any("lora_path" in body for body in server.bodies)
-
-
-# ---- forks, batches, streams ----
 
 
 @sgl.function
@@ -422,36 +422,35 @@ def test_unknown_adapter(
         read(state)
 
 
+def reads_within(s: Any) -> None:
+    s += sgl.gen("a", adapter="nope")
+    s += "so " + s["a"]
+
+
+def adds_after_the_failure(s: Any) -> None:
+    s += sgl.gen("a", adapter="nope")
+    s.stream_executor.worker.join()
+    s += "more"
+
+
+def calls_others_around(s: Any) -> None:
+    s += sgl.gen("a", adapter="law") + sgl.gen("b", adapter="nope") + sgl.gen("c")
+    s.text()
+
+
+def selects(s: Any) -> None:
+    s += sgl.select("a", ["x", "y"], adapter="nope")
+    s.text()
+
+
 @pytest.mark.parametrize(
-    "body",
-    [
-        lambda: sgl.gen("b", adapter="law") + sgl.gen("a", adapter="nope") + sgl.gen("c"),
-        lambda: sgl.select("a", ["x", "y"], adapter="nope"),
-    ],
+    "program", [reads_within, adds_after_the_failure, calls_others_around, selects]
 )
-@pytest.mark.parametrize("reads_inside", [False, True])
-def test_unknown_adapter_of_a_call(
-    picky: sgl.RuntimeEndpoint, body: Callable[[], Any], reads_inside: bool
+def test_unknown_adapter_within_a_program(
+    picky: sgl.RuntimeEndpoint, program: Callable[[Any], None]
 ) -> None:
-    @sgl.function
-    def program(s: Any) -> None:
-        s += body()
-        if reads_inside:
-            s += "so " + s["a"]
-
     with unknown():
-        program.run(backend=picky).text()
-
-
-def test_a_failed_program_takes_no_more(picky: sgl.RuntimeEndpoint) -> None:
-    @sgl.function
-    def program(s: Any) -> None:
-        s += sgl.gen("a", adapter="nope")
-        s.stream_executor.worker.join()
-        s += "more"
-
-    with unknown():
-        program.run(backend=picky)
+        sgl.function(program).run(backend=picky)
 
 
 @pytest.mark.parametrize("read", [collect, collect_async, lambda state: state["a"]])
@@ -491,7 +490,7 @@ def test_unknown_adapter_of_a_run_that_forks(picky: sgl.RuntimeEndpoint) -> None
         forking.run(adapter="nope", backend=picky)
 
 
-def test_one_row_of_a_batch_may_fail(picky: sgl.RuntimeEndpoint) -> None:
+def test_rows_of_a_batch_fail_each_for_itself(picky: sgl.RuntimeEndpoint) -> None:
     @sgl.function
     def program(s: Any, which: str) -> None:
         s += sgl.gen("a", adapter=which)
@@ -500,16 +499,9 @@ def test_one_row_of_a_batch_may_fail(picky: sgl.RuntimeEndpoint) -> None:
         [("law",), ("nope",), ("math",), ("nope",)], backend=picky
     )
     assert (good["a"], fine["a"]) == ("<law>", "<math>")
-    for state in (bad, last):
+    for state in (bad, last, *ask.run_batch([{}, {}], adapter="nope", backend=picky)):
         with unknown():
             state["a"]
-
-
-def test_unknown_adapter_of_a_batch(picky: sgl.RuntimeEndpoint) -> None:
-    states = ask.run_batch([{}, {}], adapter="nope", backend=picky)
-    for state in states:
-        with unknown():
-            state.text()
 
 
 @pytest.mark.parametrize("name", ["", "a b", "..", "x" * 65, 7])

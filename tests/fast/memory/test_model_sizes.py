@@ -144,22 +144,18 @@ def test_kv_cache_of_a_token(architecture: str, elements: int) -> None:
     assert sizes.kv_bytes_per_token("bfloat16") == 2 * elements
 
 
-def test_tied_embeddings_are_one_tensor() -> None:
-    config = random_base_config("Qwen3MoeForCausalLM")
-    untied = ModelSizes.from_config(config).total_bytes
-    tied = ModelSizes.from_config({**config, "tie_word_embeddings": True}).total_bytes
-    assert untied - tied == 512 * 128 * 4
-
-
-def test_biases_are_counted() -> None:
-    for architecture, elements in [
-        ("Qwen3MoeForCausalLM", (8 + 4 + 4) * 16 + 128),
-        ("DeepseekV3ForCausalLM", 64 + 32 + 16 + 128),
-    ]:
-        config = random_base_config(architecture)
-        without = ModelSizes.from_config(config).total_bytes
-        biased = ModelSizes.from_config({**config, "attention_bias": True}).total_bytes
-        assert biased - without == 4 * 4 * elements
+@pytest.mark.parametrize(
+    ("architecture", "change", "elements"),
+    [
+        ("Qwen3MoeForCausalLM", {"tie_word_embeddings": True}, -512 * 128),
+        ("Qwen3MoeForCausalLM", {"attention_bias": True}, 4 * ((8 + 4 + 4) * 16 + 128)),
+        ("DeepseekV3ForCausalLM", {"attention_bias": True}, 4 * (64 + 32 + 16 + 128)),
+    ],
+)
+def test_what_is_tied_or_added(architecture: str, change: dict[str, Any], elements: int) -> None:
+    config = random_base_config(architecture)
+    plain = ModelSizes.from_config(config).total_bytes
+    assert ModelSizes.from_config({**config, **change}).total_bytes == plain + 4 * elements
 
 
 @pytest.mark.parametrize(

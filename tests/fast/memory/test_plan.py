@@ -54,23 +54,22 @@ def test_profile_has_the_papers_counts(name: str) -> None:
     assert min(shape.experts.values()) >= 1
 
 
-def test_fragmentation_of_table_1() -> None:
-    shapes = profile_shapes("table1", V2_LITE.spec)
-    row = rows(shapes, [10])[10]
-    assert row.max_experts == 13
-    # The paper says 1.51; its own formula with its own table gives 1.50.
+@pytest.mark.parametrize(
+    ("shapes", "most", "padded", "virtual"),
+    [
+        # The paper says 1.51; its own formula with its own table gives 1.50.
+        (profile_shapes("table1", V2_LITE.spec), 13, 1.503, 1.005),
+        (real_shapes(), 11, 1.261, 1.003),
+    ],
+)
+def test_fragmentation(
+    shapes: list[AdapterShape], most: int, padded: float, virtual: float
+) -> None:
+    row = rows(shapes, [len(shapes)])[len(shapes)]
+    assert row.max_experts == most
     assert row.padded.fragmentation == pytest.approx(paper_fragmentation(shapes))
-    assert row.padded.fragmentation == pytest.approx(1.503, abs=5e-4)
-    assert row.virtual.fragmentation == pytest.approx(1.005, abs=5e-4)
-
-
-def test_fragmentation_of_published_adapters() -> None:
-    shapes = real_shapes()
-    row = rows(shapes, [4])[4]
-    assert row.max_experts == 11
-    assert row.padded.fragmentation == pytest.approx(paper_fragmentation(shapes))
-    assert row.padded.fragmentation == pytest.approx(1.261, abs=5e-4)
-    assert row.virtual.fragmentation == pytest.approx(1.003, abs=5e-4)
+    assert row.padded.fragmentation == pytest.approx(padded, abs=5e-4)
+    assert row.virtual.fragmentation == pytest.approx(virtual, abs=5e-4)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 20])
@@ -159,35 +158,9 @@ def test_unknown_profiles(profile: str) -> None:
         profile_shapes(profile, V2_LITE.spec)
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"memory_fraction": 0.0}, "--memory-fraction"),
-        ({"memory_fraction": 1.01}, "--memory-fraction"),
-        ({"memory_fraction": float("nan")}, "--memory-fraction"),
-        ({"page_bytes": 2048}, "--page-size"),
-        ({"page_bytes": 3 << 20}, "--page-size"),
-    ],
-)
-def test_devices_that_cannot_be(change: dict[str, float], word: str) -> None:
-    settings = {"memory_fraction": 0.9, "reserve_bytes": 0, "page_bytes": PAGE}
-    with pytest.raises(ConfigError, match=word):
-        Device(memory_bytes=1, **(settings | change))  # type: ignore[arg-type]
-
-
-def test_requests_that_cannot_be() -> None:
-    shapes = real_shapes()
-    for arguments, word in [
-        (([], [1], None), "at least one adapter"),
-        ((shapes, [0], None), "--counts has 0"),
-        ((shapes, [1, 5000], None), "--counts has 5000"),
-        ((shapes, [1], 10), "gate-law has 11 experts"),
-    ]:
-        chosen, counts, most = arguments
-        with pytest.raises(ConfigError, match=word):
-            plan_memory(
-                V2_LITE, chosen, PAPER_DEVICE, counts, kv_bytes_per_token=1, max_experts=most
-            )
+def test_a_plan_needs_an_adapter() -> None:
+    with pytest.raises(ConfigError, match="at least one adapter"):
+        plan_memory(V2_LITE, [], PAPER_DEVICE, [1], kv_bytes_per_token=1)
 
 
 @pytest.mark.parametrize(

@@ -379,56 +379,44 @@ def write_lines(path: Path, lines: list[object]) -> Path:
     return path
 
 
-def test_own_examples_are_scored(tmp_path: Path) -> None:
+def test_own_examples_are_scored_and_train_the_listed_experts_only(tmp_path: Path) -> None:
+    """A layer may have none; `extract` finds exactly those that were listed."""
     examples = write_lines(tmp_path / "own.jsonl", [*OWN])
     out = tmp_path / "scores.json"
     assert own_task.score(zoo.base_path(), examples, "token", out) == 3
     scores = read_scores(out, "token")
     assert sorted(scores) == [1, 2, 3]
     assert all(sum(layer.values()) == pytest.approx(1) for layer in scores.values())
-    with pytest.raises(ConfigError, match="exists"):
-        own_task.score(zoo.base_path(), examples, "token", out)
-
-
-def test_own_examples_train_the_listed_experts_only(tmp_path: Path) -> None:
-    """A layer may have none; `extract` finds exactly those that were listed."""
-    examples = write_lines(tmp_path / "own.jsonl", [*OWN])
     # Those that the examples do use: an expert that no token visits does not change.
-    own_task.score(zoo.base_path(), examples, "token", tmp_path / "scores.json")
-    scores = read_scores(tmp_path / "scores.json", "token")
     best = {layer: max(scores[layer], key=lambda e: scores[layer][e]) for layer in (1, 3)}
     experts = {layer: (expert,) for layer, expert in best.items()}
-    write_expert_config(tmp_path / "expert_cfg.json", experts)
-    said: list[str] = []
-    tuned = tmp_path / "tuned"
-    own_task.tune(zoo.base_path(), examples, tmp_path / "expert_cfg.json", 2, tuned, said.append)
+    config, tuned = tmp_path / "expert_cfg.json", tmp_path / "tuned"
+    write_expert_config(config, experts)
+    own_task.tune(zoo.base_path(), examples, config, 2, tuned, lambda _: None)
     found = extract_adapter(zoo.base_path(), tuned, tmp_path / "adapter")
     assert dict(found.experts) == experts
     with pytest.raises(ConfigError, match="exists"):
-        own_task.tune(
-            zoo.base_path(), examples, tmp_path / "expert_cfg.json", 2, tuned, said.append
-        )
+        own_task.score(zoo.base_path(), examples, "token", out)
+    with pytest.raises(ConfigError, match="exists"):
+        own_task.tune(zoo.base_path(), examples, config, 2, tuned, lambda _: None)
+
+
+GOOD = json.dumps(OWN[0]) + "\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("text", "reason"),
     [
-        ("not json", "line 2"),
-        ('{"prompt": "a"}', "line 2"),
-        ('["prompt", "answer"]', "line 2"),
-        ('{"prompt": "a", "answer": 1}', "line 2"),
-        ('{"prompt": "", "answer": "a"}', "line 2"),
-        ('{"prompt": "caf\u00e9", "answer": "a"}', "ASCII"),
+        ("", "no examples"),
+        (GOOD + "not json", "line 2"),
+        (GOOD + '{"prompt": "a"}', "line 2"),
+        (GOOD + '["prompt", "answer"]', "line 2"),
+        (GOOD + '{"prompt": "a", "answer": 1}', "line 2"),
+        (GOOD + '{"prompt": "", "answer": "a"}', "line 2"),
+        (GOOD + '{"prompt": "caf\u00e9", "answer": "a"}', "ASCII"),
     ],
 )
-def test_bad_examples_are_refused(line: str, reason: str, tmp_path: Path) -> None:
-    examples = tmp_path / "own.jsonl"
-    examples.write_text(f"{json.dumps(OWN[0])}\n{line}\n")
+def test_bad_examples_are_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=reason):
-        list(own_task.read_examples(examples))
-
-
-def test_no_examples_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="no examples"):
         list(own_task.read_examples(tmp_path / "own.jsonl"))

@@ -209,13 +209,6 @@ def test_instances(site: Site) -> None:
     }
 
 
-def test_without_a_manager_the_serving_instance_is_shown() -> None:
-    app = FastAPI()
-    add_routes(app, make_coordinator(World()))
-    shown = TestClient(app).get("/v1/instances").json()
-    assert [each["instance_id"] for each in shown["instances"]] == ["i0"]
-
-
 def test_vllms_client_waits_for_the_end(site: Site) -> None:
     answer = site.client.post("/scale_elastic_ep", json={"new_data_parallel_size": 3})
     assert answer.status_code == 200
