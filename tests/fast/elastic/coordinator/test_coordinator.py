@@ -214,26 +214,22 @@ def test_an_undo_that_fails_for_good_is_noted_and_the_others_still_run(name: str
     assert list(dict.fromkeys(c for c in world.calls[COMMIT + 1 :] if c in expected)) == expected
 
 
-def test_a_defect_is_rolled_back_too_and_frees_the_coordinator() -> None:
-    world = World()
+@pytest.mark.parametrize("name", ["freeze", "retire"])
+def test_a_defect_is_handled_too_and_frees_the_coordinator(name: str) -> None:
+    """Before the switch it is rolled back; after it, the rest is left for later."""
+    world, is_early = World(), name == "freeze"
     before = world.model()
-    world.fault = lambda at, name: KeyError("defect") if name == "freeze" else None
+    world.fault = lambda at, n: KeyError("defect") if n == name else None
     coordinator = make_coordinator(world)
     operation = finished(coordinator)
-    assert operation.state is OperationState.ROLLED_BACK
     assert operation.error is not None
     assert operation.error.type == "KeyError"
-    assert world.model() == before
-    world.fault = never
-    assert finished(coordinator).state is OperationState.SUCCEEDED
-
-
-def test_a_defect_after_the_switch_leaves_the_rest_for_later() -> None:
-    world = World(fault=lambda at, name: KeyError("x") if name == "retire" else None)
-    coordinator = make_coordinator(world)
-    assert finished(coordinator).state is OperationState.DEGRADED
+    wanted = OperationState.ROLLED_BACK if is_early else OperationState.DEGRADED
+    assert operation.state is wanted
+    assert not is_early or world.model() == before
     assert not world.is_held
     world.fault = never
+    assert not is_early or finished(coordinator).state is OperationState.SUCCEEDED
     finished(coordinator)
     assert world.state_of("i0") is InstanceState.PARKED
 
@@ -305,20 +301,26 @@ def test_a_plan_knows_the_adapters_that_are_there() -> None:
     finished(coordinator)
 
 
-def test_one_scale_at_a_time() -> None:
-    paused = Paused()
-    first = paused.coordinator.submit(UP)
+def test_one_scale_at_a_time_and_a_key_gives_its_operation_again() -> None:
+    paused, keyed = Paused(), replace(UP, key="k")
+    first = paused.coordinator.submit(keyed)
     assert paused.reached.wait(WAIT_S)
     running = paused.coordinator.running()
     assert running is not None
     assert running.phase == "prepare"
+    assert paused.coordinator.submit(keyed).operation_id == first.operation_id
+    with pytest.raises(KeyReusedError, match="op1"):
+        paused.coordinator.submit(replace(keyed, dp_size=4))
     with pytest.raises(BusyError, match="op1"):
         paused.coordinator.submit(ScaleRequest(dp_size=4))
     with pytest.raises(BusyError):
         paused.coordinator.submit(replace(UP, dry_run=True))
     paused.go_on.set()
-    assert finished(paused.coordinator, first).state is OperationState.SUCCEEDED
+    ended = finished(paused.coordinator, first)
+    assert ended.state is OperationState.SUCCEEDED
     assert paused.coordinator.running() is None
+    assert paused.coordinator.submit(keyed) == ended
+    assert len(paused.coordinator.journal.last(10)) == 1
     paused.coordinator.submit(UP)
 
 
@@ -364,19 +366,6 @@ def test_one_of_many_submitters_wins() -> None:
         outcomes = list(pool.map(submit, range(8)))
     paused.go_on.set()
     assert sorted(outcomes) == ["busy"] * 7 + ["op1"]
-
-
-def test_a_key_gives_its_operation_again() -> None:
-    paused = Paused()
-    keyed = replace(UP, key="k")
-    first = paused.coordinator.submit(keyed)
-    assert paused.coordinator.submit(keyed).operation_id == first.operation_id
-    with pytest.raises(KeyReusedError, match="op1"):
-        paused.coordinator.submit(replace(keyed, dp_size=4))
-    paused.go_on.set()
-    ended = finished(paused.coordinator, first)
-    assert paused.coordinator.submit(keyed) == ended
-    assert len(paused.coordinator.journal.last(10)) == 1
 
 
 def test_listeners_see_every_phase_and_the_placement() -> None:

@@ -81,8 +81,10 @@ def test_the_next_scale_gives_it_back_first(
 ) -> None:
     """Its plan knows of nothing else: the old configuration is whole when it begins."""
     world.fault, count = never, len(world.calls)
+    coordinator.submit(replace(UP, dry_run=True))
+    assert world.calls[count:] == [("serving",)], "a plan that is only asked for gives nothing"
     assert finished(coordinator).state is _S.SUCCEEDED
-    assert planned_from == [OLD, OLD]
+    assert planned_from == [OLD, OLD, OLD]
     calls = [call for call in world.calls[count:] if call[0] != "serving"]
     assert calls[:2] == [GIVE_BACK, ("execute", BEFORE[0])]
     assert world.kv == dict(zip(NEW.device_ids, NEW.kv_tokens, strict=True))
@@ -97,15 +99,6 @@ def test_nothing_else_begins_while_that_fails(world: World, coordinator: Coordin
     assert operation.error is not None
     assert operation.error.message == "resize_kv failed"
     assert [call for call in world.calls[count:] if call[0] != "serving"] == [GIVE_BACK]
-
-
-def test_a_plan_that_is_only_asked_for_gives_nothing_back(
-    world: World, coordinator: Coordinator, planned_from: list[Placement]
-) -> None:
-    world.fault, count = never, len(world.calls)
-    coordinator.submit(replace(UP, dry_run=True))
-    assert planned_from == [OLD, OLD]
-    assert world.calls[count:] == [("serving",)]
 
 
 def test_an_instance_that_comes_in_its_place_has_it(world: World, coordinator: Coordinator) -> None:

@@ -86,10 +86,12 @@ def test_which_instances_count(
     assert setup.engine.trouble() == (None if instances else "no instance serves")
 
 
-def test_a_lost_instance_is_trouble(setup: Setup) -> None:
+def test_a_lost_instance_is_trouble_and_the_end_ends_everything(setup: Setup) -> None:
     setup.add("i1", S.FAILED, 0)
     setup.table.lost = True
     assert "replacement" in str(setup.engine.trouble())
+    asyncio.run(setup.engine.end())
+    assert setup.closed == [True]
 
 
 def test_heartbeats_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
@@ -99,8 +101,3 @@ def test_heartbeats_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
     setup.add("i2", S.ACTIVE, 0)
     setup.ages()
     assert list(setup.engine._heartbeats) == ["i2"]
-
-
-def test_it_ends_everything(setup: Setup) -> None:
-    asyncio.run(setup.engine.end())
-    assert setup.closed == [True]

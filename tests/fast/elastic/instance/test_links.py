@@ -84,9 +84,14 @@ def test_ranks_are_found_by_number_whatever_order_they_come_in(bench: Bench) -> 
     assert [(link.rank, link.pid, link.name) for link in links] == [
         (rank, 77, f"rank {rank} of instance i1") for rank in range(3)
     ]
-    for link, rank in zip(links, ranks, strict=True):
-        link.send(m.ResizeKv(100 + link.rank))
-        assert rank.hears() == m.ResizeKv(100 + link.rank)
+    told = [m.ResizeKv(100), m.Run(), m.Detach()]
+    send_all(links, told)
+    assert [rank.hears() for rank in ranks] == told
+    for number, rank in enumerate(ranks):
+        rank.channel.send(m.RankDone(num_bytes=number))
+    assert [done.num_bytes for done in expect_all(links, m.RankDone, 5.0)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="shorter"):
+        send_all(links, [m.Run()])
 
 
 def test_instances_do_not_mix_and_answers_come_in_their_order(bench: Bench) -> None:
@@ -98,17 +103,6 @@ def test_instances_do_not_mix_and_answers_come_in_their_order(bench: Bench) -> N
     assert first.expect(m.Started, soon()) == m.Started()
     with pytest.raises(EngineFailedError, match="rank 0 of instance i2 gave no RankDone in time"):
         second.expect(m.RankDone, soon(0.01))
-
-
-def test_all_ranks_answer(bench: Bench) -> None:
-    links, ranks = bench.start(2)
-    send_all(links, [m.Run(), m.Detach()])
-    assert [rank.hears() for rank in ranks] == [m.Run(), m.Detach()]
-    for number, rank in enumerate(ranks):
-        rank.channel.send(m.RankDone(num_bytes=number))
-    assert [done.num_bytes for done in expect_all(links, m.RankDone, 5.0)] == [0, 1]
-    with pytest.raises(ValueError, match="shorter"):
-        send_all(links, [m.Run()])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +197,7 @@ def test_who_does_not_begin_with_hello_is_refused(
 
 
 def test_forgotten_ranks_hear_the_end(bench: Bench) -> None:
-    """A rank ends when its connection does; ranks of other instances stay."""
+    """A rank ends when its connection does; ranks of other instances stay until the server ends."""
     _, [rank] = bench.start(1, "i1")
     [link], [other] = bench.start(1, "i2")
     bench.server.forget("i1")
@@ -211,16 +205,12 @@ def test_forgotten_ranks_hear_the_end(bench: Bench) -> None:
         rank.hears()
     link.send(m.Run())
     assert other.hears() == m.Run()
-
-
-def test_a_closed_server_takes_nobody(bench: Bench) -> None:
-    _, [rank] = bench.start(1)
     bench.server.close()
     assert not bench.path.exists()
     with pytest.raises(ElasticError):
         FakeRank(bench.path)
     with pytest.raises(EngineFailedError, match="closed"):
-        rank.hears()
+        other.hears()
 
 
 def wait_until(is_true, timeout_s: float = 5.0) -> None:

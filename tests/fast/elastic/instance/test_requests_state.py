@@ -109,18 +109,14 @@ def test_a_state_is_a_copy_and_restored_tokens_can_be_appended_to() -> None:
     assert requests.state_of(new).output_ids == array("q", [40, 41, 42, 43]).tobytes()
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_grammar_hears_the_tokens_again(is_lost: bool) -> None:
+@pytest.mark.parametrize("state", [STATE, requests.state_of(running_request())])
+def test_a_grammar_hears_the_tokens_again(state: RequestState) -> None:
     new = new_request()
     new.grammar = FakeGrammar()
-    requests.restore(new, STATE if is_lost else requests.state_of(running_request()))
+    requests.restore(new, state)
     assert new.grammar.accepted == [40, 41, 42]
-
-
-def test_a_grammar_that_is_still_compiled_is_left_alone() -> None:
-    new = new_request()
-    new.grammar = object()  # a future
-    requests.restore(new, requests.state_of(running_request()))
+    new.grammar = object()  # a future: it is still compiled, and left alone
+    requests.restore(new, state)
     assert list(new.output_ids) == [40, 41, 42]
 
 
