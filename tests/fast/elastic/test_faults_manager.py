@@ -341,16 +341,12 @@ def test_requests_of_a_lost_instance_go_on_in_its_replacement(scene: Scene) -> N
     assert activations == [[m.Activate((), (), ())], [m.Activate((), (), (STATE,))]]
     assert handed.ranks == {"a": 1}
     assert not scene.manager.is_lost()
-    scene.manager.retire(name)
-    assert scene.names() == {new}
-
-
-def test_what_has_taken_over_runs_once_its_requests_are_sent(scene: Scene) -> None:
-    new, _ = replaced(scene, scene.first(), TWO)
-    assert scene.heard(new, 0, m.Run) == []
+    assert scene.heard(new, 0, m.Run) == [], "it runs once its requests are sent"
     scene.manager.start_serving(new)
     scene.manager.start_serving(new)
     assert [scene.heard(new, rank, m.Run) for rank in (0, 1)] == [[m.Run()], [m.Run()]]
+    scene.manager.retire(name)
+    assert scene.names() == {new}
 
 
 def test_an_instance_that_does_not_freeze_is_lost_and_the_scale_goes_on(scene: Scene) -> None:

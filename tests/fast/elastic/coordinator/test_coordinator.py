@@ -52,14 +52,9 @@ def scaled(world: World, request: ScaleRequest = UP) -> Operation:
     return finished(make_coordinator(world), request)
 
 
-def recorded(request: ScaleRequest = UP) -> list[Call]:
-    """All calls of a scale in which nothing fails."""
-    world = World()
-    assert scaled(world, request).state is OperationState.SUCCEEDED
-    return world.calls
-
-
-SUCCESS = recorded()
+WHOLE = World()  # of a scale in which nothing fails
+assert scaled(WHOLE).state is OperationState.SUCCEEDED
+SUCCESS = WHOLE.calls
 FIRST = next(n for n, call in enumerate(SUCCESS) if call[0] == "execute")
 COMMIT = next(n for n, call in enumerate(SUCCESS) if call[0] == "activate")
 
@@ -98,16 +93,23 @@ def test_a_scale_calls_in_the_order_of_its_phases() -> None:
 
 
 def test_a_scale_ends_with_the_new_topology() -> None:
-    world = World()
-    operation = scaled(world)
+    world, seen = World(), list[tuple[str, bool, int]]()
+    coordinator = make_coordinator(world)
+    coordinator.listen(
+        lambda op, placement: seen.append((op.phase, op.finished, placement.dp_size))
+    )
+    operation = finished(coordinator)
+    assert coordinator.close(WAIT_S)
+    assert coordinator.serving == ("i1", NEW)
     assert world.active() == ["i1"]
     assert world.state_of("i0") is InstanceState.PARKED
     assert world.kv == {0: 150, 1: 150, 2: 120}
     assert not world.is_held
     assert world.handed_over.ranks == {"of i0": 0}, "what activate has returned"
-    assert [phase.name for phase in operation.phases] == [
-        "plan", "memory", "prepare", "switch", "retire", "after",
-    ]  # fmt: skip
+    phases = ["memory", "prepare", "switch", "retire", "after"]
+    assert [phase.name for phase in operation.phases] == ["plan", *phases]
+    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == phases, "listeners hear each"
+    assert (seen[0], seen[-1]) == (("memory", False, 2), ("after", True, 3))
     assert all(phase.seconds > 0 for phase in operation.phases)
     assert [step.state for step in operation.steps] == [StepState.DONE] * len(BEFORE + AFTER)
     assert all(step.seconds > 0 for step in operation.steps)
@@ -143,12 +145,10 @@ def test_a_failure_before_the_switch_is_undone_in_reverse(position: int) -> None
 
 @pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
 def test_a_failure_after_the_switch_is_tried_again(position: int) -> None:
-    whole = World()
-    scaled(whole)
     world = World(fault=once(position))
     operation = scaled(world)
     assert operation.state is OperationState.SUCCEEDED
-    assert world.model() == whole.model()
+    assert world.model() == WHOLE.model()
     assert world.named("undo", "cancel", "resume") == []
     assert world.calls == [*SUCCESS[: position + 1], *SUCCESS[position:]]
 
@@ -156,8 +156,7 @@ def test_a_failure_after_the_switch_is_tried_again(position: int) -> None:
 @pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
 def test_what_fails_for_good_after_the_switch_is_left_to_the_next_scale(position: int) -> None:
     """It is never rolled back, and the next scale finishes it first."""
-    name, whole = SUCCESS[position][0], World()
-    scaled(whole)
+    name = SUCCESS[position][0]
     world = World(fault=always(name, first=position))
     plans = iter([PLAN, Plan(NEW, NEW, (), (), {}, {})])
     coordinator = make_coordinator(world, lambda request, old: next(plans))
@@ -174,7 +173,7 @@ def test_what_fails_for_good_after_the_switch_is_left_to_the_next_scale(position
     healed = coordinator.journal.get(degraded.operation_id)
     assert healed.state is OperationState.SUCCEEDED
     assert healed.error is None
-    assert world.model() == whole.model()
+    assert world.model() == WHOLE.model()
 
 
 def test_nothing_new_begins_while_an_old_remainder_fails() -> None:
@@ -234,17 +233,15 @@ def test_a_defect_is_handled_too_and_frees_the_coordinator(name: str) -> None:
     assert world.state_of("i0") is InstanceState.PARKED
 
 
-def test_drain_waits_with_requests_held() -> None:
-    calls = recorded(replace(UP, drain=True))
-    names = [call[0] for call in calls]
-    assert names[names.index("hold") : names.index("activate")] == ["hold", "drain", "freeze"]
-    assert ("drain", "i0", 7.0) in calls
-
-
-def test_a_drain_that_takes_too_long_hands_over() -> None:
-    world = World(fault=lambda at, n: EngineFailedError("time-out") if n == "drain" else None)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_drain_waits_with_requests_held_and_hands_over_what_takes_too_long(is_late: bool) -> None:
+    late = EngineFailedError("time-out")
+    world = World(fault=lambda at, name: late if is_late and name == "drain" else None)
     operation = scaled(world, replace(UP, drain=True))
     assert operation.state is OperationState.SUCCEEDED
+    names = [call[0] for call in world.calls]
+    assert names[names.index("hold") : names.index("activate")] == ["hold", "drain", "freeze"]
+    assert ("drain", "i0", 7.0) in world.calls
     assert "drain" in [phase.name for phase in operation.phases]
     assert world.active() == ["i1"]
 
@@ -366,23 +363,6 @@ def test_one_of_many_submitters_wins() -> None:
         outcomes = list(pool.map(submit, range(8)))
     paused.go_on.set()
     assert sorted(outcomes) == ["busy"] * 7 + ["op1"]
-
-
-def test_listeners_see_every_phase_and_the_placement() -> None:
-    world = World()
-    coordinator = make_coordinator(world)
-    seen: list[tuple[str, bool, int]] = []
-    coordinator.listen(
-        lambda op, placement: seen.append((op.phase, op.finished, placement.dp_size))
-    )
-    finished(coordinator)
-    assert coordinator.close(WAIT_S)
-    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == [
-        "memory", "prepare", "switch", "retire", "after",
-    ]  # fmt: skip
-    assert seen[0] == ("memory", False, 2)
-    assert seen[-1] == ("after", True, 3)
-    assert coordinator.serving == ("i1", NEW)
 
 
 def test_nothing_is_written_to_disk_while_requests_wait(

@@ -74,6 +74,7 @@ def test_states_wait_for_the_last_outputs(bench: Bench, monkeypatch: pytest.Monk
 
 
 def test_requests_wait_until_a_replacement_serves(bench: Bench) -> None:
+    bench.router.lose("i2")  # it does not serve
     bench.dispatch("a", "b")
     bench.router.lose("i1")
     bench.dispatch("c")
@@ -84,12 +85,6 @@ def test_requests_wait_until_a_replacement_serves(bench: Bench) -> None:
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@0", "abort a"]
     bench.dispatch("d")
     assert bench.sent_to("i2")[-1] == "d@1"
-
-
-def test_an_instance_that_does_not_serve_may_be_lost(bench: Bench) -> None:
-    bench.router.lose("i2")
-    bench.dispatch("a")
-    assert bench.sent_to("i1") == ["a@0"]
 
 
 def test_what_cannot_be_sent_waits_too(bench: Bench) -> None:

@@ -15,10 +15,12 @@ from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 S = InstanceState
 
 
-class Table:
-    def __init__(self) -> None:
+class Setup:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lost = folder, False
         self.found: list[Instance] = []
-        self.lost = False
+        self.closed: list[bool] = []
+        self.engine = ElasticEngine(folder, self, lambda: self.closed.append(True), lambda: None)
 
     def instances(self) -> Sequence[Instance]:
         return self.found
@@ -26,18 +28,8 @@ class Table:
     def is_lost(self) -> bool:
         return self.lost
 
-
-class Setup:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.table = Table()
-        self.closed: list[bool] = []
-        self.engine = ElasticEngine(
-            folder, self.table, lambda: self.closed.append(True), lambda: None
-        )
-
     def add(self, name: str, state: InstanceState, *devices: int) -> HeartbeatTable:
-        self.table.found.append(Instance(name, devices, state))
+        self.found.append(Instance(name, devices, state))
         return HeartbeatTable.open(heartbeat_path(self.folder, name))
 
     def ages(self) -> dict[str, bool]:
@@ -88,7 +80,7 @@ def test_which_instances_count(
 
 def test_a_lost_instance_is_trouble_and_the_end_ends_everything(setup: Setup) -> None:
     setup.add("i1", S.FAILED, 0)
-    setup.table.lost = True
+    setup.lost = True
     assert "replacement" in str(setup.engine.trouble())
     asyncio.run(setup.engine.end())
     assert setup.closed == [True]
@@ -97,7 +89,7 @@ def test_a_lost_instance_is_trouble_and_the_end_ends_everything(setup: Setup) ->
 def test_heartbeats_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
     setup.add("i1", S.ACTIVE, 0)
     setup.ages()
-    setup.table.found.clear()
+    setup.found.clear()
     setup.add("i2", S.ACTIVE, 0)
     setup.ages()
     assert list(setup.engine._heartbeats) == ["i2"]

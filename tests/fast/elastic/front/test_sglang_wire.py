@@ -21,6 +21,11 @@ class Question:
     text: str
 
 
+@dataclass(frozen=True)
+class Other(Question):
+    """One of another kind."""
+
+
 @pytest.fixture
 def wire() -> Iterator[sglang_wire.SglangWire]:
     made = sglang_wire.SglangWire()
@@ -101,11 +106,6 @@ def test_answers_of_ranks_that_are_lost_do_not_count(wire: sglang_wire.SglangWir
 
 def test_a_question_waits_only_until_its_asker_asks_another(wire: sglang_wire.SglangWire) -> None:
     """Loads and unloads have one asker: it is the unload that waits."""
-
-    @dataclass(frozen=True)
-    class Other:
-        text: str
-
     sent: list[Any] = []
     asker = asker_of(sent.append, 1)
 

@@ -152,12 +152,20 @@ def test_what_does_not_fit_is_left_out(old: Rank) -> None:
     assert sorted(new.allocator.free_pages.tolist()) == list(range(1, 13))
 
 
-def test_sequences_come_with_the_one_used_longest_ago_first(old: Rank) -> None:
+def test_what_was_used_longest_ago_comes_first_and_is_evicted_first(old: Rank) -> None:
     old.match([7, 8], "law")
     old.match([1, 2, 3, 4, 5], "math")
     old.match([1, 2, 3, 4, 5])
     keys = [(s.extra_key, len(s.slots) // 8) for s in kv_handover.sequences_of(old.scheduler)]
     assert keys == [(None, 6), ("law", 2), ("math", 5), (None, 5)]
+    old.match([7, 8], "law")
+    old.match([1, 2, 3, 4, 5], "math")
+    kv_handover.compact(old.scheduler, 7, old.copy_within)
+    old.resize(7)
+    old.check()
+    assert len(old.match([7, 8], "law")) == 2
+    assert len(old.match([1, 2, 3, 4, 5], "math")) == 5
+    assert old.match([1, 2, 3, 4, 5]) == []
 
 
 def test_an_empty_rank_has_nothing_to_say() -> None:
@@ -213,17 +221,6 @@ def test_compact_moves_kv_below_the_new_capacity() -> None:
         assert len(found) == len(tokens)
         assert max(found) <= 12
     rank.check()
-
-
-def test_compact_evicts_what_was_used_longest_ago(old: Rank) -> None:
-    old.match([7, 8], "law")
-    old.match([1, 2, 3, 4, 5], "math")
-    kv_handover.compact(old.scheduler, 7, old.copy_within)
-    old.resize(7)
-    old.check()
-    assert len(old.match([7, 8], "law")) == 2
-    assert len(old.match([1, 2, 3, 4, 5], "math")) == 5
-    assert old.match([1, 2, 3, 4, 5]) == []
 
 
 def test_growing_adds_free_slots(old: Rank) -> None:
