@@ -57,13 +57,6 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_quiet_round(scene: Scene) -> None:
-    scene.watchdog.look()
-    scene.watchdog.replace()
-    assert scene.heard == []
-    assert scene.asked == [(7.0, 3.0)]
-
-
 def test_each_loss_is_heard_once(scene: Scene) -> None:
     """A device that comes back and dies again is heard again."""
     scene.lost = ["i2", "i3"]
@@ -99,6 +92,10 @@ def test_recoveries(scene: Scene, outcomes: list[Operation | None], heard: list[
 
 
 def test_its_threads_notice_and_end(scene: Scene) -> None:
+    scene.watchdog.look()
+    scene.watchdog.replace()
+    assert scene.heard == [], "a quiet round"
+    assert scene.asked == [(7.0, 3.0)]
     scene.is_serving_lost, scene.outcomes, scene.dead = True, [DONE], (2,)
     scene.watchdog.start()
     deadline = time.monotonic() + 5

@@ -284,6 +284,13 @@ def test_a_pong_ends_the_silence(bench: Bench) -> None:
     wait_until(lambda: link.silent_s(110.0) == 0.0)
     link.ping(110.0)
     assert rank.hears() == m.Ping()
+    rank.channel.send(m.Pong())
+    wait_until(lambda: link.silent_s(120.0) == 0.0)
+    assert link.lost == ""
+    rank.channel.close()
+    wait_until(lambda: link.lost != "")
+    link.ping(1.0)
+    assert link.silent_s(100.0) == 0.0, "nobody is asked"
 
 
 def test_answers_of_earlier_instructions_are_dropped(bench: Bench) -> None:
@@ -311,15 +318,6 @@ def test_whoever_waits_for_a_rank_that_is_given_up_hears_it_at_once(bench: Bench
     assert link.lost == "it hangs"
     with pytest.raises(EngineFailedError, match="it hangs"):
         link.expect(m.RankDone, soon())
-
-
-def test_the_end_of_a_connection_is_a_loss(bench: Bench) -> None:
-    [link], [rank] = bench.start(1)
-    assert link.lost == ""
-    rank.channel.close()
-    wait_until(lambda: link.lost != "")
-    link.ping(1.0)
-    assert link.silent_s(100.0) == 0.0, "nobody is asked"
 
 
 def test_all_ranks_count_as_awaited_while_the_first_one_is(bench: Bench) -> None:
