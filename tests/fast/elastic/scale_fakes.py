@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sgl_elastic.coordinator.coordinator import Coordinator
-from sgl_elastic.coordinator.operations import Journal
+from sgl_elastic.coordinator.operations import Journal, Operation
 from sgl_elastic.coordinator.progress import Clock
 from sgl_elastic.coordinator.scale import CarryOut, scale
 from sgl_elastic.coordinator.steps import RetryPolicy
@@ -19,6 +19,7 @@ from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.types import (
     AdapterEntry,
     MemoryShape,
+    OperationState,
     Placement,
     Plan,
     Region,
@@ -44,6 +45,7 @@ AFTER = (
     Step(StepKind.GROW_KV, 0, num_tokens=150),
     Step(StepKind.GROW_KV, 1, num_tokens=150),
 )
+UP = ScaleRequest(dp_size=3)
 PLAN = Plan(OLD, NEW, BEFORE, AFTER, peak_pages={}, final_pages={}, kv_moves={})
 
 SHAPE = MemoryShape(
@@ -289,8 +291,24 @@ def make_coordinator(
     )
 
 
+def finished(coordinator: Coordinator, request: ScaleRequest | Operation = UP) -> Operation:
+    """The end of an operation, which is submitted first if it is a request."""
+    begun = coordinator.submit(request) if isinstance(request, ScaleRequest) else request
+    ended = coordinator.wait(begun.operation_id, WAIT_S)
+    assert ended.finished
+    return ended
+
+
+def recovered(coordinator: Coordinator) -> Operation:
+    """The recovery that has succeeded."""
+    operation = coordinator.recover()
+    assert operation is not None
+    assert operation.state is OperationState.SUCCEEDED
+    return operation
+
+
 class Paused:
-    """A coordinator whose scale waits in `prepare` until told to go on."""
+    """A coordinator whose first `prepare` waits until told to go on."""
 
     def __init__(self) -> None:
         self.world = World()
@@ -299,6 +317,6 @@ class Paused:
         self.coordinator = make_coordinator(self.world)
 
     def _gate(self, name: str) -> None:
-        if name == "prepare":
+        if name == "prepare" and not self.reached.is_set():
             self.reached.set()
             assert self.go_on.wait(WAIT_S)

@@ -70,13 +70,10 @@ def test_operation_has_the_shown_fields() -> None:
     assert missing == set()
 
 
-def test_body_fields_and_routes_are_in_the_page() -> None:
+def test_body_fields_routes_and_states_are_in_the_page() -> None:
     assert [name for name in ScaleBody.model_fields if f"| `{name}` |" not in TEXT] == []
     paths = {route.path.replace("{operation_id}", "{id}") for route in ROUTES}
     assert [path for path in paths if path not in TEXT] == []
-
-
-def test_states_are_in_the_page() -> None:
     assert [state for state in OperationState if f"`{state}`" not in TEXT] == []
 
 

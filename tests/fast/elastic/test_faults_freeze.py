@@ -7,7 +7,6 @@ request `a` were sent, as the frozen rank says, and two of them ever came by.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 
 import pytest
 
@@ -33,39 +32,19 @@ def bench(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
-def frozen(scene: Scene, name: str) -> None:
-    """Rank 1 says that it has sent three tokens of `a`."""
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_requests_go_on_from_the_tokens_that_came_by(
+    scene: Scene, bench: Bench, is_complete: bool
+) -> None:
+    """A death after the outputs came by is no trouble."""
+    name = scene.first()
     scene.ranks[name][1].published = m.Frozen((KV,), (PUBLISHED,))
-
-
-def test_requests_go_on_from_the_tokens_that_came_by(scene: Scene, bench: Bench) -> None:
-    name = scene.first()
-    frozen(scene, name)
+    if is_complete:
+        bench.output("a", 3)
     new = scene.manager.prepare(ONE)
     published = scene.manager.freeze(name)
-    assert scene.lost == [name]
+    assert scene.lost == ([] if is_complete else [name])
     scene.manager.activate(new, published, {1: 0})
-    assert scene.heard(new, 0, m.Activate) == [
-        m.Activate((), (m.KvMove("device-1", ()),), (STATE,))
-    ]
-
-
-def test_a_death_after_the_outputs_came_by_is_no_trouble(scene: Scene, bench: Bench) -> None:
-    name = scene.first()
-    frozen(scene, name)
-    bench.output("a", 3)
-    new = scene.manager.prepare(ONE)
-    published = scene.manager.freeze(name)
-    assert scene.lost == []
-    scene.manager.activate(new, published, {1: 0})
-    moved = m.KvMove("device-1", (KV,))
-    assert scene.heard(new, 0, m.Activate) == [m.Activate((), (moved,), (PUBLISHED,))]
-
-
-def test_what_is_waited_for_is_what_the_ranks_have_sent(scene: Scene) -> None:
-    waited: list[Mapping[str, int]] = []
-    scene.wait_for_outputs = waited.append  # type: ignore[method-assign]
-    name = scene.first()
-    frozen(scene, name)
-    scene.manager.freeze(name)
-    assert waited == [{"a": 3}]
+    moved = m.KvMove("device-1", (KV,) if is_complete else ())
+    state = PUBLISHED if is_complete else STATE
+    assert scene.heard(new, 0, m.Activate) == [m.Activate((), (moved,), (state,))]

@@ -17,24 +17,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from sgl_elastic import wire
 from sgl_elastic.errors import EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
-from sgl_elastic.instance.handover import FrozenInstance, HandedOver
+from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.manager import InstanceManager
 from sgl_elastic.instance.running import Timeouts
 from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.processes import LocalProcess
 from sgl_elastic.types import Placement
+from tests.fast.elastic.instance.test_links import rank_channel
 from tests.fast.elastic.memory_workers import comes_to, count_fds, settle
 from tests.fast.elastic.scale_fakes import SHAPE
 
-TO_RANK: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
 ONE = Placement((0,), (0,) * 6, (100,))
 TWO = Placement((0, 1), (0, 0, 0, 1, 1, 1), (100, 90))
 HANG_S = 0.3
@@ -53,14 +51,7 @@ class FakeRank(threading.Thread):
         self.is_parked = threading.Event()
         self.published = m.Frozen((), ())
         self._number = 0
-        self.channel = wire.Channel(
-            wire.connect(path, EngineFailedError, 2.0),
-            TO_RANK,
-            peer="the manager",
-            failure=EngineFailedError,
-            timeout_s=5.0,
-        )
-        self.channel.send(m.RankHello(instance, rank, 1))
+        self.channel = rank_channel(path, instance, rank, 1)
         self.channel.send(m.Declared(json.dumps(asdict(SHAPE)).encode()))
         self.start()
 
@@ -103,22 +94,18 @@ class FakeMemory:
     def __init__(self) -> None:
         self.dead: set[int] = set()
 
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: ()
+
+    def are_apart(self, one: int, other: int) -> bool:
+        return False
+
     def client(self, device_id: int) -> None:
         if device_id in self.dead:
             raise MemoryWorkerError(f"the memory worker of device {device_id} ended")
 
-    def define(self, shape: object) -> None: ...
-    def map_placement(self, placement: Placement) -> None: ...
-    def execute(self, step: object) -> None: ...
-    def commit(self) -> None: ...
-    def adapters(self) -> tuple[()]:
-        return ()
-
     def socket_path(self, device_id: int, seen_from: int) -> str:
         return f"device-{device_id}"
-
-    def are_apart(self, one: int, other: int) -> bool:
-        return False
 
 
 class Scene:
@@ -188,6 +175,18 @@ class Scene:
             time.sleep(0.01)
         return time.monotonic() - began
 
+    def check_that_none_is_lost(self) -> None:
+        """For three times as long as a rank may say nothing."""
+        deadline = time.monotonic() + 3 * HANG_S
+        while time.monotonic() < deadline:
+            assert self.manager.check(time.monotonic(), HANG_S) == ()
+            time.sleep(0.02)
+
+    def kill(self, name: str) -> float:
+        """Kill a supervisor; seconds until that is noticed."""
+        os.kill(self.pid_of(name), signal.SIGKILL)
+        return self.check_until_lost(name)
+
     def heard(self, name: str, rank: int, kind: type) -> list[Any]:
         return [message for message in self.ranks[name][rank].heard if isinstance(message, kind)]
 
@@ -205,32 +204,30 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_who_answers_is_not_lost(scene: Scene) -> None:
     name = scene.first()
     scene.manager.keep_standbys(threading.Event())
-    deadline = time.monotonic() + 3 * HANG_S
-    while time.monotonic() < deadline:
-        assert scene.manager.check(time.monotonic(), HANG_S) == ()
-        time.sleep(0.02)
+    scene.check_that_none_is_lost()
     assert scene.heard(name, 1, m.Ping)
     assert not scene.manager.is_lost()
 
 
 def test_a_supervisor_that_died(scene: Scene) -> None:
     name = scene.first()
-    os.kill(scene.pid_of(name), signal.SIGKILL)
-    assert scene.check_until_lost(name) < 1.0
+    assert scene.kill(name) < 1.0
     assert scene.manager.is_lost()
     assert scene.lost == [name]
     assert scene.state_of(name) is InstanceState.FAILED
     assert scene.manager.serving() == (name, TWO), "what its replacement gets"
     assert scene.manager.check(time.monotonic(), HANG_S) == (), "once is enough"
+    scene.num_running = lambda: 1  # type: ignore[method-assign]
+    with pytest.raises(EngineFailedError, match="is lost"):
+        scene.manager.drain(name, 30)
 
 
 def test_a_rank_whose_connection_ended(scene: Scene) -> None:
     name = scene.first()
-    pid = scene.pid_of(name)
-    scene.ranks[name][1].channel.close()
+    pid, rank = scene.pid_of(name), scene.ranks[name][1]
+    rank.channel.close()
     os.kill(pid, 0)
-    socket_end = scene.ranks[name][1]
-    socket_end.join(1)
+    rank.join(1)
     scene.check_until_lost(name)
     assert not Path(f"/proc/{pid}").exists(), "the rest of it is ended"
 
@@ -245,26 +242,14 @@ def test_a_rank_with_an_instruction_may_be_given_more_time(scene: Scene) -> None
     """Reading weights from disk, it answers no ping, and is waited for all the same."""
     scene.manager._silent_s = 30.0
     name = scene.first()
-    scene.ranks[name][0].mutes = {m.Ping, m.ResizeKv}
+    rank = scene.ranks[name][0]
+    rank.mutes = {m.Ping, m.ResizeKv}
     told = threading.Thread(target=scene.manager.resize_kv, args=(0, 120))
     told.start()
-    deadline = time.monotonic() + 3 * HANG_S
-    while time.monotonic() < deadline:
-        assert scene.manager.check(time.monotonic(), HANG_S) == ()
-        time.sleep(0.02)
-    rank = scene.ranks[name][0]
+    scene.check_that_none_is_lost()
     rank.channel.send(m.RankDone())
     told.join(5)
     scene.check_until_lost(name)
-
-
-def test_a_drain_ends_with_its_instance(scene: Scene) -> None:
-    name = scene.first()
-    scene.num_running = lambda: 1  # type: ignore[method-assign]
-    os.kill(scene.pid_of(name), signal.SIGKILL)
-    scene.check_until_lost(name)
-    with pytest.raises(EngineFailedError, match="is lost"):
-        scene.manager.drain(name, 30)
 
 
 def test_a_supervisor_that_is_stopped_for_long(scene: Scene) -> None:
@@ -280,59 +265,43 @@ def test_a_supervisor_that_is_stopped_for_long(scene: Scene) -> None:
     assert scene.check_until_lost(name) > HANG_S
 
 
-def test_standbys_include_a_spare_of_the_present_one(scene: Scene) -> None:
-    scene.first(ONE)
-    scene.manager.keep_standbys(threading.Event())
-    parked = [e.device_ids for e in scene.manager.instances() if e.state is InstanceState.PARKED]
-    assert sorted(parked) == [(0,), (0, 1), (0, 1, 2)]
-
-
 def test_a_standby_that_dies_or_hangs_is_replaced(scene: Scene) -> None:
     scene.first(ONE)
-    stop = threading.Event()
-    scene.manager.keep_standbys(stop)
-    parked = {e.device_ids: e.instance_id for e in scene.manager.instances()[1:]}
-    os.kill(scene.pid_of(parked[(0,)]), signal.SIGKILL)
-    scene.check_until_lost(parked[(0,)])
+    scene.manager.keep_standbys(threading.Event())
+    found = scene.manager.instances()[1:]
+    assert {each.state for each in found} == {InstanceState.PARKED}
+    parked = {each.device_ids: each.instance_id for each in found}
+    assert sorted(parked) == [(0,), (0, 1), (0, 1, 2)], "a spare of the present one too"
+    scene.kill(parked[(0,)])
     scene.ranks[parked[(0, 1)]][0].mutes = {m.Ping}
     scene.check_until_lost(parked[(0, 1)])
     assert scene.names() == {"i1", parked[(0, 1, 2)]}
     assert scene.lost == [], "the one that serves is fine"
-    scene.manager.keep_standbys(stop)
-    fresh = {e.device_ids: e.instance_id for e in scene.manager.instances()[1:]}
-    assert set(fresh) == set(parked)
+    scene.manager.keep_standbys(threading.Event())
+    assert {each.device_ids for each in scene.manager.instances()[1:]} == set(parked)
 
 
-@pytest.mark.parametrize("fault", ["died", "mute", "failed"])
+@pytest.mark.parametrize("fault", ["died", "mute", "EngineFailedError", "MemoryWorkerError"])
 def test_a_standby_of_no_use_is_replaced_by_a_fresh_one(scene: Scene, fault: str) -> None:
-    scene.first(ONE)
-    standby = scene.manager._park_new((0, 1))
-    rank = scene.ranks[standby][0]
-    if fault == "died":
-        os.kill(scene.pid_of(standby), signal.SIGKILL)
-        rank.channel.close()
-    elif fault == "mute":
-        rank.mutes = {m.Attach}
-    else:
-        rank.mutes = {m.Attach}
-        threading.Timer(0.05, rank.channel.send, (m.Failed("E", "no"),)).start()
-    name = scene.manager.prepare(TWO)
-    assert name not in ("i1", standby)
-    assert scene.state_of(name) is InstanceState.WARM
-    assert standby not in scene.names()
-
-
-def test_a_standby_whose_memory_worker_hangs_is_not_replaced(scene: Scene) -> None:
-    """Another instance would take long to start, and would wait for the same worker in vain."""
+    """Not where a memory worker hangs: another instance would wait for the same one in vain."""
     scene.first(ONE)
     standby = scene.manager._park_new((0, 1))
     rank = scene.ranks[standby][0]
     rank.mutes = {m.Attach}
-    failed = m.Failed("MemoryWorkerError", "the memory worker hangs")
-    threading.Timer(0.05, rank.channel.send, (failed,)).start()
-    with pytest.raises(MemoryWorkerError, match="hangs"):
-        scene.manager.prepare(TWO)
-    assert scene.names() == {"i1"}
+    if fault == "died":
+        os.kill(scene.pid_of(standby), signal.SIGKILL)
+        rank.channel.close()
+    elif fault != "mute":
+        threading.Timer(0.05, rank.channel.send, (m.Failed(fault, "it hangs"),)).start()
+    if fault == "MemoryWorkerError":
+        with pytest.raises(MemoryWorkerError, match="hangs"):
+            scene.manager.prepare(TWO)
+        assert scene.names() == {"i1"}
+        return
+    name = scene.manager.prepare(TWO)
+    assert name not in ("i1", standby)
+    assert scene.state_of(name) is InstanceState.WARM
+    assert standby not in scene.names()
 
 
 def test_a_standby_that_is_being_started_is_waited_for(scene: Scene) -> None:
@@ -366,25 +335,18 @@ def replaced(scene: Scene, lost: str, placement: Placement) -> tuple[str, Handed
 
 def test_requests_of_a_lost_instance_go_on_in_its_replacement(scene: Scene) -> None:
     name = scene.first()
-    os.kill(scene.pid_of(name), signal.SIGKILL)
-    scene.check_until_lost(name)
+    scene.kill(name)
     new, handed = replaced(scene, name, TWO)
-    assert [scene.heard(new, rank, m.Activate) for rank in (0, 1)] == [
-        [m.Activate((), (), ())],
-        [m.Activate((), (), (STATE,))],
-    ]
+    activations = [scene.heard(new, rank, m.Activate) for rank in (0, 1)]
+    assert activations == [[m.Activate((), (), ())], [m.Activate((), (), (STATE,))]]
     assert handed.ranks == {"a": 1}
     assert not scene.manager.is_lost()
-    scene.manager.retire(name)
-    assert scene.names() == {new}
-
-
-def test_what_has_taken_over_runs_once_its_requests_are_sent(scene: Scene) -> None:
-    new, _ = replaced(scene, scene.first(), TWO)
-    assert scene.heard(new, 0, m.Run) == []
+    assert scene.heard(new, 0, m.Run) == [], "it runs once its requests are sent"
     scene.manager.start_serving(new)
     scene.manager.start_serving(new)
     assert [scene.heard(new, rank, m.Run) for rank in (0, 1)] == [[m.Run()], [m.Run()]]
+    scene.manager.retire(name)
+    assert scene.names() == {new}
 
 
 def test_an_instance_that_does_not_freeze_is_lost_and_the_scale_goes_on(scene: Scene) -> None:
@@ -446,8 +408,7 @@ def test_everything_is_as_before_after_ten_losses(scene: Scene) -> None:
         return count_fds(), threading.active_count(), len(scene.names())
 
     def lose_and_replace(name: str) -> str:
-        os.kill(scene.pid_of(name), signal.SIGKILL)
-        scene.check_until_lost(name)
+        scene.kill(name)
         new, _ = replaced(scene, name, ONE)
         scene.manager.retire(name)
         for rank in scene.ranks.pop(name):
@@ -467,43 +428,25 @@ def test_everything_is_as_before_after_ten_losses(scene: Scene) -> None:
     assert comes_to(is_as_before, True), (left(), before)
 
 
-def about_to_take_over(scene: Scene) -> tuple[FrozenInstance, str]:
-    """The frozen instance on one device, and the one on two that is to go on with its work."""
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_rank_that_may_still_be_copying_ends_before_the_old_instance_goes_on(
+    scene: Scene, is_answered: bool
+) -> None:
+    """It would write KV into slots that are free again. Ranks that have all answered are parked."""
     old = scene.first(ONE)
     scene.manager._park_new((0, 1))
     new = scene.manager.prepare(TWO)
-    return scene.manager.freeze(old), new
-
-
-def test_a_rank_that_may_still_be_copying_ends_before_the_old_instance_goes_on(
-    scene: Scene,
-) -> None:
-    """It would write KV into slots that the old instance's books say are free."""
-    frozen, new = about_to_take_over(scene)
-    old = frozen.instance_id
-    pid = scene.pid_of(new)
-    scene.ranks[new][0].fails = {m.Activate}
-    scene.ranks[new][1].mutes = {m.Activate}
+    frozen, pid = scene.manager.freeze(old), scene.pid_of(new)
+    failing, slow = scene.ranks[new]
+    failing.fails, slow.mutes = {m.Activate}, {m.Activate}
+    if is_answered:
+        number = 1 + len(slow.heard)  # of the Activate that comes next
+        threading.Timer(0.1, slow.channel.send, (m.RankDone(number=number),)).start()
     with pytest.raises(EngineFailedError, match="no bytes came"):
         scene.manager.activate(new, frozen, {})
-    assert not Path(f"/proc/{pid}").exists()
+    assert Path(f"/proc/{pid}").exists() is is_answered
     scene.manager.resume(old)
     scene.manager.cancel(new)
-    assert scene.names() == {old}
+    assert scene.names() == ({old, new} if is_answered else {old})
     assert scene.state_of(old) is InstanceState.ACTIVE
-
-
-def test_an_instance_whose_ranks_have_all_answered_is_parked_again(scene: Scene) -> None:
-    frozen, new = about_to_take_over(scene)
-    old = frozen.instance_id
-    scene.ranks[new][0].fails = {m.Activate}
-    slow = scene.ranks[new][1]
-    slow.mutes = {m.Activate}
-    number = 1 + len(slow.heard)  # of the Activate that comes next
-    threading.Timer(0.1, slow.channel.send, (m.RankDone(number=number),)).start()
-    with pytest.raises(EngineFailedError, match="no bytes came"):
-        scene.manager.activate(new, frozen, {})
-    scene.manager.resume(old)
-    scene.manager.cancel(new)
-    assert scene.state_of(new) is InstanceState.PARKED
-    assert scene.state_of(old) is InstanceState.ACTIVE
+    assert not is_answered or scene.state_of(new) is InstanceState.PARKED

@@ -116,19 +116,24 @@ def pages(left: dict[str, Any]) -> dict[str, Any]:
     return {name: left[name] for name in ("pages", "processes", "sockets")}
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize(("direction", "at", "role"), sample(processes_of("")))
-def test_a_worker_that_is_stopped(
-    scale: MemoryScale, direction: str, at: int, role: str, tmp_path: Path
+def test_a_worker_that_is_stopped_or_killed(
+    scale: MemoryScale, direction: str, at: int, role: str, number: int, tmp_path: Path
 ) -> None:
-    """Noticed, and given up, long before a copy's time is over; it may go on later."""
-    device_id = concerned(scale, at, role)
+    """Noticed, and given up, long before a copy's time is over; a stopped one may go on later."""
+    device_id, is_killed = concerned(scale, at, role), number == signal.SIGKILL
     before = scale.left()
-    with cells.signalled(scale, device_id, signal.SIGSTOP) as stop:
+    with cells.signalled(scale, device_id, number) as inject:
         began = time.monotonic()
-        operation = scale.scale(at, stop)
-        limit_s = connection.HANG_S if role == "target" else 3.0
-        assert time.monotonic() - began < limit_s + SOON_S
+        operation = scale.scale(at, inject)
+        stopped_s = connection.HANG_S if role == "target" else 3.0
+        assert time.monotonic() - began < SOON_S + (0 if is_killed else stopped_s)
     assert operation.state is expected(scale, at), operation
+    if is_killed and device_id in scale.world.table[1].device_ids:  # it serves: this is for good
+        with pytest.raises(MemoryLostError):
+            scale.scale()
+        return
     check(scale, operation, before, tmp_path)
 
 
@@ -142,24 +147,6 @@ def expected(scale: MemoryScale, at: int) -> OperationState:
     if is_before_the_switch(scale, at):
         return _S.ROLLED_BACK
     return _S.SUCCEEDED if scale.step(at).kind is StepKind.REMOVE_DEVICE else _S.DEGRADED
-
-
-@pytest.mark.parametrize(("direction", "at", "role"), sample(processes_of("")))
-def test_a_worker_that_is_killed(
-    scale: MemoryScale, direction: str, at: int, role: str, tmp_path: Path
-) -> None:
-    device_id = concerned(scale, at, role)
-    before = scale.left()
-    with cells.signalled(scale, device_id, signal.SIGKILL) as kill:
-        began = time.monotonic()
-        operation = scale.scale(at, kill)
-        assert time.monotonic() - began < SOON_S
-    assert operation.state is expected(scale, at), operation
-    if device_id in scale.world.table[1].device_ids:  # it serves: this is for good
-        with pytest.raises(MemoryLostError):
-            scale.scale()
-        return
-    check(scale, operation, before, tmp_path)
 
 
 @pytest.mark.parametrize("direction", ["up"])

@@ -53,10 +53,19 @@ class Bench:
     def says_again(self, message: m.ToRank) -> None:
         self.manager.send(m.Told(self.num_said, message))
 
+    def polls(self, times: int) -> None:
+        for _ in range(times):
+            self.rank.poll(None)
+
     def hears(self) -> m.FromRank:
         message, fds = self.manager.receive()
         fds.close()
         return message
+
+    def hears_done(self) -> m.RankDone:
+        done = self.hears()
+        assert isinstance(done, m.RankDone)
+        return done
 
 
 @pytest.fixture
@@ -73,29 +82,22 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 def test_a_serving_rank_is_there(bench: Bench) -> None:
     bench.rank.poll(None)  # nobody has asked
     bench.says(m.Wake(), m.Ping())
-    bench.rank.poll(None)
-    bench.rank.poll(None)
+    bench.polls(2)
     assert bench.hears() == m.Pong()
 
 
 def test_a_second_run_is_done_already(bench: Bench) -> None:
     bench.says(m.Wake(), m.Run())
-    bench.rank.poll(None)
-    bench.rank.poll(None)
-    done = bench.hears()
-    assert isinstance(done, m.RankDone)
-    assert done.number == 2
+    bench.polls(2)
+    assert bench.hears_done().number == 2
 
 
 def test_a_serving_rank_refuses_what_only_a_parked_one_does(bench: Bench) -> None:
     """It does not end for it: its requests go on."""
     bench.says(m.Detach(), m.ResizeKv(7))
-    bench.rank.poll(None)
-    failed = bench.hears()
-    assert failed == m.Failed("EngineFailedError", "Detach while serving", 1)
-    bench.rank.poll(None)
-    done = bench.hears()
-    assert isinstance(done, m.RankDone)
+    bench.polls(2)
+    assert bench.hears() == m.Failed("EngineFailedError", "Detach while serving", 1)
+    done = bench.hears_done()
     assert (done.num_bytes, done.number) == (5, 2)
 
 
@@ -104,12 +106,7 @@ def test_a_parked_rank_answers_each_instruction_by_its_number(bench: Bench) -> N
     bench.rank.park(None)
     assert bench.hears() == m.Frozen((), ())
     assert bench.hears() == m.Pong()
-    numbers = []
-    for _ in range(3):
-        done = bench.hears()
-        assert isinstance(done, m.RankDone)
-        numbers.append(done.number)
-    assert numbers == [2, 3, 5]
+    assert [bench.hears_done().number for _ in range(3)] == [2, 3, 5]
     assert bench.carried_out == [m.Detach(), m.Detach()]
 
 
@@ -137,12 +134,9 @@ def test_an_instruction_that_comes_twice_is_carried_out_once(bench: Bench) -> No
     bench.says(m.ResizeKv(7))
     bench.says_again(m.ResizeKv(7))
     bench.says(m.ResizeKv(8))
-    for _ in range(3):
-        bench.rank.poll(None)
-    answers = [bench.hears(), bench.hears()]
-    assert [answer.number for answer in answers if isinstance(answer, m.RankDone)] == [1, 2]
+    bench.polls(3)
+    assert [bench.hears_done().number for _ in range(2)] == [1, 2]
     bench.says_again(m.ResizeKv(8))
     bench.says(m.Ping())
-    bench.rank.poll(None)
-    bench.rank.poll(None)
+    bench.polls(2)
     assert bench.hears() == m.Pong(), "nothing was said in between"

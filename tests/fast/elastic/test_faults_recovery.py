@@ -6,30 +6,36 @@ import threading
 
 import pytest
 
-from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import BusyError, MemoryLostError
 from sgl_elastic.instance.state import InstanceState
-from sgl_elastic.types import OperationState, ScaleRequest, Step, StepKind
+from sgl_elastic.types import OperationState, Step, StepKind
 from tests.fast.elastic.coordinator.test_coordinator import COMMIT
-from tests.fast.elastic.scale_fakes import NEW, OLD, World, always, make_coordinator, never, once
+from tests.fast.elastic.scale_fakes import (
+    NEW,
+    OLD,
+    UP,
+    WAIT_S,
+    Paused,
+    World,
+    always,
+    finished,
+    make_coordinator,
+    never,
+    recovered,
+)
 
-UP = ScaleRequest(dp_size=3)
 MAP_KV = [("execute", Step(StepKind.MAP_KV, d, num_tokens=100)) for d in OLD.device_ids]
-
-
-def scaled(coordinator: Coordinator) -> Operation:
-    operation = coordinator.submit(UP)
-    return coordinator.wait(operation.operation_id, 5)
 
 
 def test_another_instance_gets_memory_and_requests() -> None:
     world = World()
     coordinator = make_coordinator(world)
+    heard: list[OperationState] = []
+    coordinator.listen(lambda operation, placement: heard.append(operation.state))
     count = len(world.calls)
-    operation = coordinator.recover()
-    assert operation is not None
-    assert operation.state is OperationState.SUCCEEDED
+    operation = recovered(coordinator)
+    assert (heard[0], heard[-1]) == (OperationState.RUNNING, OperationState.SUCCEEDED)
     assert operation.operation_id == "op1"
     assert [phase.name for phase in operation.phases] == ["prepare", "switch", "retire"]
     assert operation.gap_s > 0
@@ -83,42 +89,29 @@ def test_a_recovery_that_fails_may_be_tried_again(name: str) -> None:
     assert operation.error is not None
     assert [n for n, each in world.instances.items() if each.placement] == ["i0"]
     world.fault = never
-    world.instances["i0"] = (
-        world.instances["i0"].with_state(InstanceState.ACTIVE, 0.0)
-        if world.state_of("i0") is InstanceState.FROZEN
-        else world.instances["i0"]
-    )
-    again = coordinator.recover()
-    assert again is not None
-    assert again.state is OperationState.SUCCEEDED
+    if world.state_of("i0") is InstanceState.FROZEN:
+        world.resume("i0")
+    recovered(coordinator)
     assert not world.is_held
 
 
 def test_no_recovery_while_a_scale_runs_and_no_scale_during_a_recovery() -> None:
-    world = World()
-    coordinator = make_coordinator(world)
-    reached, go_on = threading.Event(), threading.Event()
-
-    def gate(name: str) -> None:
-        if name == "prepare" and not reached.is_set():
-            reached.set()
-            assert go_on.wait(5)
-
-    world.gate = gate
+    paused = Paused()
+    coordinator = paused.coordinator
     operation = coordinator.submit(UP)
-    assert reached.wait(5)
+    assert paused.reached.wait(WAIT_S)
     assert coordinator.recover() is None
-    go_on.set()
-    assert coordinator.wait(operation.operation_id, 5).state is OperationState.SUCCEEDED
-    reached.clear()
-    go_on.clear()
+    paused.go_on.set()
+    assert finished(coordinator, operation).state is OperationState.SUCCEEDED
+    paused.reached.clear()
+    paused.go_on.clear()
     recovery = threading.Thread(target=coordinator.recover)
     recovery.start()
-    assert reached.wait(5)
+    assert paused.reached.wait(WAIT_S)
     with pytest.raises(BusyError, match="op2"):
         coordinator.submit(UP)
-    go_on.set()
-    recovery.join(5)
+    paused.go_on.set()
+    recovery.join(WAIT_S)
     assert coordinator.serving == ("i2", NEW)
 
 
@@ -126,13 +119,11 @@ def test_what_a_degraded_scale_left_goes_on_with_the_replacement() -> None:
     """The new instance is lost before its KV could grow."""
     world = World(fault=always("resize_kv", first=COMMIT))
     coordinator = make_coordinator(world)
-    assert scaled(coordinator).state is OperationState.DEGRADED
+    assert finished(coordinator).state is OperationState.DEGRADED
     world.fault = never
-    recovered = coordinator.recover()
-    assert recovered is not None
-    assert recovered.state is OperationState.SUCCEEDED
+    recovered(coordinator)
     assert world.table[0] == "i2"
-    scaled(coordinator)  # finishes what was left, first
+    finished(coordinator)  # finishes what was left, first
     assert world.named("freeze")[-1] == ("freeze", "i2"), "i1 is gone"
 
 
@@ -140,15 +131,13 @@ def test_a_switch_that_was_left_is_not_done_again() -> None:
     world = World()
     coordinator = make_coordinator(world)
     world.fault = always("switch")
-    operation = scaled(coordinator)
+    operation = finished(coordinator)
     assert operation.state is OperationState.DEGRADED
     world.fault = never
     world.table = ("i1", NEW)  # as the instance manager has it
-    recovered = coordinator.recover()
-    assert recovered is not None
-    assert recovered.state is OperationState.SUCCEEDED
+    recovered(coordinator)
     count = len(world.calls)
-    scaled(coordinator)
+    finished(coordinator)
     assert ("switch", "i1") not in [call[:2] for call in world.calls[count:]]
 
 
@@ -159,19 +148,9 @@ def test_scales_are_refused_while_memory_is_lost() -> None:
     with pytest.raises(MemoryLostError):
         coordinator.submit(UP)
     assert coordinator.running() is None
-    recovered = coordinator.recover()
-    assert recovered is not None
-    assert recovered.error is not None
-    assert recovered.error.type == "MemoryLostError"
+    failed = coordinator.recover()
+    assert failed is not None
+    assert failed.error is not None
+    assert failed.error.type == "MemoryLostError"
     world.lost_devices = {2}  # which does not serve
-    assert scaled(coordinator).state is OperationState.SUCCEEDED
-
-
-def test_a_listener_hears_of_a_recovery() -> None:
-    world = World(fault=once(-1))
-    coordinator = make_coordinator(world)
-    heard: list[OperationState] = []
-    coordinator.listen(lambda operation, placement: heard.append(operation.state))
-    coordinator.recover()
-    assert heard[0] is OperationState.RUNNING
-    assert heard[-1] is OperationState.SUCCEEDED
+    assert finished(coordinator).state is OperationState.SUCCEEDED

@@ -57,52 +57,45 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_quiet_round(scene: Scene) -> None:
-    scene.watchdog.look()
-    scene.watchdog.replace()
-    assert scene.heard == []
-    assert scene.asked == [(7.0, 3.0)]
-
-
 def test_each_loss_is_heard_once(scene: Scene) -> None:
-    scene.lost, scene.dead = ["i2", "i3"], (1,)
-    scene.watchdog.look()
-    scene.lost = []
-    scene.watchdog.look()
-    scene.dead = (0, 1)
-    scene.watchdog.look()
-    assert scene.heard == ["instance", "instance", "memory", "memory"]
-
-
-def test_a_device_that_comes_back_and_dies_again_is_heard_again(scene: Scene) -> None:
-    for dead in ((1,), (), (1,)):
+    """A device that comes back and dies again is heard again."""
+    scene.lost = ["i2", "i3"]
+    for dead, heard in [
+        ((1,), ["instance", "instance", "memory"]),
+        ((1,), []),
+        ((0, 1), ["memory"]),
+        ((1,), []),
+        ((0, 1), ["memory"]),
+    ]:
         scene.dead = dead
         scene.watchdog.look()
-    assert scene.heard == ["memory", "memory"]
+        assert scene.heard == heard
+        scene.lost = []
+        scene.heard.clear()
 
 
-def test_a_recovery_is_tried_again(scene: Scene) -> None:
-    scene.is_serving_lost, scene.outcomes = True, [FAILED, FAILED, DONE]
+@pytest.mark.parametrize(
+    ("outcomes", "heard"),
+    [
+        ([DONE], ["recovery"]),
+        ([FAILED, FAILED, DONE], ["recovery"]),  # it is tried again
+        ([None, DONE], ["recovery"]),  # a scale that runs is waited for
+        ([FAILED] * 3, ["hopeless"]),  # after some attempts it gives up for good
+    ],
+)
+def test_recoveries(scene: Scene, outcomes: list[Operation | None], heard: list[str]) -> None:
+    scene.is_serving_lost, scene.outcomes = True, list(outcomes)
     scene.watchdog.replace()
-    assert scene.heard == ["recovery"]
-
-
-def test_a_scale_that_runs_is_waited_for(scene: Scene) -> None:
-    scene.is_serving_lost, scene.outcomes = True, [None, DONE]
+    assert scene.heard == ([] if outcomes[0] is None else heard)
     scene.watchdog.replace()
-    assert scene.heard == []
-    scene.watchdog.replace()
-    assert scene.heard == ["recovery"]
-
-
-def test_after_some_attempts_it_gives_up_for_good(scene: Scene) -> None:
-    scene.is_serving_lost, scene.outcomes = True, [FAILED] * 3
-    scene.watchdog.replace()
-    scene.watchdog.replace()
-    assert scene.heard == ["hopeless"]
+    assert scene.heard == heard
 
 
 def test_its_threads_notice_and_end(scene: Scene) -> None:
+    scene.watchdog.look()
+    scene.watchdog.replace()
+    assert scene.heard == [], "a quiet round"
+    assert scene.asked == [(7.0, 3.0)]
     scene.is_serving_lost, scene.outcomes, scene.dead = True, [DONE], (2,)
     scene.watchdog.start()
     deadline = time.monotonic() + 5

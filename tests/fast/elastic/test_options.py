@@ -19,15 +19,7 @@ def test_defaults() -> None:
     assert found.rank_strategy == RankStrategy.ADAPTER
     assert found.autoscale is None
     assert not found.verify_copies
-
-
-def test_devices_are_on_this_machine_unless_said_otherwise() -> None:
-    assert not options.parse(["--elastic"])[0].spans_nodes
-    line = "--elastic --nodes ray --ray-address h:1 --devices-per-node 2"
-    found, rest = options.parse(line.split())
-    assert rest == []
-    assert found.spans_nodes
-    assert (found.ray_address, found.devices_per_node) == ("h:1", 2)
+    assert not found.spans_nodes
 
 
 def test_what_is_not_ours_is_left_in_its_order() -> None:
@@ -41,9 +33,11 @@ def test_values() -> None:
     line = (
         "--elastic --max-devices 8 --dp 3 --device-memory 64MiB --max-total-tokens 100 "
         "--standby-ranks 0 --rank-choice round_robin --slo-ttft 2 --slo-tpot 0.5 "
-        "--scale-journal J --verify-copies"
+        "--scale-journal J --verify-copies --nodes ray --ray-address h:1 --devices-per-node 2"
     )
-    found, _ = options.parse([*line.split(), "--autoscale", '{"min_devices": 1, "max_devices": 3}'])
+    policy = '{"min_devices": 1, "max_devices": 3}'
+    found, rest = options.parse([*line.split(), "--autoscale", policy])
+    assert rest == []
     assert (found.max_devices, found.dp_size, found.device_bytes) == (8, 3, 64 << 20)
     assert (found.kv_limit, found.standby_ranks) == (100, 0)
     assert found.rank_strategy == RankStrategy.ROUND_ROBIN
@@ -51,6 +45,8 @@ def test_values() -> None:
     assert (found.journal, found.verify_copies) == ("J", True)
     assert found.autoscale is not None
     assert (found.autoscale.min_devices, found.autoscale.max_devices) == (1, 3)
+    assert found.spans_nodes
+    assert (found.ray_address, found.devices_per_node) == ("h:1", 2)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import ExitStack
 
@@ -10,8 +9,8 @@ import pytest
 
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.runtime import Runtime
-from sgl_elastic.types import OperationState, ScaleRequest
-from tests.fast.elastic.scale_fakes import WAIT_S, Paused
+from sgl_elastic.types import OperationState
+from tests.fast.elastic.scale_fakes import UP, WAIT_S, Paused
 
 
 def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:
@@ -24,39 +23,29 @@ def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:
     return runtime
 
 
-def test_a_scale_that_runs_ends_before_what_it_works_on() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_scale_that_runs_ends_before_what_it_works_on(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that hangs does not hold the end up."""
+    monkeypatch.setattr("sgl_elastic.runtime._CLOSE_S", 0.05 if hangs else WAIT_S)
     ends: list[str] = []
     paused = Paused()
     coordinator = paused.coordinator
     coordinator.listen(lambda operation, _: ends.append("scale") if operation.finished else None)
     runtime = runtime_of(coordinator, ends)
-    operation = coordinator.submit(ScaleRequest(dp_size=3))
+    operation = coordinator.submit(UP)
     assert paused.reached.wait(WAIT_S)
     closing = threading.Thread(target=runtime.close)
     closing.start()
-    closing.join(0.1)
-    assert ends == []
+    closing.join(WAIT_S if hangs else 0.1)
+    rest = ["instances", "memory", "nodes", "folder"]
+    assert ends == (rest if hangs else [])
     paused.go_on.set()
     closing.join(WAIT_S)
-    assert ends == ["scale", "instances", "memory", "nodes", "folder"]
+    assert hangs or ends == ["scale", *rest]
+    assert ("the server ends while a scale runs" in caplog.text) is hangs
     ended = coordinator.wait(operation.operation_id, WAIT_S)
     assert ended.state is OperationState.SUCCEEDED
     runtime.close()
-    assert len(ends) == 5
-
-
-def test_a_scale_that_hangs_does_not_hold_the_end_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("sgl_elastic.runtime._CLOSE_S", 0.05)
-    ends: list[str] = []
-    paused = Paused()
-    coordinator = paused.coordinator
-    operation = coordinator.submit(ScaleRequest(dp_size=3))
-    assert paused.reached.wait(WAIT_S)
-    with caplog.at_level(logging.WARNING, "sgl_elastic"):
-        runtime_of(coordinator, ends).close()
-    assert ends == ["instances", "memory", "nodes", "folder"]
-    assert "the server ends while a scale runs" in caplog.text
-    paused.go_on.set()
-    coordinator.wait(operation.operation_id, WAIT_S)
+    assert ends.count("folder") == 1

@@ -27,7 +27,7 @@ from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.types import OperationState, Placement, ScaleRequest, StepKind
 from tests.fast.elastic.front.test_router import Control, FakeWire, Request
-from tests.fast.elastic.scale_fakes import OLD, WAIT_S, World, always, make_coordinator
+from tests.fast.elastic.scale_fakes import OLD, World, always, finished, make_coordinator
 
 ONE = Placement((0,), (0, 0), (100,))
 SECOND = Placement((2, 3), (2, 2, 2, 3, 3, 3), (100, 100))
@@ -57,11 +57,11 @@ def test_up_maps_a_whole_replica_and_down_removes_it() -> None:
     assert set(up.peak_pages) == {0, 1, 2, 3}
     down = make_plan(2, up.new)
     assert (down.new, down.before) == (OLD, ())
-    assert [(s.kind, s.device_id) for s in down.after] == [
-        (StepKind.REMOVE_DEVICE, 2),
-        (StepKind.REMOVE_DEVICE, 3),
-    ]
+    removed = [(step.kind, step.device_id) for step in down.after]
+    assert removed == [(StepKind.REMOVE_DEVICE, 2), (StepKind.REMOVE_DEVICE, 3)]
     assert down.final_pages[2] == 0 < down.final_pages[0]
+    same = make_plan(2, OLD)
+    assert (same.new, same.before, same.after) == (OLD, (), ())
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,6 @@ def test_what_horizontal_scaling_cannot_do(
 ) -> None:
     with pytest.raises(BadScaleError, match=complaint):
         make_plan(dp_size, old, **more)
-
-
-def test_the_present_size_is_nothing_to_do() -> None:
-    made = make_plan(2, OLD)
-    assert (made.new, made.before, made.after) == (OLD, (), ())
 
 
 # ---- how they are carried out ----
@@ -114,8 +109,7 @@ def coordinator_of(world: ReplicaWorld) -> Coordinator:
 
 
 def scaled(coordinator: Coordinator, dp_size: int) -> Operation:
-    operation = coordinator.submit(ScaleRequest(dp_size))
-    return coordinator.wait(operation.operation_id, WAIT_S)
+    return finished(coordinator, ScaleRequest(dp_size))
 
 
 def names(world: World) -> list[str]:
@@ -147,7 +141,7 @@ def test_a_replica_that_does_not_come_up_is_taken_back(name: str) -> None:
     assert world.model() == before
 
 
-def test_a_drain_that_does_not_end_is_tried_again_by_the_next_scale() -> None:
+def test_a_drain_that_does_not_end_retires_nobody() -> None:
     world = ReplicaWorld()
     coordinator = coordinator_of(world)
     scaled(coordinator, 4)
@@ -243,6 +237,10 @@ def two() -> Two:
 
 
 def test_requests_are_shared_and_each_replica_counts_its_own_ranks(two: Two) -> None:
+    two.spread()  # a second time is harmless
+    assert two.sizes == [4]
+    assert two.wire.sent == [], "what ran before stays where it is"
+    assert two.router.num_running() == 1
     for rank in range(4):
         two.router.dispatch(Request(f"q{rank}", routed_dp_rank=rank))
     assert [(m.rid, m.routed_dp_rank) for m in two.sent_to("a")] == [("q0", 0), ("q1", 1)]
@@ -258,11 +256,8 @@ def test_the_replica_with_the_least_to_do_gets_the_next(two: Two) -> None:
         two.router.dispatch(Request(f"q{number}"))
     assert [m.rid for m in two.sent_to("b")] == ["q0", "q2", "q4"]
     assert [m.rid for m in two.sent_to("a")] == ["q1", "q3"]
-
-
-def test_what_is_no_request_goes_to_both(two: Two) -> None:
     two.router.dispatch(Control("flush"))
-    assert two.sent_to("a") == two.sent_to("b") == [Control("flush")]
+    assert two.sent_to("a")[-1] == two.sent_to("b")[-1] == Control("flush"), "goes to both"
 
 
 def test_adapters_change_in_both_when_the_scale_has_ended(two: Two) -> None:
@@ -296,13 +291,6 @@ def test_narrow_waits_for_the_second_and_sends_it_nothing_new(two: Two) -> None:
     two.router.disconnect("b")
     two.router.dispatch(Request("alone", routed_dp_rank=1))
     assert two.sent_to("a")[-1].rid == "alone"
-
-
-def test_requests_that_ran_before_stay_where_they_are(two: Two) -> None:
-    assert two.wire.sent == []
-    assert two.router.num_running() == 1
-    two.spread()  # harmless
-    assert two.sizes == [4]
 
 
 def test_an_instance_is_warmed_up_before_it_serves(two: Two) -> None:

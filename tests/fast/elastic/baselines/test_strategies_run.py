@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from sgl_elastic.plan.planner import placement_at_switch
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, Step, StepKind
 from tests.fast.elastic import memory_workers
 from tests.fast.elastic.front.test_router import FakeWire
-from tests.fast.elastic.scale_fakes import OLD, WAIT_S, World, always, make_coordinator
+from tests.fast.elastic.scale_fakes import OLD, World, always, finished, make_coordinator
 
 S = ScaleStrategy
 ONE = Placement((0,), (0,) * 6, (100,))
@@ -73,6 +74,10 @@ def test_extravagant_needs_free_devices() -> None:
     with pytest.raises(BadScaleError, match="that are free"):
         planner.make_plan(request(2, 1, 2), OLD)
     assert planner.make_plan(request(2, 4, 2), OLD).new.device_ids == (2, 4)
+    world = World()
+    world.budget_pages = lambda device_id: 5  # type: ignore[method-assign]
+    with pytest.raises(DoesNotFitError):
+        fresh(S.EXTRAVAGANT, 5, world).make_plan(request(3), OLD)
 
 
 def test_colocated_goes_from_one_half_of_each_device_to_the_other() -> None:
@@ -85,29 +90,20 @@ def test_colocated_goes_from_one_half_of_each_device_to_the_other() -> None:
 
 
 def test_a_cold_restart_removes_all_before_it_maps_anything() -> None:
-    made = fresh(S.COLD_RESTART, 4).make_plan(request(1), OLD)
+    planner = fresh(S.COLD_RESTART, 4)
+    made = planner.make_plan(request(1), OLD)
     assert made.before == ()
     gone = [(StepKind.REMOVE_DEVICE, 0), (StepKind.REMOVE_DEVICE, 1)]
     assert kinds(made.after) == [*gone, *everything(0)]
     assert made.new.experts_of(0) == tuple(range(6))
+    with pytest.raises(BadScaleError, match="leave"):  # it means nothing where all leave
+        planner.make_plan(request(1, leave=(0,)), OLD)
 
 
 @pytest.mark.parametrize("strategy", [S.EXTRAVAGANT, S.COLOCATED, S.COLD_RESTART])
 def test_the_present_size_is_nothing_to_do(strategy: ScaleStrategy) -> None:
     made = fresh(strategy, 4).make_plan(request(2), OLD)
     assert (made.old, made.new, made.before, made.after) == (OLD, OLD, (), ())
-
-
-def test_leave_means_nothing_where_all_leave() -> None:
-    with pytest.raises(BadScaleError, match="leave"):
-        fresh(S.COLD_RESTART, 4).make_plan(request(1, leave=(0,)), OLD)
-
-
-def test_memory_that_does_not_fit_is_refused() -> None:
-    world = World()
-    world.budget_pages = lambda device_id: 5  # type: ignore[method-assign]
-    with pytest.raises(DoesNotFitError):
-        fresh(S.EXTRAVAGANT, 5, world).make_plan(request(3), OLD)
 
 
 def test_without_peer_copies_a_plan_only_maps() -> None:
@@ -142,10 +138,7 @@ def scaled(
     strategy = S.COLD_RESTART if carry_out is cold_restart else S.EXTRAVAGANT
     make_plan = (lambda *_: plan) if plan else fresh(strategy, 5, world).make_plan
     coordinator = make_coordinator(world, make_plan, carry_out=carry_out)
-    operation = coordinator.submit(request(3))
-    ended = coordinator.wait(operation.operation_id, WAIT_S)
-    assert ended.finished
-    return coordinator, ended
+    return coordinator, finished(coordinator)
 
 
 def names(world: World) -> list[str]:
@@ -163,12 +156,22 @@ def test_side_by_side_the_new_instance_computes_all_kv_again() -> None:
     assert world.active() == ["i1"]
 
 
-@pytest.mark.parametrize("name", ["execute", "prepare", "freeze", "activate"])
-def test_side_by_side_a_failure_leaves_everything_as_it_was(name: str) -> None:
+@pytest.mark.parametrize(
+    ("carry_out", "name"),
+    [
+        (side_by_side, "execute"),
+        (side_by_side, "prepare"),
+        (side_by_side, "freeze"),
+        (side_by_side, "activate"),
+        (cold_restart, "freeze"),
+    ],
+)
+def test_a_failure_before_the_switch_leaves_everything_as_it_was(
+    carry_out: CarryOut, name: str
+) -> None:
     world = FrozenWorld(fault=always(name))
     before = world.model()
-    _, operation = scaled(world, side_by_side)
-    assert operation.state is OperationState.ROLLED_BACK
+    assert scaled(world, carry_out)[1].state is OperationState.ROLLED_BACK
     assert world.model() == before
 
 
@@ -188,13 +191,6 @@ def test_a_cold_restart_holds_until_the_new_instance_is_there() -> None:
     assert world.taken_over.ranks == (m.Frozen((), (STATE,)),), "no KV"
     assert world.active() == ["i1"]
     assert coordinator.serving[0] == "i1"
-
-
-def test_a_freeze_that_fails_leaves_everything_as_it_was() -> None:
-    world = FrozenWorld(fault=always("freeze"))
-    before = world.model()
-    assert scaled(world, cold_restart)[1].state is OperationState.ROLLED_BACK
-    assert world.model() == before
 
 
 def test_a_start_that_fails_is_tried_again_and_nothing_stays_held() -> None:
@@ -230,24 +226,6 @@ def path_of(device: int, seen_from: int) -> str:
     return f"/{device}"
 
 
-def attaches(placement: Placement) -> list[m.Attach]:
-    return attach_messages(placement, (), path_of, must_load=False)
-
-
-def test_a_baseline_reads_everything() -> None:
-    new = Placement((1, 2), (1, 2, 1, 2, 1, 2), (10, 10))
-    told = from_disk.read_from_disk(attaches(new), new, None)
-    assert [each.disk_experts for each in told] == [(0, 2, 4), (1, 3, 5)]
-    assert all(each.loads_trunk and not each.must_load for each in told)
-
-
-def test_elastic_without_copies_reads_what_is_new_to_a_device() -> None:
-    new = Placement((0, 1, 2), (0, 0, 2, 1, 1, 2), (10, 10, 10))
-    told = from_disk.read_from_disk(attaches(new), new, OLD)
-    assert [each.disk_experts for each in told] == [(), (), (2, 5)]
-    assert [each.loads_trunk for each in told] == [False, False, True]
-
-
 def test_the_first_instance_reads_by_its_loader_and_later_ones_what_is_not_shared() -> None:
     asked: list[bool] = []
 
@@ -260,9 +238,12 @@ def test_the_first_instance_reads_by_its_loader_and_later_ones_what_is_not_share
     first = sharing(new, (), path_of, must_load=True)
     assert first == attach_messages(new, (), path_of, must_load=True)
     assert asked == [], "nothing serves yet"
-    assert [a.disk_experts for a in sharing(new, (), path_of, must_load=False)] == [(), (), (2, 5)]
+    told = sharing(new, (), path_of, must_load=False)
+    assert [each.disk_experts for each in told] == [(), (), (2, 5)]
+    assert [each.loads_trunk for each in told] == [False, False, True]
     alone = from_disk.DiskAttach(None)(new, (), path_of, must_load=False)
-    assert all(attach.loads_trunk for attach in alone)
+    assert [each.disk_experts for each in alone] == [(0, 1), (3, 4), (2, 5)]
+    assert all(each.loads_trunk and not each.must_load for each in alone)
 
 
 def test_requests_go_on_without_their_kv() -> None:
@@ -320,23 +301,20 @@ def test_colocated_halves_every_device(tmp_path: Path) -> None:
 
 def test_staging_workers_are_there_before_the_first_scale(tmp_path: Path) -> None:
     found = chosen("--ablate no_shared_allocator --max-devices 2 --device-memory 1MiB")
-    hmm = assembly.make_memory(found, tmp_path / "sockets", "host", 4096)
-    try:
+    with closing(assembly.make_memory(found, tmp_path / "sockets", "host", 4096)) as hmm:
         router = assembly.make_router(found, FakeWire(), RankPolicy(), SloWindow(SloTargets(1, 1)))
         coordinator, watched = assembly.make_coordinator(found, hmm, World(), router)  # type: ignore[arg-type]
         assert hmm.device_ids() == (2, 3)
         assert coordinator.serving == ("i0", OLD)
         assert isinstance(watched, World), "the instance manager itself"
-    finally:
-        hmm.close()
 
 
 def test_without_an_ipc_safe_allocator_copies_are_staged(tmp_path: Path) -> None:
     budgets = dict.fromkeys(range(4), memory_workers.BUDGET)
-    hmm = Hmm(tmp_path / "sockets", budgets, page_bytes=memory_workers.PAGE, timeout_s=10.0)
-    memory = plans.StagedMemory(hmm, 2)
+    made = Hmm(tmp_path / "sockets", budgets, page_bytes=memory_workers.PAGE, timeout_s=10.0)
     copy = Step(StepKind.COPY_TRUNK, 1, source_id=0)
-    try:
+    with closing(made) as hmm:
+        memory = plans.StagedMemory(hmm, 2)
         for device in range(2):
             hmm.add_device(device)
         hmm.define(memory_workers.SHAPE)
@@ -355,8 +333,6 @@ def test_without_an_ipc_safe_allocator_copies_are_staged(tmp_path: Path) -> None
         with pytest.raises(StepFailedError):
             memory.execute(Step(StepKind.COPY_EXPERTS, 1, source_id=0, expert_ids=(1,)))
         assert hmm.usage()[3].used_pages == 0, "also after a copy that failed"
-    finally:
-        hmm.close()
 
 
 STATE = m.RequestState("r", b"", 3, {}, {})

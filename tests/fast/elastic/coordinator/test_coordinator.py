@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Journal, Operation, StepState
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.errors import (
@@ -31,41 +31,30 @@ from tests.fast.elastic.scale_fakes import (
     NEW,
     OLD,
     PLAN,
+    UP,
     WAIT_S,
     Call,
     Paused,
     Ticks,
     World,
     always,
+    finished,
     make_coordinator,
     never,
     once,
 )
 
-UP = ScaleRequest(dp_size=3)
 AT_SWITCH = replace(NEW, kv_tokens=(80, 100, 120))
 
 
 def scaled(world: World, request: ScaleRequest = UP) -> Operation:
     """The finished operation of one request."""
-    coordinator = make_coordinator(world)
-    return finished(coordinator, coordinator.submit(request))
+    return finished(make_coordinator(world), request)
 
 
-def finished(coordinator: Coordinator, operation: Operation) -> Operation:
-    ended = coordinator.wait(operation.operation_id, WAIT_S)
-    assert ended.finished
-    return ended
-
-
-def recorded(request: ScaleRequest = UP) -> list[Call]:
-    """All calls of a scale in which nothing fails."""
-    world = World()
-    assert scaled(world, request).state is OperationState.SUCCEEDED
-    return world.calls
-
-
-SUCCESS = recorded()
+WHOLE = World()  # of a scale in which nothing fails
+assert scaled(WHOLE).state is OperationState.SUCCEEDED
+SUCCESS = WHOLE.calls
 FIRST = next(n for n, call in enumerate(SUCCESS) if call[0] == "execute")
 COMMIT = next(n for n, call in enumerate(SUCCESS) if call[0] == "activate")
 
@@ -95,30 +84,32 @@ def test_a_scale_calls_in_the_order_of_its_phases() -> None:
     names = [call[0] for call in SUCCESS]
     assert names[:FIRST] == ["serving", "serving"]
     memory = ["resize_kv" if s.kind is StepKind.SHRINK_KV else "execute" for s in BEFORE]
-    switch = [
-        "prepare",
-        "hold",
-        "freeze",
-        "activate",
-        "switch",
-        "start_serving",
-        "release",
-        "retire",
-    ]
-    assert names[FIRST:] == [*memory, *switch, "execute", "resize_kv", "resize_kv"]
+    before = ["prepare", "hold", "freeze", "activate"]
+    after = ["switch", "start_serving", "release", "retire", "execute", "resize_kv", "resize_kv"]
+    assert names[FIRST:] == [*memory, *before, *after]
+    assert ("prepare", AT_SWITCH) in SUCCESS, "the new instance starts with the KV there is"
+    assert ("switch", "i1", AT_SWITCH) in SUCCESS
+    assert placement_at_switch(PLAN) == AT_SWITCH
 
 
 def test_a_scale_ends_with_the_new_topology() -> None:
-    world = World()
-    operation = scaled(world)
+    world, seen = World(), list[tuple[str, bool, int]]()
+    coordinator = make_coordinator(world)
+    coordinator.listen(
+        lambda op, placement: seen.append((op.phase, op.finished, placement.dp_size))
+    )
+    operation = finished(coordinator)
+    assert coordinator.close(WAIT_S)
+    assert coordinator.serving == ("i1", NEW)
     assert world.active() == ["i1"]
     assert world.state_of("i0") is InstanceState.PARKED
     assert world.kv == {0: 150, 1: 150, 2: 120}
     assert not world.is_held
     assert world.handed_over.ranks == {"of i0": 0}, "what activate has returned"
-    assert [phase.name for phase in operation.phases] == [
-        "plan", "memory", "prepare", "switch", "retire", "after",
-    ]  # fmt: skip
+    phases = ["memory", "prepare", "switch", "retire", "after"]
+    assert [phase.name for phase in operation.phases] == ["plan", *phases]
+    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == phases, "listeners hear each"
+    assert (seen[0], seen[-1]) == (("memory", False, 2), ("after", True, 3))
     assert all(phase.seconds > 0 for phase in operation.phases)
     assert [step.state for step in operation.steps] == [StepState.DONE] * len(BEFORE + AFTER)
     assert all(step.seconds > 0 for step in operation.steps)
@@ -126,12 +117,6 @@ def test_a_scale_ends_with_the_new_topology() -> None:
     assert operation.gap_s > 0
     assert operation.error is None
     assert 1000 < operation.created_s < operation.finished_s
-
-
-def test_the_new_instance_starts_with_the_kv_there_is() -> None:
-    assert ("prepare", AT_SWITCH) in SUCCESS
-    assert ("switch", "i1", AT_SWITCH) in SUCCESS
-    assert placement_at_switch(PLAN) == AT_SWITCH
 
 
 @pytest.mark.parametrize("position", range(FIRST, COMMIT + 1))
@@ -160,55 +145,44 @@ def test_a_failure_before_the_switch_is_undone_in_reverse(position: int) -> None
 
 @pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
 def test_a_failure_after_the_switch_is_tried_again(position: int) -> None:
-    whole = World()
-    scaled(whole)
     world = World(fault=once(position))
     operation = scaled(world)
     assert operation.state is OperationState.SUCCEEDED
-    assert world.model() == whole.model()
+    assert world.model() == WHOLE.model()
     assert world.named("undo", "cancel", "resume") == []
     assert world.calls == [*SUCCESS[: position + 1], *SUCCESS[position:]]
 
 
 @pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
-def test_what_fails_for_good_after_the_switch_is_left_and_never_rolled_back(position: int) -> None:
+def test_what_fails_for_good_after_the_switch_is_left_to_the_next_scale(position: int) -> None:
+    """It is never rolled back, and the next scale finishes it first."""
     name = SUCCESS[position][0]
     world = World(fault=always(name, first=position))
-    operation = scaled(world)
-    assert operation.state is OperationState.DEGRADED
-    assert operation.switched
+    plans = iter([PLAN, Plan(NEW, NEW, (), (), {}, {})])
+    coordinator = make_coordinator(world, lambda request, old: next(plans))
+    degraded = finished(coordinator)
+    assert degraded.state is OperationState.DEGRADED
+    assert degraded.switched
     assert world.active() == ["i1"]
     assert world.named("undo", "cancel", "resume") == []
     assert world.is_held == (name == "release")
     attempts = [call for call in world.calls[COMMIT:] if call == SUCCESS[position]]
     assert len(attempts) == (6 if name == "release" else 3)
-
-
-@pytest.mark.parametrize("position", range(COMMIT + 1, len(SUCCESS)))
-def test_the_next_scale_first_finishes_what_a_degraded_one_left(position: int) -> None:
-    whole = World()
-    scaled(whole)
-    world = World(fault=always(SUCCESS[position][0], first=position))
-    same = Plan(NEW, NEW, (), (), {}, {})
-    plans = iter([PLAN, same])
-    coordinator = make_coordinator(world, lambda request, old: next(plans))
-    degraded = finished(coordinator, coordinator.submit(UP))
-    assert degraded.state is OperationState.DEGRADED
     world.fault = never
-    again = finished(coordinator, coordinator.submit(UP))
-    assert again.state is OperationState.SUCCEEDED
+    assert finished(coordinator).state is OperationState.SUCCEEDED
     healed = coordinator.journal.get(degraded.operation_id)
     assert healed.state is OperationState.SUCCEEDED
     assert healed.error is None
-    assert world.model() == whole.model()
+    assert world.model() == WHOLE.model()
 
 
 def test_nothing_new_begins_while_an_old_remainder_fails() -> None:
-    world = World(fault=always("retire"))
-    coordinator = make_coordinator(world)
-    finished(coordinator, coordinator.submit(UP))
+    world, ticks = World(fault=always("retire")), Ticks()
+    coordinator = make_coordinator(world, ticks=ticks)
+    finished(coordinator)
+    assert ticks.slept == [0.5, 1.0], "pauses between attempts grow"
     count = len(world.calls)
-    second = finished(coordinator, coordinator.submit(ScaleRequest(dp_size=2)))
+    second = finished(coordinator, ScaleRequest(dp_size=2))
     assert second.state is OperationState.ROLLED_BACK
     assert world.calls[count:] == [("serving",), *[("retire", "i0")] * 3]
 
@@ -239,48 +213,35 @@ def test_an_undo_that_fails_for_good_is_noted_and_the_others_still_run(name: str
     assert list(dict.fromkeys(c for c in world.calls[COMMIT + 1 :] if c in expected)) == expected
 
 
-def test_pauses_between_attempts_grow() -> None:
-    ticks = Ticks()
-    coordinator = make_coordinator(World(fault=always("retire")), ticks=ticks)
-    finished(coordinator, coordinator.submit(UP))
-    assert ticks.slept == [0.5, 1.0]
-
-
-def test_a_defect_is_rolled_back_too_and_frees_the_coordinator() -> None:
-    world = World()
+@pytest.mark.parametrize("name", ["freeze", "retire"])
+def test_a_defect_is_handled_too_and_frees_the_coordinator(name: str) -> None:
+    """Before the switch it is rolled back; after it, the rest is left for later."""
+    world, is_early = World(), name == "freeze"
     before = world.model()
-    world.fault = lambda at, name: KeyError("defect") if name == "freeze" else None
+    world.fault = lambda at, n: KeyError("defect") if n == name else None
     coordinator = make_coordinator(world)
-    operation = finished(coordinator, coordinator.submit(UP))
-    assert operation.state is OperationState.ROLLED_BACK
+    operation = finished(coordinator)
     assert operation.error is not None
     assert operation.error.type == "KeyError"
-    assert world.model() == before
-    world.fault = never
-    assert finished(coordinator, coordinator.submit(UP)).state is OperationState.SUCCEEDED
-
-
-def test_a_defect_after_the_switch_leaves_the_rest_for_later() -> None:
-    world = World(fault=lambda at, name: KeyError("x") if name == "retire" else None)
-    coordinator = make_coordinator(world)
-    assert finished(coordinator, coordinator.submit(UP)).state is OperationState.DEGRADED
+    wanted = OperationState.ROLLED_BACK if is_early else OperationState.DEGRADED
+    assert operation.state is wanted
+    assert not is_early or world.model() == before
     assert not world.is_held
     world.fault = never
-    finished(coordinator, coordinator.submit(UP))
+    assert not is_early or finished(coordinator).state is OperationState.SUCCEEDED
+    finished(coordinator)
     assert world.state_of("i0") is InstanceState.PARKED
 
 
-def test_drain_waits_with_requests_held() -> None:
-    calls = recorded(replace(UP, drain=True))
-    names = [call[0] for call in calls]
-    assert names[names.index("hold") : names.index("activate")] == ["hold", "drain", "freeze"]
-    assert ("drain", "i0", 7.0) in calls
-
-
-def test_a_drain_that_takes_too_long_hands_over() -> None:
-    world = World(fault=lambda at, n: EngineFailedError("time-out") if n == "drain" else None)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_drain_waits_with_requests_held_and_hands_over_what_takes_too_long(is_late: bool) -> None:
+    late = EngineFailedError("time-out")
+    world = World(fault=lambda at, name: late if is_late and name == "drain" else None)
     operation = scaled(world, replace(UP, drain=True))
     assert operation.state is OperationState.SUCCEEDED
+    names = [call[0] for call in world.calls]
+    assert names[names.index("hold") : names.index("activate")] == ["hold", "drain", "freeze"]
+    assert ("drain", "i0", 7.0) in world.calls
     assert "drain" in [phase.name for phase in operation.phases]
     assert world.active() == ["i1"]
 
@@ -291,7 +252,7 @@ def test_an_empty_plan_succeeds_without_a_call() -> None:
     assert is_empty(same)
     assert not is_empty(PLAN)
     coordinator = make_coordinator(world, lambda request, old: same)
-    operation = finished(coordinator, coordinator.submit(ScaleRequest(dp_size=2)))
+    operation = finished(coordinator, ScaleRequest(dp_size=2))
     assert operation.state is OperationState.SUCCEEDED
     assert world.calls == [("serving",), ("serving",)]
 
@@ -318,6 +279,7 @@ def test_a_request_that_cannot_be_planned_changes_nothing(error: Exception) -> N
     assert coordinator.journal.last(10) == ()
     assert coordinator.running() is None
     assert world.calls == [("serving",), ("serving",)]
+    assert not world.are_adapters_deferred
 
 
 def test_a_plan_knows_the_adapters_that_are_there() -> None:
@@ -333,33 +295,29 @@ def test_a_plan_knows_the_adapters_that_are_there() -> None:
 
     coordinator = make_coordinator(world, plan)
     coordinator.submit(replace(UP, dry_run=True))
-    finished(coordinator, coordinator.submit(UP))
+    finished(coordinator)
 
 
-def test_adapters_go_on_when_no_scale_begins() -> None:
-    def refuse(request: ScaleRequest, old: Placement) -> Plan:
-        raise DoesNotFitError("no")
-
-    world = World()
-    with pytest.raises(DoesNotFitError):
-        make_coordinator(world, refuse).submit(UP)
-    assert not world.are_adapters_deferred
-
-
-def test_one_scale_at_a_time() -> None:
-    paused = Paused()
-    first = paused.coordinator.submit(UP)
+def test_one_scale_at_a_time_and_a_key_gives_its_operation_again() -> None:
+    paused, keyed = Paused(), replace(UP, key="k")
+    first = paused.coordinator.submit(keyed)
     assert paused.reached.wait(WAIT_S)
     running = paused.coordinator.running()
     assert running is not None
     assert running.phase == "prepare"
+    assert paused.coordinator.submit(keyed).operation_id == first.operation_id
+    with pytest.raises(KeyReusedError, match="op1"):
+        paused.coordinator.submit(replace(keyed, dp_size=4))
     with pytest.raises(BusyError, match="op1"):
         paused.coordinator.submit(ScaleRequest(dp_size=4))
     with pytest.raises(BusyError):
         paused.coordinator.submit(replace(UP, dry_run=True))
     paused.go_on.set()
-    assert finished(paused.coordinator, first).state is OperationState.SUCCEEDED
+    ended = finished(paused.coordinator, first)
+    assert ended.state is OperationState.SUCCEEDED
     assert paused.coordinator.running() is None
+    assert paused.coordinator.submit(keyed) == ended
+    assert len(paused.coordinator.journal.last(10)) == 1
     paused.coordinator.submit(UP)
 
 
@@ -394,51 +352,17 @@ def test_close_waits_for_a_recovery() -> None:
 
 def test_one_of_many_submitters_wins() -> None:
     paused = Paused()
-    outcomes: list[str] = []
 
-    def submit(number: int) -> None:
+    def submit(number: int) -> str:
         try:
-            outcomes.append(paused.coordinator.submit(replace(UP, key=f"k{number}")).operation_id)
+            return paused.coordinator.submit(replace(UP, key=f"k{number}")).operation_id
         except BusyError:
-            outcomes.append("busy")
+            return "busy"
 
-    threads = [threading.Thread(target=submit, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(submit, range(8)))
     paused.go_on.set()
     assert sorted(outcomes) == ["busy"] * 7 + ["op1"]
-
-
-def test_a_key_gives_its_operation_again() -> None:
-    paused = Paused()
-    keyed = replace(UP, key="k")
-    first = paused.coordinator.submit(keyed)
-    assert paused.coordinator.submit(keyed).operation_id == first.operation_id
-    with pytest.raises(KeyReusedError, match="op1"):
-        paused.coordinator.submit(replace(keyed, dp_size=4))
-    paused.go_on.set()
-    ended = finished(paused.coordinator, first)
-    assert paused.coordinator.submit(keyed) == ended
-    assert len(paused.coordinator.journal.last(10)) == 1
-
-
-def test_listeners_see_every_phase_and_the_placement() -> None:
-    world = World()
-    coordinator = make_coordinator(world)
-    seen: list[tuple[str, bool, int]] = []
-    coordinator.listen(
-        lambda op, placement: seen.append((op.phase, op.finished, placement.dp_size))
-    )
-    finished(coordinator, coordinator.submit(UP))
-    assert coordinator.close(WAIT_S)
-    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == [
-        "memory", "prepare", "switch", "retire", "after",
-    ]  # fmt: skip
-    assert seen[0] == ("memory", False, 2)
-    assert seen[-1] == ("after", True, 3)
-    assert coordinator.serving == ("i1", NEW)
 
 
 def test_nothing_is_written_to_disk_while_requests_wait(
@@ -454,7 +378,7 @@ def test_nothing_is_written_to_disk_while_requests_wait(
 
     monkeypatch.setattr("sqlite3.connect", noted)
     coordinator = make_coordinator(world, journal=journal)
-    finished(coordinator, coordinator.submit(UP))
+    finished(coordinator)
     names = [call[0] for call in world.calls]
     assert "write" not in names[names.index("hold") : names.index("release")]
     assert names.count("write") == 7  # submitted, five phases, finished
@@ -479,7 +403,7 @@ def test_the_real_planner_up_and_down() -> None:
     for size in (2, 3, 2, 1, 1):
         request = ScaleRequest(dp_size=size)
         assert planner.describe(planner.make_plan(request, coordinator.serving[1]))["new"]
-        operation = finished(coordinator, coordinator.submit(request))
+        operation = finished(coordinator, request)
         assert operation.state is OperationState.SUCCEEDED
         assert coordinator.serving[1].device_ids == tuple(range(size))
         assert world.table == coordinator.serving

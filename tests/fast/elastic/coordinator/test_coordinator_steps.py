@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from sgl_elastic.coordinator.coordinator import Coordinator
-from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import StepFailedError
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest, StepKind
 from tests.fast.elastic.coordinator.test_coordinator import COMMIT
@@ -17,14 +15,16 @@ from tests.fast.elastic.scale_fakes import (
     NEW,
     OLD,
     PLAN,
+    UP,
     Fault,
     World,
     always,
+    finished,
     make_coordinator,
     never,
+    recovered,
 )
 
-UP = ScaleRequest(dp_size=3)
 [SHRINK] = [step for step in BEFORE if step.kind is StepKind.SHRINK_KV]
 GIVE_BACK = ("resize_kv", SHRINK.device_id, OLD.kv_tokens_of(SHRINK.device_id))
 _S = OperationState
@@ -41,22 +41,18 @@ class HalfDone(World):
             raise
 
 
-def activation_and_undo_fail() -> Fault:
-    """The shrink succeeds; its KV cannot grow again when the activation fails later."""
-    failing = always("resize_kv", first=COMMIT)
-    return lambda at, name: StepFailedError(name) if name == "activate" else failing(at, name)
-
-
-FAULTS = {
-    "the shrink and its undo": lambda: always("resize_kv"),
-    "only the undo": activation_and_undo_fail,
+LATER = always("resize_kv", first=COMMIT)
+FAULTS: dict[str, Fault] = {
+    "the shrink and its undo": always("resize_kv"),
+    "only the undo": lambda at, name: (
+        StepFailedError(name) if name == "activate" else LATER(at, name)
+    ),
 }
 
 
 @pytest.fixture(params=FAULTS.values(), ids=FAULTS.keys())
 def world(request: pytest.FixtureRequest) -> World:
-    fault: Callable[[], Fault] = request.param
-    return HalfDone(fault=fault())
+    return HalfDone(fault=request.param)
 
 
 @pytest.fixture
@@ -73,15 +69,11 @@ def coordinator(world: World, planned_from: list[Placement]) -> Coordinator:
         return PLAN
 
     coordinator = make_coordinator(world, plan)
-    operation = scaled(coordinator)
+    operation = finished(coordinator)
     assert operation.state is _S.ROLLED_BACK
     assert {each.message for each in operation.undo_errors} == {"resize_kv failed"}
     assert world.kv[SHRINK.device_id] == SHRINK.num_tokens
     return coordinator
-
-
-def scaled(coordinator: Coordinator) -> Operation:
-    return coordinator.wait(coordinator.submit(UP).operation_id, 5)
 
 
 def test_the_next_scale_gives_it_back_first(
@@ -89,45 +81,31 @@ def test_the_next_scale_gives_it_back_first(
 ) -> None:
     """Its plan knows of nothing else: the old configuration is whole when it begins."""
     world.fault, count = never, len(world.calls)
-    assert scaled(coordinator).state is _S.SUCCEEDED
-    assert planned_from == [OLD, OLD]
+    coordinator.submit(replace(UP, dry_run=True))
+    assert world.calls[count:] == [("serving",)], "a plan that is only asked for gives nothing"
+    assert finished(coordinator).state is _S.SUCCEEDED
+    assert planned_from == [OLD, OLD, OLD]
     calls = [call for call in world.calls[count:] if call[0] != "serving"]
     assert calls[:2] == [GIVE_BACK, ("execute", BEFORE[0])]
     assert world.kv == dict(zip(NEW.device_ids, NEW.kv_tokens, strict=True))
-
-
-def test_it_is_given_back_once(world: World, coordinator: Coordinator) -> None:
-    world.fault, count = never, len(world.calls)
-    scaled(coordinator)
-    scaled(coordinator)
+    finished(coordinator)
     assert world.calls[count:].count(GIVE_BACK) == 1
 
 
 def test_nothing_else_begins_while_that_fails(world: World, coordinator: Coordinator) -> None:
     world.fault, count = always("resize_kv"), len(world.calls)
-    operation = scaled(coordinator)
+    operation = finished(coordinator)
     assert operation.state is _S.ROLLED_BACK
     assert operation.error is not None
     assert operation.error.message == "resize_kv failed"
     assert [call for call in world.calls[count:] if call[0] != "serving"] == [GIVE_BACK]
 
 
-def test_a_plan_that_is_only_asked_for_gives_nothing_back(
-    world: World, coordinator: Coordinator, planned_from: list[Placement]
-) -> None:
-    world.fault, count = never, len(world.calls)
-    coordinator.submit(replace(UP, dry_run=True))
-    assert planned_from == [OLD, OLD]
-    assert world.calls[count:] == [("serving",)]
-
-
 def test_an_instance_that_comes_in_its_place_has_it(world: World, coordinator: Coordinator) -> None:
     world.fault = never
-    recovered = coordinator.recover()
-    assert recovered is not None
-    assert recovered.state is _S.SUCCEEDED
+    recovered(coordinator)
     assert coordinator.serving[1] == OLD
     assert ("prepare", OLD) in world.calls
     count = len(world.calls)
-    scaled(coordinator)
+    finished(coordinator)
     assert GIVE_BACK not in world.calls[count:]

@@ -11,9 +11,15 @@ from sgl_elastic.errors import EngineFailedError, PlanError
 from sgl_elastic.front import router as module
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.types import Placement
-from tests.fast.elastic.front.test_router import ONE, THREE, TWO, Bench, Control, Request
-
-SAME = HandedOver({}, {0: 0, 1: 1})
+from tests.fast.elastic.front.test_router import (
+    NOTHING,
+    ONE,
+    THREE,
+    TWO,
+    Bench,
+    Control,
+    Request,
+)
 
 
 @pytest.fixture
@@ -38,6 +44,16 @@ def states(bench: Bench) -> dict[str, tuple[int, list[int]]]:
     return found
 
 
+def replace(bench: Bench) -> None:
+    """Another instance takes over; nothing holds requests but that the first is lost."""
+    bench.router.switch("i2", TWO, NOTHING)
+    bench.router.release()
+
+
+def fail(message: object) -> None:
+    raise EngineFailedError("nobody takes requests there")
+
+
 def test_states_are_the_tokens_that_came_by(bench: Bench) -> None:
     bench.dispatch("a", "b", "c", "done")
     output(bench, "a", 7, so_far=1)
@@ -58,55 +74,38 @@ def test_states_wait_for_the_last_outputs(bench: Bench, monkeypatch: pytest.Monk
 
 
 def test_requests_wait_until_a_replacement_serves(bench: Bench) -> None:
+    bench.router.lose("i2")  # it does not serve
     bench.dispatch("a", "b")
     bench.router.lose("i1")
     bench.dispatch("c")
     bench.router.dispatch(Control("abort a"))
     bench.router.release()  # as at the end of a scale that was rolled back
     assert bench.sent_to("i1") == ["a@0", "b@1"]
-    bench.router.switch("i2", TWO, SAME)
-    bench.router.release()
+    replace(bench)
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@0", "abort a"]
     bench.dispatch("d")
     assert bench.sent_to("i2")[-1] == "d@1"
 
 
-def test_an_instance_that_does_not_serve_may_be_lost(bench: Bench) -> None:
-    bench.router.lose("i2")
-    bench.dispatch("a")
-    assert bench.sent_to("i1") == ["a@0"]
-
-
 def test_what_cannot_be_sent_waits_too(bench: Bench) -> None:
     """An instance that has just died, before anybody has noticed."""
-
-    def fail(message: object) -> None:
-        raise EngineFailedError("nobody takes requests there")
-
     bench.wire.on_send = fail
     bench.dispatch("a", "b")
     bench.router.dispatch(Control("flush"))
     bench.wire.on_send = lambda message: None
     assert bench.router.num_running() == 1, "b has not been routed"
-    bench.router.switch("i2", TWO, SAME)
-    bench.router.release()
+    replace(bench)
     assert bench.sent_to("i2") == ["a@0", "b@1", "flush"]
 
 
 def test_a_replacement_that_dies_at_once_holds_requests_again(bench: Bench) -> None:
     bench.dispatch("a", "b")
     bench.router.lose("i1")
-
-    def fail(message: object) -> None:
-        raise EngineFailedError("nobody takes requests there")
-
     bench.wire.on_send = fail
-    bench.router.switch("i2", TWO, SAME)
-    bench.router.release()
+    bench.scale(TWO)
     bench.wire.on_send = lambda message: None
     bench.connect("i3")
-    bench.router.switch("i3", TWO, SAME)
-    bench.router.release()
+    bench.scale(TWO, name="i3")
     assert bench.sent_to("i3") == ["a@0", "b@1"]
 
 
@@ -121,12 +120,10 @@ def test_requests_of_ranks_that_nobody_names_are_spread(bench: Bench) -> None:
 def test_a_later_scale_is_strict_again(bench: Bench) -> None:
     bench.dispatch("a")
     bench.router.lose("i1")
-    bench.router.switch("i2", TWO, SAME)
-    bench.router.release()
+    replace(bench)
     bench.connect("i3")
-    bench.router.hold()
     with pytest.raises(PlanError):
-        bench.router.switch("i3", THREE, HandedOver({}, {1: 0}))
+        bench.switch(THREE, HandedOver({}, {1: 0}), "i3")
 
 
 def test_a_warm_up_ends_with_its_instance(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,52 +35,57 @@ def rank(
     return RankLoad(sum(adapters.values()), num_tokens, adapters, kv)
 
 
-def test_an_adapter_goes_where_it_runs() -> None:
-    loads = [rank({"a": 2}), rank({"b": 2}), rank({"c": 2})]
-    assert [choose(loads, adapter, 10, POLICY) for adapter in "abc"] == [0, 1, 2]
+A, B, NONE = rank({"a": 2}), rank({"b": 2}), rank()
+BUSY = [rank({"a": 3}), B, rank({"c": 2, None: 1})]
+FULL, ROOMY = rank({"a": 1}, 900, kv=1000), rank({"b": 3}, 900, kv=9000)
+LONG = [rank({"a": 1}, num_tokens=8192), rank({"b": 1}, num_tokens=100)]
+DRAWN = [rank({"a": 1, "b": 3}), rank({"a": 3, "b": 1})]
+TIED = [B, rank({"b": 1}, num_tokens=2048)]
+FREE = replace(POLICY, adapter_cost=0.0)
 
 
-def test_a_new_adapter_and_the_base_go_to_the_least_loaded() -> None:
-    loads = [rank({"a": 3}), rank({"b": 2}), rank({"c": 2, None: 1})]
-    assert choose(loads, "new", 10, POLICY) == 1
-    assert choose(loads, None, 10, POLICY) == 1
-
-
-def test_an_adapter_moves_on_when_its_rank_costs_more_than_a_new_one() -> None:
-    """Load above the other's against 6 requests less what is left to bring: 6 * (1 - 0.7^n)."""
-    assert choose([rank({"a": 5}), rank()], "a", 0, POLICY) == 1  # 5 > 4.99
-    assert choose([rank({"a": 4}), rank()], "a", 0, POLICY) == 0  # 4 < 4.56
-    free = replace(POLICY, adapter_cost=0.0)
-    assert choose([rank({"a": 1}), rank()], "a", 0, free) == 1
-
-
-def test_two_of_an_adapter_draw_more_than_one() -> None:
-    loads = [rank({"a": 1, "b": 3}), rank({"a": 3, "b": 1})]
-    assert [choose(loads, adapter, 0, POLICY) for adapter in "ab"] == [1, 0]
-
-
-def test_tokens_in_flight_are_load_too() -> None:
-    loads = [rank({"a": 1}, num_tokens=8192), rank({"b": 1}, num_tokens=100)]
-    assert choose(loads, None, 10, POLICY) == 1
-    assert choose(loads, None, 10, LEAST_LOADED) == 1
-
-
-def test_a_rank_without_room_is_passed_over_while_another_has_some() -> None:
-    full, roomy = rank({"a": 1}, 900, kv=1000), rank({"b": 3}, 900, kv=9000)
-    assert choose([full, roomy], "a", 100, POLICY) == 0
-    assert choose([full, roomy], "a", 101, POLICY) == 1
-    assert choose([full, full], "a", 101, POLICY) == 0
+@pytest.mark.parametrize(
+    ("loads", "adapter", "num_tokens", "policy", "chosen"),
+    [
+        # An adapter goes where it runs, a new one and the base to the least loaded.
+        ([A, B, rank({"c": 2})], "a", 10, POLICY, 0),
+        ([A, B, rank({"c": 2})], "b", 10, POLICY, 1),
+        ([A, B, rank({"c": 2})], "c", 10, POLICY, 2),
+        (BUSY, "new", 10, POLICY, 1),
+        (BUSY, None, 10, POLICY, 1),
+        # It moves on when its rank costs more than a new one: load above the other's against
+        # 6 requests less what is left to bring, 6 * (1 - 0.7^n).
+        ([rank({"a": 5}), NONE], "a", 0, POLICY, 1),  # 5 > 4.99
+        ([rank({"a": 4}), NONE], "a", 0, POLICY, 0),  # 4 < 4.56
+        ([rank({"a": 1}), NONE], "a", 0, FREE, 1),
+        # More requests of an adapter draw more.
+        (DRAWN, "a", 0, POLICY, 1),
+        (DRAWN, "b", 0, POLICY, 0),
+        # Tokens in flight are load too.
+        (LONG, None, 10, POLICY, 1),
+        (LONG, None, 10, LEAST_LOADED, 1),
+        # A rank without room is passed over while another has some.
+        ([FULL, ROOMY], "a", 100, POLICY, 0),
+        ([FULL, ROOMY], "a", 101, POLICY, 1),
+        ([FULL, FULL], "a", 101, POLICY, 0),
+        # Ties go to fewer requests, and then to the lower rank.
+        ([NONE, NONE, NONE], "a", 0, POLICY, 0),
+        (TIED, None, 0, POLICY, 1),
+    ],
+)
+def test_choices(
+    loads: list[RankLoad],
+    adapter: AdapterId,
+    num_tokens: int,
+    policy: RankPolicy,
+    chosen: int,
+) -> None:
+    assert choose(loads, adapter, num_tokens, policy) == chosen
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
     loads = [rank({"a": 9}), rank(), rank()]
     assert [choose(loads, "a", 0, ROUND_ROBIN, turn=n) for n in range(4)] == [0, 1, 2, 0]
-
-
-def test_ties_go_to_fewer_requests_and_then_to_the_lower_rank() -> None:
-    assert choose([rank(), rank(), rank()], "a", 0, POLICY) == 0
-    heavy, light = rank({"b": 2}), rank({"b": 1}, num_tokens=2048)
-    assert choose([heavy, light], None, 0, POLICY) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,33 +138,13 @@ def test_the_book_counts_what_comes_and_goes() -> None:
     book.add("x", 1, "a", 10)
     book.add("y", 1, "a", 20)
     book.add("z", 1, None, 30)
-    assert book.snapshot() == (rank(kv=100), rank({"a": 2, None: 1}, 60, 200))
-    assert book.snapshot()[1].num_adapters == 1
+    before = book.snapshot()
     assert book.num_added == 3
     assert book.finish("x")
     assert book.finish("y")
     assert book.snapshot()[1] == rank({None: 1}, 30, 200)
-
-
-def test_the_book_passes_over_what_it_does_not_know() -> None:
-    book = LoadBook(1)
-    assert not book.finish("x")
-    assert book.snapshot() == (rank(),)
-
-
-def test_a_request_that_is_sent_again_is_moved() -> None:
-    book = LoadBook(2)
-    book.add("x", 0, "a", 10)
-    book.add("x", 1, "a", 12)
-    assert book.snapshot() == (rank(), rank({"a": 1}, 12))
-
-
-def test_a_snapshot_does_not_change_afterwards() -> None:
-    book = LoadBook(1)
-    book.add("x", 0, "a", 10)
-    before = book.snapshot()
-    book.add("y", 0, "a", 10)
-    assert before == (rank({"a": 1}, 10),)
+    assert before == (rank(kv=100), rank({"a": 2, None: 1}, 60, 200)), "it does not change"
+    assert before[1].num_adapters == 1
 
 
 @pytest.mark.parametrize("number", [-1, 2])
@@ -275,11 +260,3 @@ def test_a_dearer_adapter_gathers_more_and_a_lower_bound_less() -> None:
 
     assert distinct(12, 16) < distinct(6, 16) < distinct(2, 16) < distinct(0, 16)
     assert distinct(12, 16) < distinct(12, 4) < distinct(12, 2)
-
-
-def test_one_hot_adapter_does_not_starve_the_other_ranks() -> None:
-    book = LoadBook(4)
-    for rid in range(200):
-        book.add(rid, choose(book.snapshot(), "hot", 10, POLICY), "hot", 10)
-    counts = [load.num_requests for load in book.snapshot()]
-    assert max(counts) - min(counts) <= POLICY.max_imbalance

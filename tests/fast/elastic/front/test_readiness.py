@@ -12,11 +12,15 @@ from sgl_elastic.front.readiness import ElasticEngine, heartbeat_path
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 
+S = InstanceState
 
-class Table:
-    def __init__(self) -> None:
+
+class Setup:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lost = folder, False
         self.found: list[Instance] = []
-        self.lost = False
+        self.closed: list[bool] = []
+        self.engine = ElasticEngine(folder, self, lambda: self.closed.append(True), lambda: None)
 
     def instances(self) -> Sequence[Instance]:
         return self.found
@@ -24,18 +28,8 @@ class Table:
     def is_lost(self) -> bool:
         return self.lost
 
-
-class Setup:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.table = Table()
-        self.closed: list[bool] = []
-        self.engine = ElasticEngine(
-            folder, self.table, lambda: self.closed.append(True), lambda: None
-        )
-
     def add(self, name: str, state: InstanceState, *devices: int) -> HeartbeatTable:
-        self.table.found.append(Instance(name, devices, state))
+        self.found.append(Instance(name, devices, state))
         return HeartbeatTable.open(heartbeat_path(self.folder, name))
 
     def ages(self) -> dict[str, bool]:
@@ -48,54 +42,54 @@ def setup(tmp_path: Path) -> Setup:
     return Setup(tmp_path)
 
 
-def test_before_the_engine_is_there(setup: Setup) -> None:
-    assert setup.engine.trouble() == "no instance serves"
-    assert setup.ages() == {}
-
-
 def test_ranks_are_those_that_serve(setup: Setup) -> None:
-    heartbeats = setup.add("i1", InstanceState.ACTIVE, 0, 1)
-    setup.add("i2", InstanceState.PARKED, 0)
+    heartbeats = setup.add("i1", S.ACTIVE, 0, 1)
+    setup.add("i2", S.PARKED, 0)
     assert setup.engine.trouble() is None
     assert setup.ages() == {"rank 0 of instance i1": False, "rank 1 of instance i1": False}
     heartbeats.slot(rank_slot(1)).beat()
     assert setup.ages() == {"rank 0 of instance i1": False, "rank 1 of instance i1": True}
 
 
-def test_a_standby_that_warms_up_does_not_stand_in(setup: Setup) -> None:
-    setup.add("i1", InstanceState.ACTIVE, 0)
-    setup.add("i2", InstanceState.WARM, 0).slot(rank_slot(0)).beat()
-    assert setup.ages() == {"rank 0 of instance i1": False}
+@pytest.mark.parametrize(
+    ("instances", "beaten", "loops"),
+    [
+        ([], [], {}),
+        ([(S.ACTIVE, 0), (S.WARM, 0)], [1], {"rank 0 of instance i0": False}),  # a standby
+        # Frozen for the moment of the switch.
+        ([(S.FROZEN, 0), (S.WARM, 0)], [0], {"rank 0 of instance i0": True}),
+        (
+            [(S.ACTIVE, 0), (S.ACTIVE, 1)],  # replicas
+            [1],
+            {"rank 0 of instance i0": False, "rank 0 of instance i1": True},
+        ),
+    ],
+)
+def test_which_instances_count(
+    setup: Setup,
+    instances: list[tuple[InstanceState, int]],
+    beaten: list[int],
+    loops: dict[str, bool],
+) -> None:
+    tables = [setup.add(f"i{n}", *each) for n, each in enumerate(instances)]
+    for number in beaten:
+        tables[number].slot(rank_slot(0)).beat()
+    assert setup.ages() == loops
+    assert setup.engine.trouble() == (None if instances else "no instance serves")
 
 
-def test_between_two_instances_the_first_counts(setup: Setup) -> None:
-    """The serving one comes first, frozen for the moment of the switch."""
-    setup.add("i1", InstanceState.FROZEN, 0).slot(rank_slot(0)).beat()
-    setup.add("i2", InstanceState.WARM, 0)
-    assert setup.ages() == {"rank 0 of instance i1": True}
-
-
-def test_replicas_all_count(setup: Setup) -> None:
-    setup.add("i1", InstanceState.ACTIVE, 0)
-    setup.add("i2", InstanceState.ACTIVE, 1)
-    assert len(setup.ages()) == 2
-
-
-def test_a_lost_instance_is_trouble(setup: Setup) -> None:
-    setup.add("i1", InstanceState.FAILED, 0)
-    setup.table.lost = True
+def test_a_lost_instance_is_trouble_and_the_end_ends_everything(setup: Setup) -> None:
+    setup.add("i1", S.FAILED, 0)
+    setup.lost = True
     assert "replacement" in str(setup.engine.trouble())
+    asyncio.run(setup.engine.end())
+    assert setup.closed == [True]
 
 
 def test_heartbeats_of_instances_that_are_gone_are_closed(setup: Setup) -> None:
-    setup.add("i1", InstanceState.ACTIVE, 0)
+    setup.add("i1", S.ACTIVE, 0)
     setup.ages()
-    setup.table.found.clear()
-    setup.add("i2", InstanceState.ACTIVE, 0)
+    setup.found.clear()
+    setup.add("i2", S.ACTIVE, 0)
     setup.ages()
     assert list(setup.engine._heartbeats) == ["i2"]
-
-
-def test_it_ends_everything(setup: Setup) -> None:
-    asyncio.run(setup.engine.end())
-    assert setup.closed == [True]

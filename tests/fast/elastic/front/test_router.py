@@ -132,9 +132,20 @@ class Bench:
     def output(self, rid: str, num_tokens: int, *, is_finished: bool = False) -> None:
         self.router.on_output([rid], ["stop" if is_finished else None], [num_tokens])
 
-    def switch(self, placement: Placement = THREE, handed: HandedOver = NOTHING) -> None:
+    def load(self, adapter: str) -> None:
+        self.router.dispatch(Control(f"load {adapter}", is_adapter_change=True))
+
+    def switch(
+        self, placement: Placement = THREE, handed: HandedOver = NOTHING, name: str = "i2"
+    ) -> None:
         self.router.hold()
-        self.router.switch("i2", placement, handed)
+        self.router.switch(name, placement, handed)
+
+    def scale(
+        self, placement: Placement = THREE, handed: HandedOver = NOTHING, name: str = "i2"
+    ) -> None:
+        self.switch(placement, handed, name)
+        self.router.release()
 
 
 @pytest.fixture
@@ -145,15 +156,11 @@ def bench() -> Bench:
 def test_requests_are_dealt_to_ranks_and_the_rest_goes_as_it_is(bench: Bench) -> None:
     bench.dispatch("a", "b", "c")
     bench.router.dispatch(Control("flush"))
-    assert bench.sent_to("i1") == ["a@0", "b@1", "c@0", "flush"]
+    bench.router.dispatch(Request("kept", routed_dp_rank=0))
+    bench.router.dispatch(Request("no such rank", routed_dp_rank=2))
+    assert bench.sent_to("i1") == ["a@0", "b@1", "c@0", "flush", "kept@0", "no such rank@0"]
     assert bench.sent_to("i2") == []
     assert bench.sizes == [], "nobody needs to be told of the first"
-
-
-def test_a_rank_that_the_client_chose_is_kept_if_there_is_one(bench: Bench) -> None:
-    bench.router.dispatch(Request("a", routed_dp_rank=1))
-    bench.router.dispatch(Request("b", routed_dp_rank=2))
-    assert bench.sent_to("i1") == ["a@1", "b@1"], "b's turn is the second, rank 2 does not exist"
 
 
 def test_a_batch_is_split(bench: Bench) -> None:
@@ -194,8 +201,7 @@ def test_what_waits_goes_to_the_new_instance_after_what_ran(bench: Bench) -> Non
     bench.router.hold()
     bench.dispatch("c")
     bench.router.dispatch(Control("abort a"))
-    bench.router.switch("i2", THREE, NOTHING)
-    bench.router.release()
+    bench.scale()
     assert bench.sent_to("i1") == ["a@0", "b@1"]
     assert bench.sent_to("i2") == ["a@0", "b@1", "c@2", "abort a"]
     assert bench.sizes == [3]
@@ -217,15 +223,15 @@ def test_a_switch_sends_each_request_once_to_where_its_kv_went(bench: Bench) -> 
 
 def test_a_second_switch_starts_from_the_ranks_of_the_first(bench: Bench) -> None:
     bench.dispatch("a", "b")
-    bench.switch(THREE, HandedOver({}, {0: 2, 1: 0}))
-    bench.router.release()
+    bench.scale(THREE, HandedOver({}, {0: 2, 1: 0}))
     bench.connect("i3")
-    bench.router.hold()
-    bench.router.switch("i3", TWO, HandedOver({}, {0: 0, 1: 0, 2: 1}))
+    bench.switch(TWO, HandedOver({}, {0: 0, 1: 0, 2: 1}), "i3")
     assert bench.sent_to("i3") == ["a@1", "b@0"]
 
 
-def test_tokens_that_are_on_their_way_are_waited_for(bench: Bench) -> None:
+def test_tokens_that_are_on_their_way_are_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.dispatch("a", "b")
     bench.output("a", 3)
     thread = threading.Thread(target=bench.router.wait_for_outputs, args=({"a": 5, "gone": 9},))
@@ -237,15 +243,9 @@ def test_tokens_that_are_on_their_way_are_waited_for(bench: Bench) -> None:
         bench.output("a", 5)
         thread.join(5)
     assert not thread.is_alive()
-
-
-def test_outputs_that_never_come_end_the_wait(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(module, "_OUTPUT_TIMEOUT_S", 0.02)
-    bench.dispatch("a")
     with pytest.raises(EngineFailedError, match="outputs of 1 requests"):
-        bench.router.wait_for_outputs({"a": 1})
+        bench.router.wait_for_outputs({"a": 6})
 
 
 def test_an_idle_instance_is_woken_by_its_first_request(bench: Bench) -> None:
@@ -271,14 +271,14 @@ def test_a_hand_over_that_leaves_a_rank_out_changes_nothing(bench: Bench) -> Non
 def test_a_change_on_its_way_ends_before_changes_are_deferred(bench: Bench) -> None:
     assert not bench.router.defer_adapter_changes(1.0), "none lately"
     bench.router.scaling(False)
-    bench.router.dispatch(Control("load x", is_adapter_change=True))
+    bench.load("x")
     bench.wire.is_changing = True
     ending = threading.Timer(0.05, setattr, (bench.wire, "is_changing", False))
     ending.start()
     assert bench.router.defer_adapter_changes(10.0)
     assert not bench.wire.is_changing
     ending.join()
-    bench.router.dispatch(Control("load y", is_adapter_change=True))
+    bench.load("y")
     bench.wire.is_changing = True  # but it waits here
     assert bench.router.defer_adapter_changes(10.0)
     assert bench.sent_to("i1") == ["load x"]
@@ -289,7 +289,7 @@ def test_a_change_that_does_not_end_keeps_no_other_waiting() -> None:
     bench.wire.is_changing = True
     with pytest.raises(BusyError, match="has not ended within 3 s"):
         bench.router.defer_adapter_changes(3.0)
-    bench.router.dispatch(Control("load x", is_adapter_change=True))
+    bench.load("x")
     assert bench.sent_to("i1") == ["load x"]
 
 
@@ -298,13 +298,16 @@ def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench
     expected: list[tuple[str, int]] = []
     bench.wire.on_expect = lambda message: expected.append((message.name, len(bench.sizes)))
     bench.router.scaling(True)
-    bench.router.dispatch(Control("load x", is_adapter_change=True))
+    bench.load("x")
     bench.router.hold()
     bench.router.dispatch(Control("flush"))
     assert expected == []
-    bench.switch()
-    bench.router.release()
+    bench.scale()
+    assert expected == [("flush", 1)]
+    bench.router.hold()
     bench.router.scaling(False)
+    assert bench.sent_to("i2") == ["flush"], "a change that has waited still waits for a hold"
+    bench.router.release()
     assert bench.sizes == [3]
     assert expected == [("flush", 1), ("load x", 1)]
     assert bench.sent_to("i2") == ["flush", "load x"]
@@ -312,65 +315,48 @@ def test_what_was_held_is_answered_by_the_ranks_of_the_new_instance(bench: Bench
 
 def test_adapter_changes_wait_for_the_end_of_a_scale(bench: Bench) -> None:
     bench.router.scaling(True)
-    bench.router.dispatch(Control("load x", is_adapter_change=True))
+    bench.load("x")
     bench.router.dispatch(Control("unload y", is_adapter_change=True))
     bench.dispatch("a")
-    bench.switch()
-    bench.router.release()
+    bench.scale()
     assert bench.sent_to("i1") == ["a@0"]
     bench.router.scaling(False)
     assert bench.sent_to("i2") == ["a@0", "load x", "unload y"]
-    bench.router.dispatch(Control("load z", is_adapter_change=True))
+    bench.load("z")
     assert bench.sent_to("i2")[-1] == "load z"
 
 
-def test_adapter_changes_that_waited_still_wait_for_a_hold(bench: Bench) -> None:
-    bench.router.scaling(True)
-    bench.router.dispatch(Control("load x", is_adapter_change=True))
-    bench.router.hold()
-    bench.router.scaling(False)
-    assert bench.sent_to("i1") == []
-    bench.router.release()
-    assert bench.sent_to("i1") == ["load x"]
-
-
-def test_a_router_without_an_instance_has_no_table() -> None:
+def test_a_router_without_an_instance_or_a_window_says_so() -> None:
+    router = RequestRouter(FakeWire())
     with pytest.raises(IllegalTransitionError, match="no instance serves yet"):
-        RequestRouter(FakeWire()).dispatch(Request("a"))
-
-
-def test_a_pause_goes_to_the_instance_that_is_meant(bench: Bench) -> None:
-    bench.router.pause("i2")
-    assert (bench.sent_to("i1"), bench.sent_to("i2")) == ([], ["pause"])
+        router.dispatch(Request("a"))
+    with pytest.raises(ElasticInternalError, match="no SLO window"):
+        router.attainment(0.0)
 
 
 def test_warm_up_asks_one_rank_after_the_other(bench: Bench) -> None:
     def answer(message: Any) -> None:
         bench.router.on_output([message.rid], [None], [1])
 
+    with pytest.raises(EngineFailedError, match="rank 0 of i2 did not warm up"):
+        bench.router.warm_up("i2", 2, timeout_s=0.01)
+    bench.wire.sent.clear()
     bench.wire.on_send = answer
     bench.router.warm_up("i2", 3, timeout_s=5.0)
-    assert [name.partition("@")[2] for name in bench.sent_to("i2")] == ["0", "1", "2"]
-    assert len({name.partition("@")[0] for name in bench.sent_to("i2")}) == 3
+    asked = [name.partition("@") for name in bench.sent_to("i2")]
+    assert [rank for _, _, rank in asked] == ["0", "1", "2"]
+    assert len({rid for rid, _, _ in asked}) == 3
     assert bench.router.num_running() == 0, "it is nobody's request"
 
 
-def test_a_rank_that_does_not_warm_up_in_time(bench: Bench) -> None:
-    with pytest.raises(EngineFailedError, match="rank 0 of i2 did not warm up"):
-        bench.router.warm_up("i2", 2, timeout_s=0.01)
-
-
-def test_an_instance_that_is_gone(bench: Bench) -> None:
+def test_a_pause_goes_to_the_instance_that_is_meant_until_it_is_gone(bench: Bench) -> None:
+    bench.router.pause("i2")
+    assert (bench.sent_to("i1"), bench.sent_to("i2")) == ([], ["pause"])
     bench.router.disconnect("i2")
     bench.router.disconnect("i2")
     assert bench.wire.closed == ["i2.in"]
     with pytest.raises(EngineFailedError, match="no way to instance i2"):
         bench.router.pause("i2")
-
-
-def test_outputs_of_unknown_requests_are_passed_over(bench: Bench) -> None:
-    bench.output("nobody's", 3, is_finished=True)
-    assert bench.router.num_running() == 0
 
 
 def test_the_window_hears_of_arrivals_first_tokens_and_ends() -> None:
@@ -384,54 +370,35 @@ def test_the_window_hears_of_arrivals_first_tokens_and_ends() -> None:
     assert (found.ttft, found.tpot, found.num_finished) == (1.0, 0.0, 1)
 
 
-def test_attainment_without_a_window(bench: Bench) -> None:
-    with pytest.raises(ElasticInternalError, match="no SLO window"):
-        bench.router.attainment(0.0)
-
-
-def lose_and_replace(bench: Bench) -> None:
-    bench.router.lose("i1")
-    bench.switch(TWO)
-    bench.router.release()
-
-
-def test_the_ranks_that_replace_lost_ones_are_asked_what_those_did_not_answer() -> None:
+@pytest.mark.parametrize(
+    ("is_lost", "waiting", "asked"),
+    [
+        (True, ("load x",), ["load x"]),
+        (True, (), []),  # it was answered
+        (False, ("load x",), []),  # the old ranks will answer: they saw it before they froze
+    ],
+)
+def test_the_ranks_that_replace_lost_ones_are_asked_what_those_did_not_answer(
+    bench: Bench, is_lost: bool, waiting: tuple[str, ...], asked: list[str]
+) -> None:
     """Otherwise whoever asked waits for its time-out: ten minutes for an adapter's load."""
-    bench = Bench()
-    expected: list[Any] = []
-    bench.wire.on_expect = expected.append
-    bench.wire.waiting = ("load",)
-    bench.router.dispatch(Control("load", is_adapter_change=True))
+    expected: list[str] = []
+    bench.wire.on_expect = lambda message: expected.append(message.name)
+    bench.wire.waiting = waiting
+    bench.load("x")
     bench.dispatch("a")
-    lose_and_replace(bench)
-    assert bench.sent_to("i2") == ["a@0", "load"]
-    assert [message.name for message in expected] == ["load", "load"]
+    if is_lost:
+        bench.router.lose("i1")
+    bench.scale(TWO)
+    assert bench.sent_to("i2") == ["a@0", *asked]
+    assert expected == ["load x", *asked]
 
 
-def test_what_was_answered_is_not_asked_again() -> None:
-    bench = Bench()
-    bench.router.dispatch(Control("load", is_adapter_change=True))
-    lose_and_replace(bench)
-    assert bench.sent_to("i2") == []
-
-
-def test_what_came_meanwhile_is_asked_once() -> None:
+def test_what_came_meanwhile_is_asked_once(bench: Bench) -> None:
     """The question before it, of the same kind, was answered: it is the later one that waits."""
-    bench = Bench()
     bench.router.dispatch(Control("first"))
     bench.router.lose("i1")
     bench.wire.waiting = ("first", "second")  # the wire knows kinds, and not messages
     bench.router.dispatch(Control("second"))
-    bench.switch(TWO)
-    bench.router.release()
+    bench.scale(TWO)
     assert bench.sent_to("i2") == ["second"]
-
-
-def test_nothing_is_asked_again_after_a_scale() -> None:
-    """The old ranks have answered, or will: they have seen it before they froze."""
-    bench = Bench()
-    bench.wire.waiting = ("flush",)
-    bench.router.dispatch(Control("flush"))
-    bench.switch(THREE)
-    bench.router.release()
-    assert bench.sent_to("i2") == []

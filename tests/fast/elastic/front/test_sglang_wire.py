@@ -21,6 +21,11 @@ class Question:
     text: str
 
 
+@dataclass(frozen=True)
+class Other(Question):
+    """One of another kind."""
+
+
 @pytest.fixture
 def wire() -> Iterator[sglang_wire.SglangWire]:
     made = sglang_wire.SglangWire()
@@ -35,6 +40,13 @@ def asker_of(send: Callable[[Any], None], fan_out: int, mode: str = "queueing") 
     return asker
 
 
+async def asking(asker: Any, question: object) -> asyncio.Task[Any]:
+    """A question that has been sent."""
+    task = asyncio.create_task(asker(question))
+    await asyncio.sleep(0)
+    return task
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("mode", ["queueing", "watching"])
 def test_what_is_held_waits_for_the_ranks_that_get_it(
@@ -45,15 +57,14 @@ def test_what_is_held_waits_for_the_ranks_that_get_it(
     asker = asker_of(held.append, before, mode)
 
     async def ask() -> Any:
-        asking = asyncio.create_task(asker(Question("one")))
-        await asyncio.sleep(0)
+        answers = await asking(asker, Question("one"))
         asker.set_fan_out(after)  # the switch
         wire.expect_answers(held[0])
         for number in range(after):
-            assert not asking.done()
+            assert not answers.done()
             asker.handle_recv(number)
             await asyncio.sleep(0)
-        return await asyncio.wait_for(asking, 1.0)
+        return await asyncio.wait_for(answers, 1.0)
 
     assert asyncio.run(ask()) == list(range(after))
     assert held == [Question("one")]
@@ -63,12 +74,11 @@ def test_what_is_sent_at_once_is_left_to_sglang(wire: sglang_wire.SglangWire) ->
     asker = asker_of(wire.expect_answers, 2)
 
     async def ask() -> Any:
-        asking = asyncio.create_task(asker(Question("two")))
-        await asyncio.sleep(0)
+        answers = await asking(asker, Question("two"))
         asker.set_fan_out(3)  # it went to two ranks
         asker.handle_recv("a")
         asker.handle_recv("b")
-        return await asyncio.wait_for(asking, 1.0)
+        return await asyncio.wait_for(answers, 1.0)
 
     assert asyncio.run(ask()) == ["a", "b"]
 
@@ -79,17 +89,16 @@ def test_answers_of_ranks_that_are_lost_do_not_count(wire: sglang_wire.SglangWir
     asker = asker_of(sent.append, 2)
 
     async def ask() -> Any:
-        asking = asyncio.create_task(asker(Question("three")))
-        await asyncio.sleep(0)
+        answers = await asking(asker, Question("three"))
         assert wire.is_waiting(sent[0])
         asker.handle_recv("lost")
         wire.expect_answers(sent[0])
         asker.handle_recv("a")
         await asyncio.sleep(0)
-        assert not asking.done()
+        assert not answers.done()
         asker.handle_recv("b")
         assert not wire.is_waiting(sent[0])
-        return await asyncio.wait_for(asking, 1.0)
+        return await asyncio.wait_for(answers, 1.0)
 
     assert asyncio.run(ask()) == ["a", "b"]
     assert not wire.is_waiting(sent[0])
@@ -97,21 +106,14 @@ def test_answers_of_ranks_that_are_lost_do_not_count(wire: sglang_wire.SglangWir
 
 def test_a_question_waits_only_until_its_asker_asks_another(wire: sglang_wire.SglangWire) -> None:
     """Loads and unloads have one asker: it is the unload that waits."""
-
-    @dataclass(frozen=True)
-    class Other:
-        text: str
-
     sent: list[Any] = []
     asker = asker_of(sent.append, 1)
 
     async def ask() -> None:
-        first = asyncio.create_task(asker(Question("load")))
-        await asyncio.sleep(0)
+        first = await asking(asker, Question("load"))
         asker.handle_recv("loaded")
         await first
-        second = asyncio.create_task(asker(Other("unload")))
-        await asyncio.sleep(0)
+        second = await asking(asker, Other("unload"))
         assert [wire.is_waiting(each) for each in sent] == [False, True]
         asker.handle_recv("unloaded")
         await second

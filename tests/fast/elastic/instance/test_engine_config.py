@@ -24,11 +24,6 @@ def _fresh(monkeypatch: pytest.MonkeyPatch):
     engine_config.current.cache_clear()
 
 
-def test_round_trip() -> None:
-    assert EngineConfig.from_json(CONFIG.to_json()) == CONFIG
-    assert CONFIG.front_socket == Path("/run/elastic/ranks.sock")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -46,36 +41,24 @@ def test_anything_else_is_refused(text: str) -> None:
         EngineConfig.from_json(text)
 
 
-def test_a_process_outside_the_runtime_has_none() -> None:
+def test_a_rank_finds_its_own_and_another_process_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_config.current() is None
     with pytest.raises(ElasticConfigError, match="ELASTIC_ENGINE is not set"):
         engine_config.required()
-
-
-def test_a_rank_finds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_config.current.cache_clear()
     monkeypatch.setenv(engine_config.VARIABLE, CONFIG.to_json())
     assert engine_config.current() == CONFIG == engine_config.required()
-
-
-def settings(directory: Path) -> EngineSettings:
-    return EngineSettings(
-        directory=directory,
-        sglang_argv=("--model-path", "base"),
-        tokenizer_ipc="ipc://t",
-        detokenizer_ipc="ipc://d",
-        backend="host",
-        page_bytes=4096,
-        max_kv_tokens=64,
-        parked_kv_tokens=32,
-    )
+    assert CONFIG.front_socket == Path("/run/elastic/ranks.sock")
 
 
 def test_a_supervisor_is_told_what_its_instance_needs(tmp_path: Path) -> None:
-    spec = supervise.spec_of(settings(tmp_path), "i3", (2, 0), ("--lora-paths", "a=b"))
+    argv = ("--model-path", "base")
+    settings = EngineSettings(tmp_path, argv, "ipc://t", "ipc://d", "host", 4096, 64, 32)
+    spec = supervise.spec_of(settings, "i3", (2, 0), ("--lora-paths", "a=b"))
     engine = EngineConfig.from_json(spec.engine)
     assert engine == EngineConfig("i3", str(tmp_path), (2, 0), "host", 4096, 64)
     assert spec.input_ipc == f"ipc://{tmp_path}/i3.in"
-    assert spec.sglang_argv[:4] == ("--model-path", "base", "--lora-paths", "a=b")
+    assert spec.sglang_argv[:4] == (*argv, "--lora-paths", "a=b")
     assert InstanceSpec.from_json(spec.to_json()) == spec
 
 

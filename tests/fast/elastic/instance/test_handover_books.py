@@ -134,18 +134,10 @@ def test_salts_stay_apart() -> None:
         slots = torch.tensor([slot])
         sglang_api.insert_prefix(old.scheduler, array("q", [5]), slots, None, salt)
     kv_handover.take_over(new.scheduler, kv_handover.sequences_of(old.scheduler))
-    for salt, slot in (("mine", 1), ("yours", 2), (None, 3), ("other", None)):
+    for salt, found in (("mine", [1]), ("yours", [2]), (None, [3]), ("other", [])):
         key = RadixKey(array("q", [5]), None, cache_salt=salt)
-        found = new.scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
-        assert found.device_indices.tolist() == ([] if slot is None else [slot])
-
-
-def test_what_the_rank_had_before_is_forgotten(old: Rank) -> None:
-    new = Rank(40)
-    new.compute([30, 31, 32])
-    kv_handover.take_over(new.scheduler, ())
-    assert new.match([30, 31, 32]) == []
-    assert sorted(new.allocator.free_pages.tolist()) == list(range(1, 41))
+        match = new.scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        assert match.device_indices.tolist() == found
 
 
 def test_what_does_not_fit_is_left_out(old: Rank) -> None:
@@ -155,14 +147,25 @@ def test_what_does_not_fit_is_left_out(old: Rank) -> None:
     assert len(new.match([1, 2, 3, 4, 5])) == 5
     assert len(new.match([7, 8], "law")) == 0
     new.check()
+    kv_handover.take_over(new.scheduler, ())
+    assert new.match([1, 2, 3, 4, 5]) == [], "what the rank had before is forgotten"
+    assert sorted(new.allocator.free_pages.tolist()) == list(range(1, 13))
 
 
-def test_sequences_come_with_the_one_used_longest_ago_first(old: Rank) -> None:
+def test_what_was_used_longest_ago_comes_first_and_is_evicted_first(old: Rank) -> None:
     old.match([7, 8], "law")
     old.match([1, 2, 3, 4, 5], "math")
     old.match([1, 2, 3, 4, 5])
     keys = [(s.extra_key, len(s.slots) // 8) for s in kv_handover.sequences_of(old.scheduler)]
     assert keys == [(None, 6), ("law", 2), ("math", 5), (None, 5)]
+    old.match([7, 8], "law")
+    old.match([1, 2, 3, 4, 5], "math")
+    kv_handover.compact(old.scheduler, 7, old.copy_within)
+    old.resize(7)
+    old.check()
+    assert len(old.match([7, 8], "law")) == 2
+    assert len(old.match([1, 2, 3, 4, 5], "math")) == 5
+    assert old.match([1, 2, 3, 4, 5]) == []
 
 
 def test_an_empty_rank_has_nothing_to_say() -> None:
@@ -170,12 +173,9 @@ def test_an_empty_rank_has_nothing_to_say() -> None:
     assert kv_handover.sequences_of(rank.scheduler) == ()
     assert kv_handover.used_slots(rank.scheduler).tolist() == []
     assert kv_handover.compact(rank.scheduler, 2, rank.copy_within) == 0
-
-
-def test_another_kind_of_prefix_cache_is_refused() -> None:
-    scheduler = SimpleNamespace(tree_cache=object())
+    rank.scheduler.tree_cache = object()  # another kind of prefix cache
     with pytest.raises(ElasticInternalError, match="prefix cache object"):
-        kv_handover.sequences_of(scheduler)
+        kv_handover.sequences_of(rank.scheduler)
 
 
 def copy_from(source: Rank, target: Rank, copied: list[tuple[int, int]]):
@@ -188,7 +188,7 @@ def copy_from(source: Rank, target: Rank, copied: list[tuple[int, int]]):
 
 
 def test_sequences_move_from_another_device(old: Rank) -> None:
-    new = Rank(40)
+    new, small = Rank(40), Rank(7)
     new.compute([1, 2, 3, 4])
     new.compute([50, 51])
     copied: list[tuple[int, int]] = []
@@ -199,16 +199,11 @@ def test_sequences_move_from_another_device(old: Rank) -> None:
     for tokens, extra_key in PROMPTS:
         assert len(new.match(tokens, extra_key)) == len(tokens)
     assert len(new.match([50, 51])) == 2
-
-
-def test_what_finds_no_room_does_not_move(old: Rank) -> None:
-    new = Rank(7)
-    copied: list[tuple[int, int]] = []
-    sequences = kv_handover.sequences_of(old.scheduler)
-    kv_handover.take_moved(new.scheduler, sequences, copy_from(old, new, copied))
-    new.check()
-    assert len(copied) == len(kv_handover.used_slots(new.scheduler))
-    assert 0 < len(copied) <= 7
+    copied.clear()
+    kv_handover.take_moved(small.scheduler, sequences, copy_from(old, small, copied))
+    small.check()
+    assert len(copied) == len(kv_handover.used_slots(small.scheduler))
+    assert 0 < len(copied) <= 7, "what finds no room does not move"
 
 
 def test_compact_moves_kv_below_the_new_capacity() -> None:
@@ -226,17 +221,6 @@ def test_compact_moves_kv_below_the_new_capacity() -> None:
         assert len(found) == len(tokens)
         assert max(found) <= 12
     rank.check()
-
-
-def test_compact_evicts_what_was_used_longest_ago(old: Rank) -> None:
-    old.match([7, 8], "law")
-    old.match([1, 2, 3, 4, 5], "math")
-    kv_handover.compact(old.scheduler, 7, old.copy_within)
-    old.resize(7)
-    old.check()
-    assert len(old.match([7, 8], "law")) == 2
-    assert len(old.match([1, 2, 3, 4, 5], "math")) == 5
-    assert old.match([1, 2, 3, 4, 5]) == []
 
 
 def test_growing_adds_free_slots(old: Rank) -> None:

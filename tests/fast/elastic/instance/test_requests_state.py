@@ -96,37 +96,27 @@ def test_a_request_goes_on_where_it_was(return_logprob: bool) -> None:
     assert new.seqlen == old.seqlen == 6
 
 
-def test_restored_tokens_can_be_appended_to() -> None:
+def test_a_state_is_a_copy_and_restored_tokens_can_be_appended_to() -> None:
     """SGLang extends the array that it finds in the request."""
-    state = requests.state_of(running_request())
-    new = new_request()
-    requests.restore(new, state)
-    new.output_ids.append(43)
-    assert list(new.output_ids) == [40, 41, 42, 43]
-    assert requests.state_of(new).output_ids == array("q", [40, 41, 42, 43]).tobytes()
-
-
-def test_a_state_is_a_copy() -> None:
-    req = running_request()
+    req, new = running_request(), new_request()
     state = requests.state_of(req)
     req.output_ids.append(99)
     req.logprob.output_token_logprobs_val.append(-9.0)
-    assert state.output_ids == array("q", [40, 41, 42]).tobytes()
+    assert state.output_ids == SEEN.tobytes()
     assert state.lists["output_token_logprobs_val"] == [-0.5, -1.5, -2.5]
+    requests.restore(new, state)
+    new.output_ids.append(43)
+    assert requests.state_of(new).output_ids == array("q", [40, 41, 42, 43]).tobytes()
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_grammar_hears_the_tokens_again(is_lost: bool) -> None:
+@pytest.mark.parametrize("state", [STATE, requests.state_of(running_request())])
+def test_a_grammar_hears_the_tokens_again(state: RequestState) -> None:
     new = new_request()
     new.grammar = FakeGrammar()
-    requests.restore(new, STATE if is_lost else requests.state_of(running_request()))
+    requests.restore(new, state)
     assert new.grammar.accepted == [40, 41, 42]
-
-
-def test_a_grammar_that_is_still_compiled_is_left_alone() -> None:
-    new = new_request()
-    new.grammar = object()  # a future
-    requests.restore(new, requests.state_of(running_request()))
+    new.grammar = object()  # a future: it is still compiled, and left alone
+    requests.restore(new, state)
     assert list(new.output_ids) == [40, 41, 42]
 
 
@@ -145,13 +135,9 @@ def test_only_later_tokens_are_sent(return_logprob: bool) -> None:
     assert list(decode_ids[req.send_decode_id_offset :]) == [43], "the detokenizer has the others"
     assert list(decode_ids) == [*PROMPT, 40, 41, 42, 43]
     assert list(req.output_ids[req.send_token_offset :]) == [43]
-
-
-def test_log_probabilities_go_on_behind_those_that_were_sent() -> None:
-    req = new_request()
-    requests.restore(req, STATE)
-    assert req.input_logprob_sent
-    req.logprob.output_token_logprobs_val.append(-0.5)
-    sent = req.send_output_token_logprobs_offset
-    assert req.logprob.output_token_logprobs_val[sent:] == [-0.5]
-    assert req.logprob.output_top_logprobs_val is not req.logprob.output_top_logprobs_idx
+    if return_logprob:
+        assert req.input_logprob_sent
+        req.logprob.output_token_logprobs_val.append(-0.5)
+        sent = req.send_output_token_logprobs_offset
+        assert req.logprob.output_token_logprobs_val[sent:] == [-0.5]
+        assert req.logprob.output_top_logprobs_val is not req.logprob.output_top_logprobs_idx

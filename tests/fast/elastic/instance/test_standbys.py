@@ -15,37 +15,32 @@ configurations = st.lists(device_ids, max_size=6, unique=True)
 
 def test_least_recently_parked_goes_first() -> None:
     table = Standbys(capacity_ranks=4)
-    table, gone = table.park((0,), "a")
-    assert gone == ()
-    table, gone = table.park((0, 1), "b")
-    assert gone == ()
-    table, gone = table.park((0, 1, 2), "c")
-    assert gone == ("a", "b")
+    for device_ids, name, expected in [
+        ((0,), "a", ()),
+        ((0, 1), "b", ()),
+        ((0, 1, 2), "c", ("a", "b")),
+    ]:
+        table, gone = table.park(device_ids, name)
+        assert gone == expected
     assert table.parked == (((0, 1, 2), "c"),)
     assert table.num_ranks == 3
 
 
 def test_a_second_instance_for_the_same_devices_takes_the_place() -> None:
+    """The same devices in the same order."""
     table, _ = Standbys(capacity_ranks=4).park((0, 1), "a")
+    assert table.take((1, 0)) == (table, None)
     table, gone = table.park((0, 1), "b")
     assert gone == ("a",)
     assert table.find((0, 1)) == "b"
     assert table.park((0, 1), "b") == (table, ())
-
-
-def test_take_needs_the_same_devices_in_the_same_order() -> None:
-    table, _ = Standbys(capacity_ranks=4).park((0, 1), "a")
-    assert table.take((1, 0)) == (table, None)
-    assert table.take((0, 1)) == (Standbys(4), "a")
+    assert table.take((0, 1)) == (Standbys(4), "b")
 
 
 def test_what_is_larger_than_the_capacity_is_not_kept() -> None:
     table, _ = Standbys(capacity_ranks=2).park((0,), "a")
     assert table.park((0, 1, 2), "b") == (table, ("b",))
     assert Standbys(capacity_ranks=0).park((0,), "a") == (Standbys(0), ("a",))
-
-
-def test_a_negative_capacity_is_refused() -> None:
     with pytest.raises(ElasticConfigError, match="-1"):
         Standbys(capacity_ranks=-1)
 

@@ -41,6 +41,8 @@ def test_every_pair_is_either_allowed_or_refused() -> None:
         else:
             with pytest.raises(IllegalTransitionError, match=f"{state} cannot become {to}"):
                 advance(state, to)
+    assert [state for state in S if not NEXT[state]] == [S.STOPPED], "the only end"
+    assert set(NEXT) == set(S)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +61,6 @@ def test_every_pair_is_either_allowed_or_refused() -> None:
 def test_what_must_not_follow(state: InstanceState, to: InstanceState) -> None:
     with pytest.raises(IllegalTransitionError):
         advance(state, to)
-
-
-def test_only_stopped_is_the_end() -> None:
-    assert [state for state in S if not NEXT[state]] == [S.STOPPED]
-    assert set(NEXT) == set(S)
 
 
 def test_memory_is_held_only_with_a_placement_on_the_own_devices() -> None:
