@@ -12,17 +12,12 @@ from tests.fast.csrc.csrc_build import simulator_paths
 from tests.fast.elastic.memory_workers import comes_to, count_fds, settle
 
 PAGE = 2 << 20
-SHAPE = MemoryShape(
-    PAGE,
-    4,
-    0,
-    0,
-    (
-        Region("trunk", RegionKind.TRUNK, 1, 1000),
-        Region("w", RegionKind.EXPERT, 4, 3 * PAGE // 4, 0),
-        Region("kv", RegionKind.KV, 5001, 1152),
-    ),
+REGIONS = (
+    Region("trunk", RegionKind.TRUNK, 1, 1000),
+    Region("w", RegionKind.EXPERT, 4, 3 * PAGE // 4, 0),
+    Region("kv", RegionKind.KV, 5001, 1152),
 )
+SHAPE = MemoryShape(PAGE, 4, 0, 0, REGIONS)
 SLOTS = {"trunk": [(0, 1)], "w": [(0, 4)], "kv": [(0, 101)]}
 
 ENGINE = """
