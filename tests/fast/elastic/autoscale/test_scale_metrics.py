@@ -52,15 +52,12 @@ def test_a_scale_up() -> None:
     assert watched.value("devices") == 3
     assert watched.value("device_experts", device="2") == 2
     assert watched.value("device_kv_tokens", device="2") == 120
-
-
-def test_devices_that_left_show_nothing() -> None:
-    watched = Watched()
-    watched.metrics.set_placement(NEW)
     watched.metrics.set_placement(OLD)
     assert watched.value("devices") == 2
-    assert watched.value("device_experts", device="2") == 0
+    assert watched.value("device_experts", device="2") == 0, "it has left"
     assert watched.value("device_kv_tokens", device="2") == 0
+    watched.metrics.observe_held(0.25)
+    assert watched.value("held_request_seconds_sum") == 0.25
 
 
 def test_a_roll_back() -> None:
@@ -91,9 +88,3 @@ def test_each_end_tells_how_many_ranks_serve() -> None:
     watched.scale()
     watched.scale()
     assert told == [2, 3]
-
-
-def test_held_requests() -> None:
-    watched = Watched()
-    watched.metrics.observe_held(0.25)
-    assert watched.value("held_request_seconds_sum") == 0.25
