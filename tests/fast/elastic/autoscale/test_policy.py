@@ -347,14 +347,14 @@ def test_a_wrong_utilisation_flaps_less_and_less(
     assert history.turns <= 2 * num_allowed
 
 
+@dataclass
 class Server:
     """Stands for the front: a clock, a sample, and a coordinator that may refuse."""
 
-    def __init__(self, windows: LoadSample) -> None:
-        self.windows = windows
-        self.now = 0.0
-        self.refusal: Exception | None = None
-        self.requests: list[int] = []
+    windows: LoadSample
+    now: float = 0.0
+    refusal: Exception | None = None
+    requests: list[int] = field(default_factory=list)
 
     def clock(self) -> float:
         self.now += WINDOW_S
@@ -376,27 +376,21 @@ def autoscaler(server: Server, **more: Any) -> Autoscaler:
 
 
 @pytest.mark.parametrize("refusal", [BusyError("later"), DoesNotFitError("too small")])
-def test_what_was_refused_is_tried_again_in_the_next_window(refusal: Exception) -> None:
+def test_what_was_refused_is_tried_again_and_logged_once(
+    refusal: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(CALM)
     loop = autoscaler(server)
     server.refusal = refusal
-    assert [loop.judge_window() for _ in range(4)][2:] == [Reason.SLACK, Reason.SLACK]
+    with caplog.at_level(logging.WARNING):
+        reasons = [loop.judge_window() for _ in range(5)]
+    assert reasons[2:] == [Reason.SLACK] * 3
+    told = f"Autoscaling was refused, and is tried again: 4 -> 3 devices (slack): {refusal}"
+    expected = [] if isinstance(refusal, BusyError) else [told]
+    assert [record.getMessage() for record in caplog.records] == expected
     server.refusal = None
     loop.judge_window()
     assert server.requests == [3]
-
-
-def test_the_same_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(LOW)
-    server.refusal = DoesNotFitError("device 4 is too small")
-    loop = autoscaler(server)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            loop.judge_window()
-    assert [record.getMessage() for record in caplog.records] == [
-        "Autoscaling was refused, and is tried again: "
-        "4 -> 5 devices (low_attainment): device 4 is too small"
-    ]
 
 
 def test_metrics_tell_attainment_decisions_and_reasons() -> None:

@@ -60,13 +60,17 @@ def test_a_scale_up() -> None:
     assert watched.value("held_request_seconds_sum") == 0.25
 
 
-def test_a_roll_back() -> None:
-    watched = Watched(PLAN)
+def test_a_roll_back_and_how_many_ranks_serve_at_each_end() -> None:
+    watched = Watched(PLAN, PLAN)
+    told: list[int] = []
+    watched.coordinator.listen(when_ended(told.append))
     watched.world.fault = once(4)
     watched.scale()
     assert watched.value("scale_operations_total", outcome="rolled_back") == 1
     assert watched.value("scale_step_seconds_count", kind="copy_trunk") is None
     assert watched.value("devices") == 2
+    watched.scale()
+    assert told == [2, 3]
 
 
 def test_steps_of_a_degraded_operation_count_once() -> None:
@@ -78,13 +82,3 @@ def test_steps_of_a_degraded_operation_count_once() -> None:
     assert watched.value("scale_operations_total", outcome="degraded") == 1
     assert watched.value("scale_operations_total", outcome="succeeded") == 2
     assert watched.value("scale_step_seconds_count", kind="copy_trunk") == 1
-
-
-def test_each_end_tells_how_many_ranks_serve() -> None:
-    watched = Watched(PLAN, PLAN)
-    told: list[int] = []
-    watched.coordinator.listen(when_ended(told.append))
-    watched.world.fault = once(4)
-    watched.scale()
-    watched.scale()
-    assert told == [2, 3]

@@ -224,16 +224,7 @@ def test_the_shape_is_known_before_steps_and_the_same_for_ever(tmp_path):
         assert hmm.shape() is SHAPE
 
 
-def test_a_device_that_serves_and_is_lost_is_named(hmm):
-    hmm.require((0,))
-    kill(hmm, 0)
-    for _ in range(2):
-        with pytest.raises(MemoryLostError, match=r"devices \[0\] have died"):
-            hmm.require((0, 1))
-    assert hmm.dead_workers() == (0,), "it is not forgotten"
-
-
-def test_a_device_that_does_not_serve_is_forgotten_and_may_join_again(hmm):
+def test_a_lost_device_that_serves_is_named_and_one_that_does_not_may_join_again(hmm):
     hmm.add_device(1)
     kill(hmm, 1)
     with pytest.raises(MemoryWorkerError, match="its memory is lost"):
@@ -242,3 +233,8 @@ def test_a_device_that_does_not_serve_is_forgotten_and_may_join_again(hmm):
     assert hmm.device_ids() == (0,)
     execute(hmm, *SCALE_UP)
     assert hmm.device_ids() == (0, 1)
+    kill(hmm, 0)
+    for _ in range(2):
+        with pytest.raises(MemoryLostError, match=r"devices \[0\] have died"):
+            hmm.require((0, 1))
+    assert hmm.dead_workers() == (0,), "it is not forgotten"

@@ -120,7 +120,7 @@ def test_smaller_capacity_is_shrunk_to_before_the_switch() -> None:
     assert made.after == ()
 
 
-def test_sources() -> None:
+def test_what_is_copied_comes_from_where() -> None:
     old = place(SINGLES, (0, 1), None, PLENTY, (), None)
     made = scale(SINGLES, old, (0, 2), PLENTY)
     (copy,) = [step for step in made.before if step.kind is StepKind.COPY_EXPERTS]
