@@ -1,6 +1,8 @@
 """A tiny memory shape, and real memory workers for it."""
 
 import ctypes
+import os
+import signal
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +15,7 @@ from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.mapping import RegionMapping
 from sgl_elastic.types import AdapterEntry, MemoryShape, Region, RegionKind
+from tests.support.processes import stop_process
 
 PAGE = 4096
 NUM_EXPERTS = 8
@@ -146,3 +149,17 @@ def comes_to(read, wanted, timeout_s=5.0):
     while (found := read()) != wanted and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
+
+
+def until(condition, timeout_s=5.0):
+    assert comes_to(lambda: bool(condition()), True, timeout_s), "not in time"
+
+
+@contextmanager
+def stopped(pid):
+    """The process hangs for as long as the block runs."""
+    stop_process(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -38,22 +39,24 @@ def channel_of(sock, timeout_s=2.0):
     return Channel(sock, DECODER, peer="the peer", failure=MemoryWorkerError, timeout_s=timeout_s)
 
 
-@pytest.fixture
-def raw():
+@contextlib.contextmanager
+def connected(timeout_s=2.0):
     """A plain socket, and the channel at its other end."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with closing(channel_of(right, timeout_s=0.2)) as channel, left:
+    with closing(channel_of(right, timeout_s)) as channel, left:
         yield left, channel
 
 
 @pytest.fixture
+def raw():
+    with connected(timeout_s=0.2) as found:
+        yield found
+
+
+@pytest.fixture
 def pair():
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with (
-        contextlib.closing(channel_of(left)) as one,
-        contextlib.closing(channel_of(right)) as other,
-    ):
-        yield one, other
+    with connected() as (sock, channel), closing(channel_of(sock)) as other:
+        yield other, channel
 
 
 def header(magic=b"SGLE", version=1, num_fds=0, num_bytes=0):
@@ -62,24 +65,20 @@ def header(magic=b"SGLE", version=1, num_fds=0, num_bytes=0):
 
 @given(st.lists(st.builds(Ping, text=st.text(), data=st.binary(max_size=5000)), max_size=5))
 def test_messages_arrive_whole_and_in_order(messages):
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    sender, receiver = channel_of(left), channel_of(right)
-    for message in messages:
-        sender.send(message)
-    assert [receiver.receive()[0] for _ in messages] == messages
-    sender.close()
-    receiver.close()
+    with connected() as (sock, receiver):
+        for message in messages:
+            channel_of(sock).send(message)
+        assert [receiver.receive()[0] for _ in messages] == messages
 
 
 def test_a_large_message_goes_through_in_pieces(pair):
     message = Ping(data=os.urandom(5_000_000))
-    thread = threading.Thread(target=pair[0].send, args=(message,))
-    thread.start()
-    assert pair[1].receive()[0] == message
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pair[0].send, message)
+        assert pair[1].receive()[0] == message
 
 
-def test_descriptors_arrive_and_are_closed_on_exec(pair):
+def test_descriptors_arrive_are_closed_on_exec_and_are_taken_once(pair):
     fd = os.memfd_create("x")
     os.write(fd, b"hello")
     pair[0].send(Ping(), [fd, fd])
@@ -87,7 +86,11 @@ def test_descriptors_arrive_and_are_closed_on_exec(pair):
     _, fds = pair[1].receive()
     with fds:
         assert len(fds) == 2
+        os.close(fds.copy(1))
         taken = fds.take(1)
+        for index in (1, 2, -1):
+            with pytest.raises(WireError, match="no descriptor"):
+                fds.take(index)
     assert os.pread(taken, 5, 0) == b"hello"
     assert not os.get_inheritable(taken)
     os.close(taken)
@@ -105,17 +108,6 @@ def test_descriptors_that_nobody_takes_are_closed(pair):
     assert count_fds() <= before + 1  # the last one still lies in the socket
     pair[1].receive()
     assert count_fds() == before
-
-
-def test_a_descriptor_is_taken_once(pair):
-    with Path(os.devnull).open() as file:
-        pair[0].send(Ping(), [file.fileno()])
-    _, fds = pair[1].receive()
-    os.close(fds.copy(0))
-    os.close(fds.take(0))
-    for index in (0, 1, -1):
-        with pytest.raises(WireError, match="no descriptor"):
-            fds.take(index)
 
 
 def test_more_than_the_caps_is_refused_and_sends_nothing(pair):
@@ -163,33 +155,30 @@ def test_what_our_side_would_not_write_is_a_wire_error_and_closes(raw, data, rea
 def test_a_stream_that_is_cut_at_any_byte_is_named():
     data = message(Pong(7))
     for end in range(len(data)):
-        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel = channel_of(right)
-        left.sendall(data[:end])
-        left.close()
-        with pytest.raises(MemoryWorkerError, match="closed the connection"):
-            channel.receive()
-        assert channel.is_closed
+        with connected() as (sock, channel):
+            sock.sendall(data[:end])
+            sock.close()
+            with pytest.raises(MemoryWorkerError, match="closed the connection"):
+                channel.receive()
+            assert channel.is_closed
 
 
 def test_a_slow_peer_meets_the_deadline_although_it_keeps_sending(raw):
     sock, channel = raw
-    sock.sendall(header(num_bytes=100))
     stop = threading.Event()
-    thread = threading.Thread(target=trickle, args=(sock, stop))
-    thread.start()
+
+    def trickle():
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.02):
+                sock.sendall(b"x")
+
+    sock.sendall(header(num_bytes=100))
+    threading.Thread(target=trickle, daemon=True).start()
     start = time.monotonic()
     with pytest.raises(MemoryWorkerError, match=r"longer than 0\.2 s"):
         channel.receive()
     assert time.monotonic() - start < 1.0
     stop.set()
-    thread.join()
-
-
-def trickle(sock, stop):
-    with contextlib.suppress(OSError):
-        while not stop.wait(0.02):
-            sock.sendall(b"x")
 
 
 def test_a_peer_that_does_not_read_meets_the_deadline_and_one_that_is_gone_is_named(raw, pair):
@@ -202,29 +191,26 @@ def test_a_peer_that_does_not_read_meets_the_deadline_and_one_that_is_gone_is_na
             lost.send(Ping())
 
 
-def test_descriptors_of_a_bad_message_are_closed(raw):
+RIGHTS = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1]))]
+
+
+def test_descriptors_beside_the_payload_and_of_a_bad_message_are_closed(raw):
     sock, channel = raw
     before = settle(count_fds)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1]))]
-    sock.sendmsg([header(num_fds=2, num_bytes=1) + b"\xc1"], rights)
+    sock.sendall(header(num_bytes=len(PONG)))
+    sock.sendmsg([PONG], RIGHTS)
+    assert channel.receive()[0] == Pong(7)
+    assert count_fds() == before
+    sock.sendmsg([header(num_fds=2, num_bytes=1) + b"\xc1"], RIGHTS)
     with pytest.raises(WireError):
         channel.receive()
     assert count_fds() == before - 1  # the channel's own socket is closed
 
 
-def test_descriptors_beside_the_payload_are_dropped(raw):
-    sock, channel = raw
-    before = settle(count_fds)
-    payload = msgspec.msgpack.encode(Pong(7))
-    sock.sendall(header(num_bytes=len(payload)))
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1]))]
-    sock.sendmsg([payload], rights)
-    assert channel.receive()[0] == Pong(7)
-    assert count_fds() == before
-
-
 def test_listen_makes_a_private_socket(tmp_path):
     path = tmp_path / "sockets" / "a.sock"
+    with pytest.raises(MemoryWorkerError, match="nobody answers"):
+        wire.connect(path, MemoryWorkerError, 1.0)
     with wire.listen(path) as server:
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -233,6 +219,8 @@ def test_listen_makes_a_private_socket(tmp_path):
             wire.check_peer(accepted)
             accepted.close()
             assert client.fileno() >= 0
+        with pytest.raises(ElasticConfigError, match="cannot listen"):
+            wire.listen(path)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o500])
@@ -244,25 +232,11 @@ def test_listen_refuses_an_open_directory(tmp_path, mode):
         wire.listen(directory / "a.sock")
 
 
-def test_listen_refuses_a_taken_path(tmp_path):
-    tmp_path.chmod(0o700)
-    with (
-        wire.listen(tmp_path / "a.sock"),
-        pytest.raises(ElasticConfigError, match="cannot listen"),
-    ):
-        wire.listen(tmp_path / "a.sock")
-
-
 def test_a_path_too_long_is_refused_with_its_length(tmp_path):
     path = tmp_path / ("x" * 200)
     for call in (wire.listen, lambda p: wire.connect(p, MemoryWorkerError, 1.0)):
         with pytest.raises(ElasticConfigError, match="shorter"):
             call(path)
-
-
-def test_connect_to_nobody_is_the_callers_error(tmp_path):
-    with pytest.raises(MemoryWorkerError, match="nobody answers"):
-        wire.connect(tmp_path / "a.sock", MemoryWorkerError, 1.0)
 
 
 def test_another_users_process_is_refused(tmp_path, monkeypatch):

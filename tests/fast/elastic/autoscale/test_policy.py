@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -70,10 +71,6 @@ def after(
         request, state, reason = decide(policy, each, state, now_s)
         now_s += WINDOW_S
     return request.dp_size if request else None, state, reason
-
-
-def test_without_a_policy_nothing_is_ever_asked_for() -> None:
-    assert decide(None, LOW, AutoscaleState(num_low=9), 0.0) == (None, FRESH, Reason.OFF)
 
 
 TWO = metrics(0.5, num_devices=2)
@@ -148,26 +145,20 @@ def test_what_one_window_tells_the_next() -> None:
 
 def test_room_is_the_scarcer_of_running_requests_and_kv() -> None:
     base = metrics(1.0, busy=0.3)
-    assert utilisation_when_smaller(base) == pytest.approx(0.4, abs=0.01)
-    full = replace(base, kv_used_tokens=30_000)
-    assert utilisation_when_smaller(full) == pytest.approx(1.0)
-    many = replace(base, num_running=192)
-    assert utilisation_when_smaller(many) == pytest.approx(1.0)
-    assert utilisation_when_smaller(replace(many, max_running=0)) == pytest.approx(0.4)
-
-
-def test_the_planners_kv_of_the_smaller_configuration_counts_where_it_is_known() -> None:
-    """Fewer devices hold more experts each, so KV shrinks by more than a device's share."""
-    base = metrics(1.0, busy=0.3)
-    assert utilisation_when_smaller(replace(base, kv_smaller_tokens=15_000)) == 0.8
+    for changed, expected in (
+        ({}, 77 / 192),
+        ({"kv_used_tokens": 30_000}, 1.0),
+        ({"num_running": 192}, 1.0),
+        ({"num_running": 192, "max_running": 0}, 0.4),
+        # Fewer devices hold more experts each: KV shrinks by more than a device's share.
+        ({"kv_smaller_tokens": 15_000}, 0.8),
+        ({"kv_smaller_tokens": 0}, math.inf),
+        ({"num_devices": 1}, math.inf),
+    ):
+        found = utilisation_when_smaller(replace(base, **changed))  # type: ignore[arg-type]
+        assert found == pytest.approx(expected), changed
     assert after([replace(base, kv_smaller_tokens=15_000)] * 3)[2] is Reason.STEADY
-    assert utilisation_when_smaller(replace(base, kv_smaller_tokens=0)) == math.inf
-
-
-def test_nothing_is_smaller_than_one_device() -> None:
-    alone = metrics(1.0, num_devices=1, busy=0.0)
-    assert utilisation_when_smaller(alone) == math.inf
-    assert after([alone] * 5)[2] is Reason.AT_MIN
+    assert after([metrics(1.0, num_devices=1, busy=0.0)] * 5)[2] is Reason.AT_MIN
 
 
 def test_a_regretted_down_makes_the_next_one_wait_twice_as_long() -> None:
@@ -185,28 +176,25 @@ def test_a_regretted_down_makes_the_next_one_wait_twice_as_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        ("min_devices", 0),
-        ("min_devices", 9),
-        ("max_devices", 1.5),
-        ("max_devices", True),
-        ("max_devices", 5000),
-        ("max_step", 0),
-        ("up_windows", 0),
-        ("down_windows", 0),
-        ("min_requests", 0),
-        ("up_below", 0.995),
-        ("up_below", 0),
-        ("down_above", 1.01),
-        ("down_utilisation", math.nan),
-        ("up_cooldown_s", 0),
-        ("down_cooldown_s", math.inf),
+        ("min_devices", (0, 9)),
+        ("max_devices", (1.5, True, 5000)),
+        ("max_step", (0,)),
+        ("up_windows", (0,)),
+        ("down_windows", (0,)),
+        ("min_requests", (0,)),
+        ("up_below", (0.995, 0)),
+        ("down_above", (1.01,)),
+        ("down_utilisation", (math.nan,)),
+        ("up_cooldown_s", (0,)),
+        ("down_cooldown_s", (math.inf,)),
     ],
 )
-def test_a_policy_that_cannot_work_is_refused_by_name(name: str, value: float) -> None:
-    with pytest.raises(ElasticConfigError, match=name):
-        replace(POLICY, **{name: value})
+def test_a_policy_that_cannot_work_is_refused_by_name(name: str, values: tuple[float]) -> None:
+    for value in values:
+        with pytest.raises(ElasticConfigError, match=name):
+            replace(POLICY, **{name: value})
 
 
 def test_a_policy_is_read_from_json() -> None:
@@ -359,14 +347,14 @@ def test_a_wrong_utilisation_flaps_less_and_less(
     assert history.turns <= 2 * num_allowed
 
 
+@dataclass
 class Server:
     """Stands for the front: a clock, a sample, and a coordinator that may refuse."""
 
-    def __init__(self, windows: LoadSample) -> None:
-        self.windows = windows
-        self.now = 0.0
-        self.refusal: Exception | None = None
-        self.requests: list[int] = []
+    windows: LoadSample
+    now: float = 0.0
+    refusal: Exception | None = None
+    requests: list[int] = field(default_factory=list)
 
     def clock(self) -> float:
         self.now += WINDOW_S
@@ -382,41 +370,27 @@ class Server:
         self.requests.append(request.dp_size)
 
 
-def autoscaler(
-    server: Server, policy: AutoscalePolicy | None = POLICY, **more: object
-) -> Autoscaler:
-    return Autoscaler(policy, server.sample, server.submit, clock=server.clock, **more)  # type: ignore[arg-type]
-
-
-def test_a_window_submits_what_was_decided() -> None:
-    server = Server(LOW)
-    loop = autoscaler(server)
-    assert [loop.judge_window() for _ in range(2)] == [Reason.LOW_ATTAINMENT, Reason.COOLING_DOWN]
-    assert server.requests == [5]
+def autoscaler(server: Server, **more: Any) -> Autoscaler:
+    arguments = {"policy": POLICY, "sample": server.sample, "submit": server.submit} | more
+    return Autoscaler(**arguments, clock=server.clock)
 
 
 @pytest.mark.parametrize("refusal", [BusyError("later"), DoesNotFitError("too small")])
-def test_what_was_refused_is_tried_again_in_the_next_window(refusal: Exception) -> None:
+def test_what_was_refused_is_tried_again_and_logged_once(
+    refusal: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(CALM)
     loop = autoscaler(server)
     server.refusal = refusal
-    assert [loop.judge_window() for _ in range(4)][2:] == [Reason.SLACK, Reason.SLACK]
+    with caplog.at_level(logging.WARNING):
+        reasons = [loop.judge_window() for _ in range(5)]
+    assert reasons[2:] == [Reason.SLACK] * 3
+    told = f"Autoscaling was refused, and is tried again: 4 -> 3 devices (slack): {refusal}"
+    expected = [] if isinstance(refusal, BusyError) else [told]
+    assert [record.getMessage() for record in caplog.records] == expected
     server.refusal = None
     loop.judge_window()
     assert server.requests == [3]
-
-
-def test_the_same_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(LOW)
-    server.refusal = DoesNotFitError("device 4 is too small")
-    loop = autoscaler(server)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            loop.judge_window()
-    assert [record.getMessage() for record in caplog.records] == [
-        "Autoscaling was refused, and is tried again: "
-        "4 -> 5 devices (low_attainment): device 4 is too small"
-    ]
 
 
 def test_metrics_tell_attainment_decisions_and_reasons() -> None:
@@ -426,8 +400,8 @@ def test_metrics_tell_attainment_decisions_and_reasons() -> None:
     server.refusal = BusyError("later")
     loop.judge_window()
     server.refusal = None
-    loop.judge_window()
-    loop.judge_window()
+    assert [loop.judge_window() for _ in range(2)] == [Reason.LOW_ATTAINMENT, Reason.COOLING_DOWN]
+    assert server.requests == [5]
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"sgl_elastic:{name}", labels)
@@ -451,14 +425,8 @@ def test_the_thread_outlives_whatever_a_window_raises() -> None:
         again.set()
         return server.windows
 
-    loop = Autoscaler(
-        POLICY,
-        sample,
-        server.submit,
-        interval_s=0.001,
-        clock=server.clock,
-        metrics=AutoscaleMetrics(registry),
-    )
+    told = AutoscaleMetrics(registry)
+    loop = autoscaler(server, sample=sample, interval_s=0.001, metrics=told)
     loop.start()
     loop.start()  # harmless
     assert again.wait(5)
@@ -476,7 +444,8 @@ def test_the_thread_outlives_whatever_a_window_raises() -> None:
     loop.stop()
 
 
-def test_off_means_no_thread() -> None:
+def test_without_a_policy_there_is_no_thread_and_nothing_is_asked_for() -> None:
+    assert decide(None, LOW, AutoscaleState(num_low=9), 0.0) == (None, FRESH, Reason.OFF)
     loop = autoscaler(Server(LOW), policy=None)
     loop.start()
     assert not loop.is_running
@@ -490,7 +459,7 @@ def test_stop_from_inside_a_window_does_not_wait_for_itself() -> None:
         loop.stop()
         done.set()
 
-    loop = Autoscaler(POLICY, server.sample, submit, interval_s=0.001, clock=server.clock)
+    loop = autoscaler(server, submit=submit, interval_s=0.001)
     loop.start()
     assert done.wait(5)
     assert not loop.is_running

@@ -52,24 +52,25 @@ def test_a_scale_up() -> None:
     assert watched.value("devices") == 3
     assert watched.value("device_experts", device="2") == 2
     assert watched.value("device_kv_tokens", device="2") == 120
-
-
-def test_devices_that_left_show_nothing() -> None:
-    watched = Watched()
-    watched.metrics.set_placement(NEW)
     watched.metrics.set_placement(OLD)
     assert watched.value("devices") == 2
-    assert watched.value("device_experts", device="2") == 0
+    assert watched.value("device_experts", device="2") == 0, "it has left"
     assert watched.value("device_kv_tokens", device="2") == 0
+    watched.metrics.observe_held(0.25)
+    assert watched.value("held_request_seconds_sum") == 0.25
 
 
-def test_a_roll_back() -> None:
-    watched = Watched(PLAN)
+def test_a_roll_back_and_how_many_ranks_serve_at_each_end() -> None:
+    watched = Watched(PLAN, PLAN)
+    told: list[int] = []
+    watched.coordinator.listen(when_ended(told.append))
     watched.world.fault = once(4)
     watched.scale()
     assert watched.value("scale_operations_total", outcome="rolled_back") == 1
     assert watched.value("scale_step_seconds_count", kind="copy_trunk") is None
     assert watched.value("devices") == 2
+    watched.scale()
+    assert told == [2, 3]
 
 
 def test_steps_of_a_degraded_operation_count_once() -> None:
@@ -81,19 +82,3 @@ def test_steps_of_a_degraded_operation_count_once() -> None:
     assert watched.value("scale_operations_total", outcome="degraded") == 1
     assert watched.value("scale_operations_total", outcome="succeeded") == 2
     assert watched.value("scale_step_seconds_count", kind="copy_trunk") == 1
-
-
-def test_each_end_tells_how_many_ranks_serve() -> None:
-    watched = Watched(PLAN, PLAN)
-    told: list[int] = []
-    watched.coordinator.listen(when_ended(told.append))
-    watched.world.fault = once(4)
-    watched.scale()
-    watched.scale()
-    assert told == [2, 3]
-
-
-def test_held_requests() -> None:
-    watched = Watched()
-    watched.metrics.observe_held(0.25)
-    assert watched.value("held_request_seconds_sum") == 0.25

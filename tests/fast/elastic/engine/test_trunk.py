@@ -69,6 +69,7 @@ def test_tensors_are_packed_apart_and_aligned(model: Model) -> None:
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= layout.num_bytes
     assert layout.num_bytes % 256 == 0
+    assert plan_trunk({}).num_bytes == 256, "a model without a trunk has a slot all the same"
 
 
 def _num_bytes(planned: trunk.TrunkTensor) -> int:
@@ -150,11 +151,7 @@ def test_tensors_with_gaps_are_refused(tensor: torch.Tensor) -> None:
         plan_trunk({"layer.x": tensor})
 
 
-def test_a_model_without_a_trunk_has_a_slot_all_the_same() -> None:
-    assert plan_trunk({}).num_bytes == 256
-
-
 def test_experts_are_told_by_their_name() -> None:
     assert expert_of("model.layers.3.mlp.experts.17.up_proj.weight") == 17
-    assert expert_of("model.layers.3.mlp.shared_experts.up_proj.weight") is None
-    assert expert_of("model.layers.3.mlp.gate.weight") is None
+    for module in ("shared_experts.up_proj", "gate"):
+        assert expert_of(f"model.layers.3.mlp.{module}.weight") is None

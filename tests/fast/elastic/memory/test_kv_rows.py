@@ -5,8 +5,6 @@ Real memory workers; the rank is a mapping in this process.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,12 +25,13 @@ from tests.fast.elastic.memory_workers import (
     fill,
     hmm_of,
     settle,
+    stopped,
 )
-from tests.support.processes import stop_process
 
 KV = ("kv.0", "kv.1")
 SLOTS = {name: [(0, 101)] for name in KV}
 MOVES = [(50, 10), (51, 11), (7, 99)]
+BY_BYTES = pytest.mark.parametrize("by_bytes", [False, True], ids=["pages", "bytes"])
 Digests = Mapping[tuple[str, int], str]
 
 
@@ -60,7 +59,7 @@ def after(moves: list[tuple[int, int]], source: Digests) -> Digests:
     return found
 
 
-@pytest.mark.parametrize("by_bytes", [False, True], ids=["pages", "bytes"])
+@BY_BYTES
 def test_rows_of_another_device(hmm: Hmm, rank: RegionMapping, by_bytes: bool) -> None:
     copy_rows(rank, iter(MOVES), str(hmm.socket_path(0, 1)), by_bytes=by_bytes)
     assert digests(hmm, 1, SLOTS) == after(MOVES, expected_digests(SLOTS, 0))
@@ -70,12 +69,9 @@ def test_rows_of_another_device(hmm: Hmm, rank: RegionMapping, by_bytes: bool) -
 def test_rows_within_the_device(hmm: Hmm, rank: RegionMapping) -> None:
     moves = [(60, 20), (61, 21), (80, 22)]
     copy_rows(rank, moves)
-    assert digests(hmm, 1, SLOTS) == after(moves, expected_digests(SLOTS, 1))
-
-
-def test_nothing_to_copy_asks_nobody(rank: RegionMapping) -> None:
-    copy_rows(rank, [], "/nowhere.sock")
     copy_rows(rank, [])
+    copy_rows(rank, [], "/nowhere.sock")  # nothing to copy asks nobody
+    assert digests(hmm, 1, SLOTS) == after(moves, expected_digests(SLOTS, 1))
 
 
 def test_a_copy_leaves_nothing_behind(hmm: Hmm, rank: RegionMapping) -> None:
@@ -109,48 +105,36 @@ def test_slots_that_are_not_attached_are_refused(hmm: Hmm, moves: list[tuple[int
         copy_rows(mapping, moves)
 
 
-@pytest.mark.parametrize("by_bytes", [False, True], ids=["pages", "bytes"])
+@BY_BYTES
 def test_a_source_without_these_rows(hmm: Hmm, rank: RegionMapping, by_bytes: bool) -> None:
+    source = str(hmm.socket_path(0, 1))
     hmm.client(0).unmap_slots({name: [(50, 51)] for name in KV})
     with pytest.raises(PeerCopyError, match="no pages"):
-        copy_rows(rank, [(90, 10)], str(hmm.socket_path(0, 1)), by_bytes=by_bytes)
+        copy_rows(rank, [(90, 10)], source, by_bytes=by_bytes)
+    hmm.remove_device(0)
+    with pytest.raises(PeerCopyError, match="nobody answers"):
+        copy_rows(rank, MOVES, source, by_bytes=by_bytes)
     assert digests(hmm, 1, SLOTS) == expected_digests(SLOTS, 1)
 
 
-def test_a_source_that_is_gone(hmm: Hmm, rank: RegionMapping) -> None:
-    path = str(hmm.socket_path(0, 1))
-    hmm.remove_device(0)
-    with pytest.raises(PeerCopyError, match="nobody answers"):
-        copy_rows(rank, MOVES, path)
-
-
-@pytest.mark.parametrize("by_bytes", [False, True], ids=["pages", "bytes"])
+@BY_BYTES
 def test_a_source_that_hangs_writes_nothing_later(
     hmm: Hmm, rank: RegionMapping, by_bytes: bool
 ) -> None:
     """Once the copy is given up the slots are somebody else's, whatever the worker does then."""
-    pid, path = hmm.client(0).info.pid, str(hmm.socket_path(0, 1))
-    stop_process(pid)
-    try:
-        began = time.monotonic()
-        with pytest.raises(PeerCopyError):
-            copy_rows(rank, MOVES, path, by_bytes=by_bytes)
-        assert time.monotonic() - began < HANG_S + 2
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    path, began = str(hmm.socket_path(0, 1)), time.monotonic()
+    with stopped(hmm.client(0).info.pid), pytest.raises(PeerCopyError):
+        copy_rows(rank, MOVES, path, by_bytes=by_bytes)
+    assert time.monotonic() - began < HANG_S + 2
     assert digests(hmm, 0, SLOTS) == expected_digests(SLOTS, 0), "it goes on"
     assert digests(hmm, 1, SLOTS) == expected_digests(SLOTS, 1)
 
 
 def test_the_own_worker_is_not_needed(hmm: Hmm, rank: RegionMapping) -> None:
     """It may hang or die: what it would have to copy is mapped here."""
-    pid = hmm.client(1).info.pid
-    stop_process(pid)
-    try:
+    with stopped(hmm.client(1).info.pid):
         copy_rows(rank, MOVES, str(hmm.socket_path(0, 1)))
         copy_rows(rank, [(60, 20)])
-    finally:
-        os.kill(pid, signal.SIGCONT)
     expected = dict(after(MOVES, expected_digests(SLOTS, 0)))
     expected.update(((name, 20), expected_digests(SLOTS, 1)[name, 60]) for name in KV)
     assert digests(hmm, 1, SLOTS) == expected

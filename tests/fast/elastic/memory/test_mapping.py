@@ -91,28 +91,21 @@ def test_attaching_shows_the_workers_bytes_at_addresses_that_never_change(hmm, e
         assert engine.is_zero(W13)
 
 
-def test_what_an_engine_writes_is_the_workers_and_the_next_engines(hmm, engine):
-    engine.attach({W2: [(3, 1)]})
+def test_what_an_engine_writes_is_the_workers_and_other_engines(hmm, engine):
+    other = Engine(hmm.socket_path(0))
+    for one in (engine, other):
+        one.attach({W2: [(3, 1)]})
     engine.write(W2, 3, 5)
     engine.mark_loaded({W2: [(3, 1)]})
     expected = expected_digests({W2: [(3, 1)]}, seed=5)
-    assert engine.close() == 0
+    assert other.read(W2, 3) == expected[W2, 3], "two see the same pages at once"
+    assert other.close() == engine.close() == 0
     assert digests(hmm, 0, {W2: [(3, 1)]}) == expected
     following = Engine(hmm.socket_path(0))
     following.attach({W2: [(3, 1)]})
     assert following.read(W2, 3) == expected[W2, 3]
     following.close()
     assert hmm.usage()[0].loaded_slots["expert"] == 1
-
-
-def test_two_engines_see_the_same_pages_at_once(hmm, engine):
-    other = Engine(hmm.socket_path(0))
-    for one in (engine, other):
-        one.attach({"kv.0": [(0, 30)]})
-    engine.write("kv.0", 17, 1)
-    expected = expected_digests({"kv.0": [(17, 1)]}, seed=1)
-    assert other.read("kv.0", 17) == expected["kv.0", 17]
-    other.close()
 
 
 @pytest.mark.parametrize("verb", ["attach", "shrink", "detach"])
@@ -194,8 +187,5 @@ def test_a_client_imports_for_one_backend(hmm):
     hmm.client(0).import_scratch(mapping.backend)
     with pytest.raises(MemoryWorkerError, match="make another client"):
         hmm.client(0).import_scratch(other)
-
-
-def test_a_device_that_cannot_be_opened_is_named():
     with pytest.raises(MemoryWorkerError, match="failed at reserving"):
         RegionMapping(SHAPE, "nothing")

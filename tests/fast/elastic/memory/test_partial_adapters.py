@@ -12,6 +12,7 @@ from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.partial_adapters import surplus, whole
 from sgl_elastic.memory.slots import adapter_slots, expert_slots
 from sgl_elastic.types import Placement
+from tests.fast.elastic.memory.test_control import kill
 from tests.fast.elastic.memory_workers import ADAPTERS, SHAPE, all_slots, fill, hmm_of
 
 A, B = ADAPTERS  # A: experts 1, 4, 6 of layer 0 and 5 of layer 1; B: 0, 1, 7 of layer 1
@@ -72,8 +73,7 @@ def test_pages_without_content_are_not_served(hmm: Hmm) -> None:
 
 
 def test_a_dead_worker_is_named(hmm: Hmm) -> None:
-    hmm._workers[1].process.kill()
-    hmm._workers[1].process.wait(10)
+    kill(hmm, 1)
     with pytest.raises(MemoryWorkerError, match="device 1"):
         hmm.drop_partial_adapters(TWO)
     assert hmm.adapters() == ADAPTERS

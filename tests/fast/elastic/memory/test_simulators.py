@@ -12,49 +12,41 @@ from tests.fast.csrc.csrc_build import simulator_paths
 from tests.fast.elastic.memory_workers import comes_to, count_fds, settle
 
 PAGE = 2 << 20
-SHAPE = MemoryShape(
-    PAGE,
-    4,
-    0,
-    0,
-    (
-        Region("trunk", RegionKind.TRUNK, 1, 1000),
-        Region("w", RegionKind.EXPERT, 4, 3 * PAGE // 4, 0),
-        Region("kv", RegionKind.KV, 5001, 1152),
-    ),
+REGIONS = (
+    Region("trunk", RegionKind.TRUNK, 1, 1000),
+    Region("w", RegionKind.EXPERT, 4, 3 * PAGE // 4, 0),
+    Region("kv", RegionKind.KV, 5001, 1152),
 )
+SHAPE = MemoryShape(PAGE, 4, 0, 0, REGIONS)
 SLOTS = {"trunk": [(0, 1)], "w": [(0, 4)], "kv": [(0, 101)]}
 
-ENGINE = """
+IMPORTS = """
 import ctypes, sys
 from sgl_elastic.memory.client import DeviceClient
+from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.memory.mapping import RegionMapping
 from tests.fast.elastic.memory.test_simulators import SHAPE, SLOTS, num_bytes_of
-vendor, library, path, device_id = sys.argv[1:]
+vendor, library, path, other = sys.argv[1:]
+"""
+ENGINE = f"""{IMPORTS}
 with DeviceClient(path, 10.0) as client:
-    mapping = RegionMapping(SHAPE, vendor, device_id=int(device_id), library=library)
+    mapping = RegionMapping(SHAPE, vendor, device_id=int(other), library=library)
     mapping.park(client)
     for _ in range(2):
         mapping.attach(client, SLOTS)
         for name in SLOTS:
             ctypes.memset(mapping.range_of(name).address, ord(name[0]), num_bytes_of(name))
         mapping.park(client)
-    client.mark_loaded({"trunk": [(0, 1)], "w": [(0, 4)]})
+    client.mark_loaded({{"trunk": [(0, 1)], "w": [(0, 4)]}})
 """
 
 
-COPY = """
-import sys
-from sgl_elastic.memory.client import DeviceClient
-from sgl_elastic.memory.kv_rows import copy_rows
-from sgl_elastic.memory.mapping import RegionMapping
-from tests.fast.elastic.memory.test_simulators import SHAPE
-vendor, library, own, source = sys.argv[1:]
-with DeviceClient(own, 10.0) as client:
+COPY = f"""{IMPORTS}
+with DeviceClient(path, 10.0) as client:
     mapping = RegionMapping(SHAPE, vendor, device_id=1, library=library)
-    mapping.attach(client, {"kv": [(0, 21)]})
-    copy_rows(mapping, [(90, 3), (91, 4)], source)
-    copy_rows(mapping, [(92, 5)], source)
+    mapping.attach(client, {{"kv": [(0, 21)]}})
+    copy_rows(mapping, [(90, 3), (91, 4)], other)
+    copy_rows(mapping, [(92, 5)], other)
     copy_rows(mapping, [(5, 6)])
     mapping.park(client)
 """

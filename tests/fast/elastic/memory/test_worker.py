@@ -6,8 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,11 +25,10 @@ from tests.fast.elastic.memory_workers import (
     fill,
     hmm_of,
     settle,
+    stopped,
 )
-from tests.support.processes import stop_process
 
 W13, W2 = "experts.0.w13", "experts.0.w2"
-KV = ("kv.0", "kv.1")
 ASK_8 = messages.AskPages({W13: ((0, 8),)})
 
 
@@ -66,21 +65,18 @@ def test_slots_are_copied_between_workers_and_neighbours_stay(hmm):
 
 
 def test_crosswise_copies_do_not_wait_for_each_other(hmm):
+    everything = {W13: [(0, 8)], W2: [(0, 8)]}
     halves = [{W13: [(0, 4)], W2: [(0, 4)]}, {W13: [(4, 4)], W2: [(4, 4)]}]
     for device_id in (0, 1):
-        hmm.client(device_id).map_slots({W13: [(0, 8)], W2: [(0, 8)]})
+        hmm.client(device_id).map_slots(everything)
         fill(hmm, device_id, halves[device_id])
-    threads = [
-        threading.Thread(
-            target=hmm.client(to).copy_from, args=(hmm.socket_path(1 - to), halves[1 - to])
-        )
-        for to in (0, 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=10)
-    everything = {W13: [(0, 8)], W2: [(0, 8)]}
+    with ThreadPoolExecutor(2) as pool:
+        copies = [
+            pool.submit(hmm.client(to).copy_from, hmm.socket_path(1 - to), halves[1 - to])
+            for to in (0, 1)
+        ]
+        for copy in copies:
+            copy.result(timeout=10)
     assert digests(hmm, 0, everything) == digests(hmm, 1, everything)
     assert digests(hmm, 0, everything) == expected_digests(everything)
 
@@ -103,37 +99,29 @@ def test_copies_leave_no_descriptors_and_no_pages(hmm):
 def test_content_that_is_missing_at_the_source_is_not_copied(hmm):
     for device_id in (0, 1):
         hmm.client(device_id).map_slots({W13: [(0, 2)]})
+    hmm.client(0).mark_loaded({W13: [(0, 1)]})
     before = hmm.usage()
     with pytest.raises(PeerCopyError, match="no valid content"):
         hmm.client(1).copy_from(hmm.socket_path(0), {W13: [(0, 2)]})
     with pytest.raises(MemoryWorkerError, match="map them first"):
         hmm.client(1).copy_from(hmm.socket_path(0), {W13: [(3, 1)]})
     assert hmm.usage() == before
-
-
-def test_a_source_that_is_gone_is_a_peer_copy_error(hmm):
-    hmm.client(1).map_slots({W13: [(0, 1)]})
     hmm.remove_device(0)
     with pytest.raises(PeerCopyError, match="nobody answers"):
         hmm.client(1).copy_from(hmm.socket_path(0), {W13: [(0, 1)]})
-    assert hmm.usage()[1].loaded_slots["expert"] == 0
+    assert hmm.usage()[1] == before[1]
 
 
 def test_all_pages_of_a_worker_travel_as_one_descriptor_and_only_once(one):
-    client = one.client(0)
-    client.map_slots({W13: [(0, 8)]})
-    channel = raw_channel(one)
-    channel.send(Asked("test", 1, ASK_8))
-    answered, fds = channel.receive()
-    pages = answered.reply
-    assert (len(fds), len(pages.exports), pages.is_last) == (1, 12, True)
-    fds.close()
-    channel.send(Asked("test", 2, ASK_8))
-    answered, fds = channel.receive()
-    pages = answered.reply
-    assert (len(fds), len(pages.exports)) == (0, 0)
-    assert [len(run.page_ids) for run in pages.runs] == [12]
-    channel.close()
+    one.client(0).map_slots({W13: [(0, 8)]})
+    with contextlib.closing(raw_channel(one)) as channel:
+        for number, num_new in ((1, 1), (2, 0)):
+            channel.send(Asked("test", number, ASK_8))
+            answered, fds = channel.receive()
+            pages = answered.reply
+            assert (len(fds), len(pages.exports), pages.is_last) == (num_new, 12 * num_new, True)
+            assert [len(run.page_ids) for run in pages.runs] == [12]
+            fds.close()
 
 
 def raw_channel(hmm):
@@ -200,30 +188,23 @@ def test_clients_that_vanish_while_pages_are_sent_leave_nothing_behind(one):
     one.client(0).map_slots({W13: [(0, 8)]})
     fds = settle(lambda: worker_fds(one))
     for _ in range(10):
-        channel = raw_channel(one)
-        channel.send(Asked("test", 1, ASK_8))
-        channel.close()
+        with contextlib.closing(raw_channel(one)) as channel:
+            channel.send(Asked("test", 1, ASK_8))
     assert comes_to(lambda: worker_fds(one), fds) == fds
     assert one.client(0).hello().device_id == 0
 
 
-def test_a_dead_worker_is_a_named_error_in_time(one):
-    client = one.client(0)
-    os.kill(client.info.pid, signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(MemoryWorkerError):
-        client.map_slots({W13: [(0, 1)]})
-    assert time.monotonic() - start < 2.0
-
-
-def test_a_worker_that_hangs_is_a_named_error_in_time(tmp_path):
+def test_a_worker_that_hangs_or_is_dead_is_a_named_error_in_time(tmp_path):
     with hmm_of(tmp_path, num_devices=1, timeout_s=1.0) as hmm:
         client = hmm.client(0)
-        stop_process(client.info.pid)
-        with pytest.raises(MemoryWorkerError, match=r"longer than 1 s"):
+        with stopped(client.info.pid), pytest.raises(MemoryWorkerError, match=r"longer than 1 s"):
             client.usage()
-        os.kill(client.info.pid, signal.SIGCONT)
         assert client.usage().used_pages == 0  # by a new connection to the same process
+        os.kill(client.info.pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(MemoryWorkerError):
+            client.map_slots({W13: [(0, 1)]})
+        assert time.monotonic() - start < 2.0
 
 
 def test_a_worker_that_was_started_again_is_refused(one):
@@ -236,20 +217,17 @@ def test_a_worker_that_was_started_again_is_refused(one):
             client.usage()
 
 
-def test_sigint_is_ignored_and_sigterm_ends_it(one):
-    pid = one.client(0).info.pid
-    process = one._workers[0].process
-    os.kill(pid, signal.SIGINT)
-    assert one.client(0).hello().pid == pid
-    os.kill(pid, signal.SIGTERM)
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_sigint_is_ignored_and_sigterm_or_stop_ends_it(one, by_signal):
+    client, process = one.client(0), one._workers[0].process
+    os.kill(process.pid, signal.SIGINT)
+    assert client.hello().pid == process.pid
+    if by_signal:
+        process.terminate()
+    else:
+        client.stop()
     assert process.wait(5) == 0
     assert not one.socket_path(0).exists()
-
-
-def test_stop_ends_it(one):
-    process = one._workers[0].process
-    one.client(0).stop()
-    assert process.wait(5) == 0
 
 
 PARENT = """
@@ -265,34 +243,26 @@ sys.stdout.write(str(child.pid))
 
 def test_a_worker_dies_with_its_parent(tmp_path):
     path = tmp_path / "sockets" / "w.sock"
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT, str(path)], capture_output=True, timeout=20, check=True
-    )
-    deadline = time.monotonic() + 5
-    while path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not path.exists()
-    assert done.stdout
+    command = [sys.executable, "-c", PARENT, str(path)]
+    assert subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
+    assert comes_to(path.exists, False) is False
 
 
-def test_a_worker_whose_parent_is_another_does_not_start(tmp_path):
-    command = [sys.executable, "-m", "sgl_elastic.memory.worker", "--device-id", "0"]
-    command += ["--socket", str(tmp_path / "s" / "w.sock"), "--budget-bytes", "4096"]
-    done = subprocess.run(
-        [*command, "--die-with-parent", "1"], capture_output=True, timeout=20, check=False
-    )
-    assert done.returncode == 1
-    assert b"the parent is process" in done.stderr
-
-
-def test_a_worker_that_cannot_listen_says_why(tmp_path):
-    (tmp_path / "s").mkdir(mode=0o755)
-    command = [sys.executable, "-m", "sgl_elastic.memory.worker", "--device-id", "4"]
+@pytest.mark.parametrize(
+    ("mode", "more", "reasons"),
+    [
+        (0o700, ["--die-with-parent", "1"], [b"the parent is process"]),
+        (0o755, [], [b"memory worker 4", b"chmod 700"]),
+    ],
+    ids=["its parent is another", "its directory is open"],
+)
+def test_a_worker_that_does_not_start_says_why(tmp_path, mode, more, reasons):
+    (tmp_path / "s").mkdir(mode=mode)
+    command = [sys.executable, "-m", "sgl_elastic.memory.worker", "--device-id", "4", *more]
     command += ["--socket", str(tmp_path / "s" / "w.sock"), "--budget-bytes", "4194304"]
     done = subprocess.run(command, capture_output=True, timeout=20, check=False)
     assert done.returncode == 1
-    assert b"memory worker 4" in done.stderr
-    assert b"chmod 700" in done.stderr
+    assert all(reason in done.stderr for reason in reasons)
 
 
 def test_no_engine_is_imported():
@@ -302,7 +272,6 @@ def test_no_engine_is_imported():
         "sys.exit(str({m.partition('.')[0] for m in sys.modules} & "
         "{'torch', 'sglang', 'sgl_esft', 'numpy'}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, timeout=20, check=False
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, timeout=20, check=False)
     assert done.stderr.strip() == b"set()"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import LocalProcess, is_stopped
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from tests.fast.elastic.instance.test_engine_config import settings as settings_at
+from tests.fast.elastic.memory_workers import until
 from tests.support.processes import stop_process
 
 SECRET = "s" * 32
@@ -56,10 +57,13 @@ class Scene:
     engines: SpreadEngines
     settings: EngineSettings
     agents: list[Direct]
+    started: ExitStack
     told: list[tuple[InstanceSpec, dict[str, str]]] = field(default_factory=list)
 
     def start(self, name: str, *device_ids: int) -> Any:
-        return supervise.start_instance(self.settings, name, device_ids, ("--more", "x"))
+        process = supervise.start_instance(self.settings, name, device_ids, ("--more", "x"))
+        self.started.callback(process.kill_group)
+        return process
 
 
 @pytest.fixture
@@ -75,7 +79,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
         cluster = Cluster(nodes, 2, Tunnels(SECRET, "127.0.0.1"), directory)
         stack.callback(cluster.close)
         engines = SpreadEngines(cluster, directory)
-        scene = Scene(cluster, engines, engines.settings(settings_at(directory)), direct)
+        scene = Scene(cluster, engines, engines.settings(settings_at(directory)), direct, stack)
 
         def sleep(spec: InstanceSpec, environment: dict[str, str]) -> LocalProcess:
             scene.told.append((spec, environment))
@@ -94,7 +98,7 @@ def test_each_rank_is_a_node_of_its_own_to_sglang(
 ) -> None:
     monkeypatch.setenv("ESFT_CONFIG", "{}")
     monkeypatch.setenv("ESFT_KEY", "secret")
-    process = scene.start("i1", 2, 0, 1)
+    scene.start("i1", 2, 0, 1)
     specs = [spec for spec, _ in scene.told]
     homes = [scene.cluster.node_of(device_id).directory for device_id in (2, 0, 1)]
     for rank, (spec, home) in enumerate(zip(specs, homes, strict=True)):
@@ -108,17 +112,13 @@ def test_each_rank_is_a_node_of_its_own_to_sglang(
     assert len({value_of(spec, "--dist-init-addr") for spec in specs}) == 1
     assert value_of(specs[0], "--dist-init-addr").startswith("127.0.0.1:")
     assert all(env["ESFT_CONFIG"] == "{}" and "ESFT_KEY" not in env for _, env in scene.told)
-    process.kill_group()
-
-
-def test_one_rank_meets_nobody(scene: Scene) -> None:
-    process = scene.start("i1", 2)
-    assert "--nnodes" not in scene.told[0][0].sglang_argv
-    process.kill_group()
+    scene.told.clear()
+    scene.start("i2", 2)
+    assert "--nnodes" not in scene.told[0][0].sglang_argv, "one rank meets nobody"
 
 
 def test_requests_and_outputs_find_their_way(scene: Scene) -> None:
-    process = scene.start("i1", 2, 0)
+    scene.start("i1", 2, 0)
     input_path = scene.settings.directory / "i1.in"
     with wire.listen(input_path) as front:
         node = scene.cluster.node_of(2)
@@ -131,7 +131,6 @@ def test_requests_and_outputs_find_their_way(scene: Scene) -> None:
                 assert sock.recv(10) == b"down"
     assert {p.name for p in node.directory.iterdir()} >= {"tokenizer.sock", "detokenizer.sock"}
     assert not (scene.cluster.node_of(0).directory / "i1.in").exists()  # rank 0 alone needs it
-    process.kill_group()
 
 
 def test_an_instance_has_ended_when_one_supervisor_has(scene: Scene) -> None:
@@ -158,8 +157,8 @@ def test_priorities_are_harmless(scene: Scene) -> None:
     process.kill()
 
 
-def test_beats_come_to_the_fronts_board(scene: Scene) -> None:
-    process = scene.start("i1", 0, 2)
+def test_beats_come_to_the_fronts_table(scene: Scene) -> None:
+    scene.start("i1", 0, 2)
     there = HeartbeatTable.open(scene.cluster.node_of(2).directory / "i1.beats")
     there.slot(rank_slot(1)).beat()
     here = HeartbeatTable.open(scene.settings.directory / "i1.beats")
@@ -170,7 +169,6 @@ def test_beats_come_to_the_fronts_board(scene: Scene) -> None:
     assert here.read(rank_slot(0)) is None
     for heartbeats in (there, here):
         heartbeats.close()
-    process.kill_group()
 
 
 def test_what_has_ended_leaves_nothing(scene: Scene) -> None:
@@ -204,10 +202,3 @@ def test_a_node_that_is_lost_takes_its_supervisors_along(scene: Scene) -> None:
 
 def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,7 @@ from tests.fast.elastic.memory_workers import (
     digests,
     expected_digests,
     fill,
+    until,
 )
 from tests.support.processes import stop_process
 from tests.support.ray_cluster import ray_cluster
@@ -240,10 +241,3 @@ def test_without_ray_the_error_says_what_to_install(
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)

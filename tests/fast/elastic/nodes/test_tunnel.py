@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -38,12 +37,13 @@ from tests.fast.elastic.memory_workers import (
     hmm_of,
     settle,
     shape_of_one_region,
+    stopped,
 )
-from tests.support.processes import stop_process
 
 W13, W2 = "experts.0.w13", "experts.0.w2"
 SLOTS = {"trunk": [(0, 1)], W13: [(0, 2), (5, 3)], W2: [(7, 1), (1, 2)]}
 SECRET = "s" * 32
+Echoing = tuple[Tunnels, Tunnels, Path]  # the far end, the near end, a path that echoes
 
 
 @contextmanager
@@ -124,31 +124,22 @@ def test_pages_do_not_come_through(pair: Pair) -> None:
 
 def test_a_killed_tunnel_is_a_named_error_in_time(pair: Pair) -> None:
     pair.fill(0, SLOTS)
-    process = pair.hmms[0]._workers[0].process
-    stop_process(process.pid)  # the copy waits
-    threading.Timer(0.5, pair.ends[0].close).start()
-    began = time.monotonic()
-    with pytest.raises(PeerCopyError, match=r"closed the connection|is lost|nobody answers"):
-        pair.copy(SLOTS)
-    assert time.monotonic() - began < 3.0
-    os.kill(process.pid, signal.SIGCONT)
+    with stopped(pair.client(0).info.pid):  # the copy waits
+        threading.Timer(0.5, pair.ends[0].close).start()
+        began = time.monotonic()
+        with pytest.raises(PeerCopyError, match=r"closed the connection|is lost|nobody answers"):
+            pair.copy(SLOTS)
+        assert time.monotonic() - began < 3.0
     with pytest.raises(PeerCopyError):
         pair.copy(SLOTS)  # nothing leads there any more
 
 
-def test_a_worker_that_hangs_is_noticed_through_a_tunnel(pair: Pair) -> None:
+def test_a_worker_that_hangs_or_dies_is_noticed_through_a_tunnel(pair: Pair) -> None:
     """Its sign of life is the end of a connection, which has to come through as such."""
     with DeviceClient(pair.path, 20.0) as client:
-        process = pair.hmms[0]._workers[0].process
-        stop_process(process.pid)
-        with pytest.raises(MemoryWorkerError, match="no sign of life"):
+        with stopped(client.info.pid), pytest.raises(MemoryWorkerError, match="no sign of life"):
             client.usage()
-        os.kill(process.pid, signal.SIGCONT)
         assert client.usage().used_pages == 0
-
-
-def test_a_worker_that_died_is_noticed_through_a_tunnel(pair: Pair) -> None:
-    with DeviceClient(pair.path, 20.0) as client:
         os.kill(client.info.pid, signal.SIGKILL)
         with pytest.raises(MemoryWorkerError):
             client.usage()
@@ -195,35 +186,31 @@ def read_all(sock: socket.socket) -> bytes:
     return data
 
 
+def echo_through(directory: Path, stack: ExitStack) -> Echoing:
+    echo(directory / "a" / "echo", stack)
+    far, near = stack.enter_context(tunnels()), stack.enter_context(tunnels())
+    far.offer("echo", directory / "a" / "echo")
+    near.open(directory / "b" / "echo", "echo", far.address)
+    return far, near, directory / "b" / "echo"
+
+
 @pytest.fixture
-def echoing(tmp_path: Path) -> Iterator[tuple[Tunnels, Tunnels, Path]]:
+def echoing(tmp_path: Path) -> Iterator[Echoing]:
     with ExitStack() as stack:
-        echo(tmp_path / "a" / "echo", stack)
-        far, near = stack.enter_context(tunnels()), stack.enter_context(tunnels())
-        far.offer("echo", tmp_path / "a" / "echo")
-        near.open(tmp_path / "b" / "echo", "echo", far.address)
-        yield far, near, tmp_path / "b" / "echo"
+        yield echo_through(tmp_path, stack)
 
 
-def test_bytes_and_ends_pass_unchanged(echoing: tuple[Tunnels, Tunnels, Path]) -> None:
+def test_bytes_and_ends_pass_unchanged(echoing: Echoing) -> None:
     data = os.urandom(5_000_000)
     before = settle(count_fds)
-    answers: list[str] = []
-    digest: Callable[[bytes], str] = lambda each: hashlib.sha256(each).hexdigest()  # noqa: E731
-    threads = [
-        threading.Thread(target=lambda: answers.append(digest(ask(echoing[2], data))))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert answers == [digest(data)] * 4
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda _: ask(echoing[2], data) == data, range(4), timeout=20)
+        assert list(answers) == [True] * 4
     assert comes_to(lambda: count_fds() <= before, True)
 
 
 def test_a_wrong_secret_is_refused(
-    echoing: tuple[Tunnels, Tunnels, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    echoing: Echoing, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     far = echoing[0]
     with caplog.at_level(logging.WARNING), tunnels("another") as stranger:
@@ -255,7 +242,7 @@ def test_a_gateway_with_another_secret_gets_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(300), b"\xff" * 300])
-def test_strangers_are_shown_out(echoing: tuple[Tunnels, Tunnels, Path], sent: bytes) -> None:
+def test_strangers_are_shown_out(echoing: Echoing, sent: bytes) -> None:
     with socket.create_connection(echoing[0].address, 10) as sock:
         send_all(sock, sent)
         hello = read_all(sock)
@@ -264,7 +251,7 @@ def test_strangers_are_shown_out(echoing: tuple[Tunnels, Tunnels, Path], sent: b
 
 
 def test_who_says_nothing_is_shown_out_in_time(
-    echoing: tuple[Tunnels, Tunnels, Path], monkeypatch: pytest.MonkeyPatch
+    echoing: Echoing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tunnel, "HANDSHAKE_S", 0.2)
     with socket.create_connection(echoing[0].address, 10) as sock:
@@ -272,9 +259,7 @@ def test_who_says_nothing_is_shown_out_in_time(
         assert sock.recv(100) == b""
 
 
-def test_only_what_is_offered_can_be_reached(
-    echoing: tuple[Tunnels, Tunnels, Path], tmp_path: Path
-) -> None:
+def test_only_what_is_offered_can_be_reached(echoing: Echoing, tmp_path: Path) -> None:
     far, near, path = echoing
     near.open(tmp_path / "b" / "other", "../a/echo", far.address)
     assert ask(tmp_path / "b" / "other", b"x") == b""
@@ -287,14 +272,11 @@ def test_only_what_is_offered_can_be_reached(
 def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
     before, threads = settle(count_fds), threading.active_count()
     with ExitStack() as stack:
-        echo(tmp_path / "a" / "echo", stack)
-        far, near = stack.enter_context(tunnels()), stack.enter_context(tunnels())
-        far.offer("echo", tmp_path / "a" / "echo")
-        near.open(tmp_path / "b" / "echo", "echo", far.address)
+        far, near, path = echo_through(tmp_path, stack)
         near.open(tmp_path / "b" / "more", "echo", far.address)
         near.shut(tmp_path / "b" / "more")
         near.shut(tmp_path / "b" / "more")
-        sock = stack.enter_context(wire.connect(tmp_path / "b" / "echo", MemoryWorkerError, 10.0))
+        sock = stack.enter_context(wire.connect(path, MemoryWorkerError, 10.0))
         sock.sendall(b"in the middle")
         near.close()
         far.close()
@@ -305,7 +287,7 @@ def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_many_threads_close_at_once(tmp_path: Path) -> None:
-    """Each of them comes back when everything has ended, none with an error."""
+    """Each of them comes back when everything has ended, none with an error; then no more opens."""
     before = settle(count_fds)
     with ThreadPoolExecutor(4) as pool:
         for number in range(20):
@@ -315,6 +297,9 @@ def test_many_threads_close_at_once(tmp_path: Path) -> None:
             closings = [pool.submit(close_with, far, together) for _ in range(4)]
             for closing_of_one in closings:
                 closing_of_one.result(5.0)
+    far.shut(tmp_path / "echo")
+    with pytest.raises(NodeLostError, match="closed"):
+        far.open(tmp_path / "echo", "echo", far.address)
     assert list(tmp_path.iterdir()) == []
     assert comes_to(lambda: count_fds() <= before, True)
 
@@ -323,13 +308,3 @@ def close_with(found: Tunnels, others: threading.Barrier) -> None:
     others.wait(5.0)
     found.close()
     assert found._loop.is_closed()
-
-
-def test_nothing_is_opened_after_the_end(tmp_path: Path) -> None:
-    found = Tunnels(SECRET, "127.0.0.1")
-    found.close()
-    found.close()
-    found.shut(tmp_path / "echo")
-    with pytest.raises(NodeLostError, match="closed"):
-        found.open(tmp_path / "echo", "echo", found.address)
-    assert list(tmp_path.iterdir()) == []

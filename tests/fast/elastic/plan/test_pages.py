@@ -21,7 +21,7 @@ from sgl_elastic.plan.pages import (
     trunk_bytes,
     trunk_pages,
 )
-from sgl_elastic.types import MemoryShape, RegionKind
+from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
 from tests.fast.elastic.plan_samples import (
     GIB,
     PAGE,
@@ -48,13 +48,21 @@ def test_pages_of_slots_are_those_of_their_bytes(
     assert counted == touched_pages(slots, slot_bytes, page_bytes)
 
 
-@given(st.data())
-def test_device_pages_are_those_of_all_its_bytes(data: st.DataObject) -> None:
-    shape = data.draw(shapes())
-    adapters = data.draw(adapters_of(shape))
-    here = data.draw(st.sets(st.integers(0, shape.num_experts - 1)))
+Held = tuple[MemoryShape, list[AdapterEntry], set[int]]
+
+
+@st.composite
+def held(draw: st.DrawFn) -> Held:
+    """A shape, adapters for it, and the experts that a device has."""
+    shape = draw(shapes())
+    return shape, draw(adapters_of(shape)), draw(st.sets(st.integers(0, shape.num_experts - 1)))
+
+
+@given(held(), st.data())
+def test_device_pages_and_bytes_are_those_of_all_its_slots(held: Held, data: st.DataObject) -> None:
+    shape, adapters, here = held
     kv_tokens = data.draw(st.integers(NO_KV, most_kv_tokens(shape)))
-    expected = 0
+    pages = copied_bytes = 0
     for region in shape.regions:
         slots = set(range(kv_tokens + 1)) if region.kind is RegionKind.KV else {0}
         if region.kind is RegionKind.EXPERT:
@@ -63,9 +71,12 @@ def test_device_pages_are_those_of_all_its_bytes(data: st.DataObject) -> None:
                 first = shape.num_experts + adapter.adapter_slot * shape.slots_per_adapter
                 experts = adapter.experts[region.layer_id]
                 slots |= {first + k for k, expert in enumerate(experts) if expert in here}
+            copied_bytes += region.slot_bytes * len(slots)
         assert all(slot < region.num_slots for slot in slots)
-        expected += touched_pages(slots, region.slot_bytes, shape.page_bytes)
-    assert device_pages(shape, here, adapters, kv_tokens) == expected
+        pages += touched_pages(slots, region.slot_bytes, shape.page_bytes)
+    assert device_pages(shape, here, adapters, kv_tokens) == pages
+    assert expert_bytes(shape, here, adapters) == copied_bytes
+    assert trunk_bytes(shape) == shape.of_kind(RegionKind.TRUNK)[0].slot_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,46 +87,23 @@ def test_adapter_beyond_its_slots_is_refused(adapter: object) -> None:
         expert_slots(make_shape(adapters=(2, 3)), 1, {1}, [adapter])  # type: ignore[list-item]
 
 
-@given(st.data())
-def test_max_kv_tokens_is_the_last_that_fits(data: st.DataObject) -> None:
-    shape = data.draw(shapes())
-    adapters = data.draw(adapters_of(shape))
-    here = data.draw(st.sets(st.integers(0, shape.num_experts - 1)))
+@given(held(), st.data())
+def test_max_kv_tokens_is_the_last_that_fits(held: Held, data: st.DataObject) -> None:
+    shape, adapters, here = held
     weights = device_pages(shape, here, adapters, NO_KV)
     budget = data.draw(st.integers(0, weights + 100))
     tokens = max_kv_tokens(shape, budget, here, adapters)
-    if tokens == NO_KV:
-        assert device_pages(shape, here, adapters, 0) > budget
-        return
-    assert device_pages(shape, here, adapters, tokens) <= budget
+    assert tokens == NO_KV or device_pages(shape, here, adapters, tokens) <= budget
     full = tokens == most_kv_tokens(shape)
     assert full or device_pages(shape, here, adapters, tokens + 1) > budget
 
 
-def test_shape_without_kv_has_no_kv_tokens() -> None:
+def test_shape_without_kv_has_no_kv_tokens_and_zero_tokens_a_padding_row() -> None:
     shape = make_shape(kv_bytes=())
     assert most_kv_tokens(shape) == 0
     assert max_kv_tokens(shape, 10_000, (), ()) == 0
     assert max_kv_tokens(shape, trunk_pages(shape) - 1, (), ()) == NO_KV
-
-
-def test_zero_tokens_still_have_the_padding_row() -> None:
-    shape = make_shape()
-    assert kv_pages(shape, NO_KV) == 0
-    assert kv_pages(shape, 0) == 2
-
-
-@given(st.data())
-def test_copied_bytes_are_those_of_the_slots(data: st.DataObject) -> None:
-    shape = data.draw(shapes())
-    adapters = data.draw(adapters_of(shape))
-    here = data.draw(st.sets(st.integers(0, shape.num_experts - 1)))
-    expected = sum(
-        region.slot_bytes * len(expert_slots(shape, region.layer_id, here, adapters))
-        for region in shape.of_kind(RegionKind.EXPERT)
-    )
-    assert expert_bytes(shape, here, adapters) == expected
-    assert trunk_bytes(shape) == shape.of_kind(RegionKind.TRUNK)[0].slot_bytes
+    assert [kv_pages(make_shape(), tokens) for tokens in (NO_KV, 0)] == [0, 2]
 
 
 @pytest.mark.parametrize(

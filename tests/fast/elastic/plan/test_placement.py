@@ -80,16 +80,13 @@ def test_quotas_and_moves_of_random_scalings(data: st.DataObject) -> None:
         previous = placement
 
 
-def test_heaviest_device_loses_first() -> None:
+def test_who_takes_the_odd_expert() -> None:
+    placement = place(SINGLES, (0, 1, 2), None, PLENTY | {2: 20_000, 1: 15_000}, (), None)
+    assert counts(placement) == [2, 3, 3], "the largest budget"
     shape = make_shape(expert_bytes=(64,), num_experts=7)
     for homes, expected in [((0,) * 4 + (1,) * 3, [2, 3, 2]), ((0,) * 3 + (1,) * 4, [3, 2, 2])]:
         placement = place(shape, (0, 1, 2), at(*homes), PLENTY, (), None)
-        assert counts(placement) == expected
-
-
-def test_largest_budget_takes_the_odd_expert() -> None:
-    placement = place(SINGLES, (0, 1, 2), None, PLENTY | {2: 20_000, 1: 15_000}, (), None)
-    assert counts(placement) == [2, 3, 3]
+        assert counts(placement) == expected, "the heaviest loses first"
 
 
 def test_torn_groups_are_no_reason_to_move_more() -> None:
@@ -165,23 +162,21 @@ def test_fewest_devices_is_the_first_count_that_places(data: st.DataObject) -> N
         fewest_devices(shape, budget, adapters)
 
 
-def test_place_on_devices_that_never_fit_says_so() -> None:
-    with pytest.raises(DoesNotFitError, match="No number of devices"):
-        place(SINGLES, (0,), None, {0: 3}, (), None)
-
-
 def test_v2_lite_needs_two_devices_of_32_gib() -> None:
     assert fewest_devices(v2_lite(), 32 * GIB // PAGE, ()) == 1
     assert fewest_devices(v2_lite(), 24 * GIB // PAGE, ()) == 2
     assert fewest_devices(v2_lite(), 3 * GIB // PAGE, ()) == 64
     with pytest.raises(DoesNotFitError):
         fewest_devices(v2_lite(), 2 * GIB // PAGE, ())
+    with pytest.raises(DoesNotFitError, match="No number of devices"):
+        place(SINGLES, (0,), None, {0: 3}, (), None)
 
 
 def test_adapters_count_where_their_experts_live() -> None:
     shape = make_shape(expert_bytes=(64,), layers=(1,), adapters=(1, 4))
-    adapter = make_adapter(0, {1: (0, 1, 2, 3)})
-    plain = place(shape, (0, 1), None, dict.fromkeys((0, 1), 60), (), None, min_kv_tokens=0)
-    woven = place(shape, (0, 1), None, dict.fromkeys((0, 1), 60), [adapter], None, min_kv_tokens=0)
+    plain, woven = (
+        place(shape, (0, 1), None, dict.fromkeys((0, 1), 60), adapters, None, min_kv_tokens=0)
+        for adapters in ([], [make_adapter(0, {1: (0, 1, 2, 3)})])
+    )
     assert woven.kv_tokens[0] < plain.kv_tokens[0]
     assert woven.kv_tokens[1] == plain.kv_tokens[1]

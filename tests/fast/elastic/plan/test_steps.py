@@ -120,31 +120,20 @@ def test_smaller_capacity_is_shrunk_to_before_the_switch() -> None:
     assert made.after == ()
 
 
-def test_same_placement_is_an_empty_plan() -> None:
-    old = place(SINGLES, (0, 3), None, PLENTY, (), None)
-    made = scale(SINGLES, old, (0, 3), PLENTY)
-    assert made.before == made.after == ()
-
-
-def test_missing_budget_is_a_defect_of_the_caller() -> None:
-    old = place(SINGLES, (0,), None, PLENTY, (), None)
-    with pytest.raises(PlanError, match=r"\[0\]"):
-        plan(old, old, SINGLES, (), {1: 5})
-
-
-def test_trunk_comes_from_those_who_send_least() -> None:
-    old = place(SINGLES, (0, 1), None, PLENTY, (), None)
-    made = scale(SINGLES, old, (0, 1, 2, 3), PLENTY)
-    sources = [step.source_id for step in made.before if step.kind is StepKind.COPY_TRUNK]
-    assert sorted(sources) == [0, 1]
-
-
-def test_experts_come_from_leaving_devices_too() -> None:
+def test_what_is_copied_comes_from_where() -> None:
     old = place(SINGLES, (0, 1), None, PLENTY, (), None)
     made = scale(SINGLES, old, (0, 2), PLENTY)
     (copy,) = [step for step in made.before if step.kind is StepKind.COPY_EXPERTS]
-    assert (copy.source_id, copy.device_id, copy.expert_ids) == (1, 2, (4, 5, 6, 7))
+    expected = (1, 2, (4, 5, 6, 7))
+    assert (copy.source_id, copy.device_id, copy.expert_ids) == expected, "leaving devices, too"
     assert made.kv_moves == {1: 2}
+    made = scale(SINGLES, old, (0, 1, 2, 3), PLENTY)
+    sources = [step.source_id for step in made.before if step.kind is StepKind.COPY_TRUNK]
+    assert sorted(sources) == [0, 1], "a trunk comes from those who send least"
+    made = scale(SINGLES, old, (0, 1), PLENTY)
+    assert made.before == made.after == ()
+    with pytest.raises(PlanError, match=r"\[0, 1\]"):
+        plan(old, old, SINGLES, (), {3: 5})
 
 
 def test_kv_of_leaving_devices_is_spread() -> None:
