@@ -32,7 +32,7 @@ def test_each_target_is_judged_alone_and_together() -> None:
     seen = window()
     answer(seen, "good", 0, 0.5, 0.05)
     answer(seen, "late", 0, 2.0, 0.05)
-    answer(seen, "slow", 0, 0.5, 0.25)
+    answer(seen, "slow", 0, 0.5, 0.105)  # of ten tokens, not of eleven
     answer(seen, "both", 0, 2.0, 0.25)
     found = seen.attainment(5.0)
     assert (found.ttft, found.tpot, found.both) == (0.5, 0.5, 0.25)
