@@ -18,22 +18,11 @@ from sgl_esft.lifecycle import staging
 from sgl_esft.lifecycle.commands import RankCommand, Verb, decode, is_command
 from sgl_esft.lifecycle.rank_command_handler import RankCommandHandler, RankGroup
 from sgl_esft.weave.plane import AdapterSource
-from tests.support.adapter_factory import write_random_adapter, write_random_base
 from tests.support.random_layers import Rank
 from tests.support.woven_device import Device
 
-SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
 NUM_RANKS = 2
 TIMEOUT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("handler")
-    write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
-    for seed, name in enumerate(("math", "law", "code")):
-        write_random_adapter(root / name, root / "base", seed=seed, max_experts=2)
-    return root
 
 
 class Ranks:

@@ -17,21 +17,10 @@ from sgl_esft.lifecycle.registry import AdapterGoneError, acquire
 from sgl_esft.lifecycle.room import HostLimits
 from sgl_esft.lifecycle.sglang_engine import SglangEngine
 from tests.fast.lifecycle.fake_manager import FakeManager, make_engine
-from tests.support.adapter_factory import write_random_adapter, write_random_base
 
-SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
 NAMES = ("math", "law", "code")
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("engine")
-    write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
-    for seed, name in enumerate(NAMES):
-        write_random_adapter(root / name, root / "base", seed=seed, max_experts=2)
-    return root
 
 
 @pytest.fixture
