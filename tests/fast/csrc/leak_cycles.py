@@ -14,7 +14,6 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
 import sgl_vmm
 
 from sgl_esft.weave.expert_memory import ExpertArena, VirtualMemory
@@ -39,17 +38,22 @@ def cycle(memory: VirtualMemory, number: int) -> None:
 def held(arena: ExpertArena) -> dict[str, int]:
     """What this process has of everything that could leak."""
     gc.collect()
-    state, process = arena.pool.state(), psutil.Process()
+    state = arena.pool.state()
     return {
         "pages": state.num_pages,
         "used_pages": state.num_used,
-        "fds": process.num_fds(),
-        "threads": process.num_threads(),
+        "fds": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
         "python_threads": threading.active_count(),
-        "mappings": len(process.memory_maps(grouped=False)),
-        "rss_kib": process.memory_info().rss >> 10,
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "rss_kib": resident_kib(),
         "resident_bytes": arena.backend.resident_bytes or 0,
     }
+
+
+def resident_kib() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("VmRSS:")).split()[1])
 
 
 def open_backend() -> sgl_vmm.Backend:
