@@ -89,11 +89,11 @@ async def serving(drain_s: float = 30.0, *, has_started: bool = True) -> AsyncIt
             asyncio.get_running_loop().remove_signal_handler(number)
 
 
-def run(test: Callable[[Harness], Coroutine[Any, Any, None]], drain_s: float = 30.0) -> Harness:
-    """Run a test's coroutine with a service that has started."""
+def run(test: Callable[[Harness], Coroutine[Any, Any, None]], **options: Any) -> Harness:
+    """Run a test's coroutine with such a service."""
 
     async def main() -> Harness:
-        async with serving(drain_s) as harness:
+        async with serving(**options) as harness:
             await test(harness)
         return harness
 
