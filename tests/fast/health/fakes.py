@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +63,9 @@ class Harness:
         await self.until(lambda: "stop" in self.engine.events)
 
 
-def run(
-    test: Callable[[Harness], Coroutine[Any, Any, None]],
-    drain_s: float = 30.0,
-    *,
-    has_started: bool = True,
-) -> Harness:
-    """Run a test's coroutine with a service that has begun and, if not told else, started."""
+@asynccontextmanager
+async def serving(drain_s: float = 30.0, *, has_started: bool = True) -> AsyncIterator[Harness]:
+    """A service that has begun and, if not told else, started."""
     engine = Engine(HeartbeatTable.create())
     statuses: list[int] = []
     service = Service(
@@ -79,23 +76,28 @@ def run(
         exit_=statuses.append,
     )
     harness = Harness(service, engine, statuses)
+    harness.beat()
+    service.begin()
+    try:
+        if has_started:
+            service.started()
+        await asyncio.sleep(0)
+        yield harness
+    finally:
+        service.close()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        harness.beat()
-        service.begin()
-        try:
-            if has_started:
-                service.started()
-            await asyncio.sleep(0)
+
+def run(test: Callable[[Harness], Coroutine[Any, Any, None]], **options: Any) -> Harness:
+    """Run a test's coroutine with such a service."""
+
+    async def main() -> Harness:
+        async with serving(**options) as harness:
             await test(harness)
-        finally:
-            service.close()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-                loop.remove_signal_handler(number)
+        return harness
 
-    asyncio.run(main())
-    return harness
+    return asyncio.run(main())
 
 
 def send(number: int) -> None:

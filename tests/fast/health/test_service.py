@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,20 @@ from sgl_esft.errors import DrainingError, DrainTimeoutError, EngineLostError
 from sgl_esft.health import ending
 from sgl_esft.health import service as service_module
 from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED, Phase
-from tests.fast.health.fakes import Harness, run, send
+from tests.fast.health.fakes import Harness, send, serving
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def h(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
+    async with serving(**getattr(request, "param", {})) as harness:
+        yield harness
 
 
 @pytest.fixture(autouse=True)
@@ -21,152 +35,128 @@ def _no_children_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kill_children", lambda: None)
 
 
-def test_it_is_ready_once_it_has_started() -> None:
-    async def scenario(h: Harness) -> None:
-        assert h.service.readiness().is_ready
-        assert h.service.refusal() is None
-        h.engine.is_bad = "moving house"
-        assert h.service.readiness().reason == "moving house"
-
-    run(scenario)
+async def test_it_is_ready_once_it_has_started(h: Harness) -> None:
+    assert h.service.readiness().is_ready
+    assert h.service.refusal() is None
+    h.engine.is_bad = "moving house"
+    assert h.service.readiness().reason == "moving house"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, 0])
-def test_signals_and_the_route_drain_alike(number: int) -> None:
-    async def scenario(h: Harness) -> None:
+async def test_signals_and_the_route_drain_alike(h: Harness, number: int) -> None:
+    with h.service.in_flight() as over:
+        if number:
+            send(number)
+        else:
+            h.service.drain()
+        await h.until(lambda: h.service.life.phase is Phase.DRAINING)
+        assert h.service.readiness().reason == "the server is draining"
+        assert isinstance(h.service.refusal(), DrainingError)
+        await asyncio.sleep(0.2)
+        assert h.service.life.phase is Phase.DRAINING  # it waits for what runs
+        assert not over.done()
+    await h.stopped()
+    assert h.engine.events == ["begin", "end", "stop"]
+    assert h.service.life.exit_status == 0
+    assert h.statuses == []
+
+
+@pytest.mark.parametrize("h", [{"drain_s": 0.2}], indirect=True)
+async def test_what_takes_too_long_is_cut(h: Harness) -> None:
+    async def request() -> None:
         with h.service.in_flight() as over:
-            if number:
-                send(number)
-            else:
-                h.service.drain()
-            await h.until(lambda: h.service.life.phase is Phase.DRAINING)
-            assert h.service.readiness().reason == "the server is draining"
-            assert isinstance(h.service.refusal(), DrainingError)
-            await asyncio.sleep(0.2)
-            assert h.service.life.phase is Phase.DRAINING  # it waits for what runs
-            assert not over.done()
-        await h.stopped()
+            assert isinstance(await asyncio.shield(over), DrainTimeoutError)
 
-    harness = run(scenario)
-    assert harness.engine.events == ["begin", "end", "stop"]
-    assert harness.service.life.exit_status == 0
-    assert harness.statuses == []
+    running = asyncio.ensure_future(request())
+    await asyncio.sleep(0)
+    h.service.drain()
+    await h.stopped()
+    await running
+    assert h.service.life.exit_status == EXIT_CUT
 
 
-def test_what_takes_too_long_is_cut() -> None:
-    async def scenario(h: Harness) -> None:
-        async def request() -> None:
-            with h.service.in_flight() as over:
-                assert isinstance(await asyncio.shield(over), DrainTimeoutError)
-
-        running = asyncio.ensure_future(request())
-        await asyncio.sleep(0)
-        h.service.drain()
-        await h.stopped()
-        await running
-
-    harness = run(scenario, drain_s=0.2)
-    assert harness.service.life.exit_status == EXIT_CUT
+async def test_the_latest_timeout_counts(h: Harness) -> None:
+    with h.service.in_flight():
+        h.service.drain(600.0)
+        assert h.service.drain_left_s() > 500
+        h.service.drain(0.1)
+        await h.until(lambda: h.service.life.phase is Phase.STOPPING)
+    await h.stopped()
 
 
-def test_the_latest_timeout_counts() -> None:
-    async def scenario(h: Harness) -> None:
-        with h.service.in_flight():
-            h.service.drain(600.0)
-            assert h.service.drain_left_s() > 500
-            h.service.drain(0.1)
-            await h.until(lambda: h.service.life.phase is Phase.STOPPING)
-        await h.stopped()
-
-    run(scenario)
+async def test_a_second_signal_forces(h: Harness) -> None:
+    with h.service.in_flight():
+        send(signal.SIGTERM)
+        await h.until(lambda: h.service.life.phase is Phase.DRAINING)
+        send(signal.SIGINT)
+        await h.until(lambda: bool(h.statuses))
+    assert h.statuses == [130]
 
 
-def test_a_second_signal_forces() -> None:
-    async def scenario(h: Harness) -> None:
-        with h.service.in_flight():
-            send(signal.SIGTERM)
-            await h.until(lambda: h.service.life.phase is Phase.DRAINING)
-            send(signal.SIGINT)
-            await h.until(lambda: bool(h.statuses))
-
-    assert run(scenario).statuses == [130]
-
-
-def test_a_signal_while_it_warms_up_forces() -> None:
+@pytest.mark.parametrize("h", [{"has_started": False}], indirect=True)
+async def test_a_signal_while_it_warms_up_forces(h: Harness) -> None:
     """A drain would refuse or cut the warm-up, at which SGLang kills the process."""
-
-    async def scenario(h: Harness) -> None:
-        with h.service.in_flight():
-            send(signal.SIGTERM)
-            await h.until(lambda: bool(h.statuses))
-
-    harness = run(scenario, has_started=False)
-    assert harness.statuses == [143]
-    assert harness.service.life.phase is Phase.STOPPING
+    with h.service.in_flight():
+        send(signal.SIGTERM)
+        await h.until(lambda: bool(h.statuses))
+    assert h.statuses == [143]
+    assert h.service.life.phase is Phase.STOPPING
 
 
-def test_a_fault_ends_requests_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_ends_requests_and_the_server(
+    h: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "FAIL_S", 60.0)
 
-    async def scenario(h: Harness) -> None:
-        async def request() -> Any:
-            with h.service.in_flight() as over:
-                return await asyncio.shield(over)
+    async def request() -> Any:
+        with h.service.in_flight() as over:
+            return await asyncio.shield(over)
 
-        running = asyncio.ensure_future(request())
-        await asyncio.sleep(0)
-        await asyncio.to_thread(h.service.note_fault, "rank 1 has died")
-        await h.stopped()
-        assert isinstance(await running, EngineLostError)
-        assert "rank 1 has died" in str(await running)
-        assert h.service.readiness().reason == "rank 1 has died"
-        assert isinstance(h.service.refusal(), EngineLostError)
-
-    assert run(scenario).service.life.exit_status == EXIT_FAILED
+    running = asyncio.ensure_future(request())
+    await asyncio.sleep(0)
+    await asyncio.to_thread(h.service.note_fault, "rank 1 has died")
+    await h.stopped()
+    assert isinstance(await running, EngineLostError)
+    assert "rank 1 has died" in str(await running)
+    assert h.service.readiness().reason == "rank 1 has died"
+    assert isinstance(h.service.refusal(), EngineLostError)
+    assert h.service.life.exit_status == EXIT_FAILED
 
 
-def test_a_fault_that_cannot_be_handled_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_that_cannot_be_handled_ends_the_process(
+    h: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when the event loop hangs: the thread does it."""
     monkeypatch.setattr(service_module, "FAIL_S", 0.2)
     monkeypatch.setattr(Harness, "stopped", None)
-
-    async def scenario(h: Harness) -> None:
-        h.service._from_thread = lambda call: None  # type: ignore[method-assign]
-        h.service.note_fault("rank 1 has died")
-        await h.until(lambda: bool(h.statuses))
-
-    assert run(scenario).statuses == [EXIT_FAILED]
+    h.service._from_thread = lambda call: None  # type: ignore[method-assign]
+    h.service.note_fault("rank 1 has died")
+    await h.until(lambda: bool(h.statuses))
+    assert h.statuses == [EXIT_FAILED]
 
 
-def test_sigquit_is_how_the_engine_says_that_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sigquit_is_how_the_engine_says_that_it_failed(
+    h: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "FAIL_S", 60.0)
-
-    async def scenario(h: Harness) -> None:
-        send(signal.SIGQUIT)
-        await h.stopped()
-
-    assert run(scenario).service.life.exit_status == EXIT_FAILED
+    send(signal.SIGQUIT)
+    await h.stopped()
+    assert h.service.life.exit_status == EXIT_FAILED
 
 
-def test_an_end_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_that_hangs_is_bounded(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "STOP_S", 0.2)
-
-    async def scenario(h: Harness) -> None:
-        h.engine.end_s = 60.0
-        h.service.drain()
-        await h.until(lambda: bool(h.statuses))
-
-    assert run(scenario).statuses == [0]
+    h.engine.end_s = 60.0
+    h.service.drain()
+    await h.until(lambda: bool(h.statuses))
+    assert h.statuses == [0]
 
 
-def test_what_dies_while_the_server_ends_is_no_fault() -> None:
-    async def scenario(h: Harness) -> None:
-        h.engine.end_s = 0.2
-        h.service.drain()
-        await h.until(lambda: h.service.life.phase is Phase.STOPPING)
-        h.service.note_fault("rank 0 has died")
-        await h.stopped()
-
-    harness = run(scenario)
-    assert harness.service.life.exit_status == 0
-    assert harness.statuses == []
+async def test_what_dies_while_the_server_ends_is_no_fault(h: Harness) -> None:
+    h.engine.end_s = 0.2
+    h.service.drain()
+    await h.until(lambda: h.service.life.phase is Phase.STOPPING)
+    h.service.note_fault("rank 0 has died")
+    await h.stopped()
+    assert h.service.life.exit_status == 0
+    assert h.statuses == []

@@ -63,7 +63,9 @@ class FakeEngine:
         self.num_loads += 1
         adapter_id = f"id-{next(self._ids)}"
         on_progress(LoadPhase.READING, 0.5)
-        adapter = LoadedAdapter(adapter_id, name, folder, _digest(folder), pinned, 3, 100, 0, None)
+        adapter = LoadedAdapter(
+            adapter_id, name, folder, content_digest(folder), pinned, 3, 100, 0, None
+        )
         if self.holds:
             end = asyncio.get_running_loop().create_future()
             self.pending[name] = Pending(adapter, on_progress, end)
@@ -131,7 +133,3 @@ class FakeEngine:
 
     def _counted(self, adapter: LoadedAdapter) -> LoadedAdapter:
         return replace(adapter, num_references=self._references.get(adapter.adapter_id, 0))
-
-
-def _digest(folder: Path) -> str:
-    return content_digest(folder)

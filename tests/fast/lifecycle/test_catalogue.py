@@ -18,13 +18,24 @@ from sgl_esft.lifecycle.folders import DigestCache, fingerprint
 from tests.fast.lifecycle.site import check, touch_folder, write_folder
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    root.mkdir()
+    return root
+
+
 def test_only_folders_with_a_legal_name_and_a_config(tmp_path: Path) -> None:
     write_folder(tmp_path / "math", "v1")
     write_folder(tmp_path / "not a name", "v1")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     write_folder(tmp_path / "empty" / "inner", "v1")
-    assert list(scan(tmp_path, check)) == ["math"]
+    write_folder(tmp_path / "base", "v1")
+    found = scan(tmp_path, check)
+    assert set(found) == {"base", "math"}
+    assert found["math"].error is None
+    assert "means the base model" in str(found["base"].error)
 
 
 def test_what_has_not_changed_is_not_checked_again(tmp_path: Path) -> None:
@@ -47,10 +58,8 @@ def test_what_has_not_changed_is_not_checked_again(tmp_path: Path) -> None:
 
 
 def test_a_root_that_cannot_be_read_keeps_what_was_seen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
     write_folder(root / "math", "v1")
     catalogue = Catalogue(root, check)
     catalogue.refresh()
@@ -63,15 +72,7 @@ def test_a_root_that_cannot_be_read_keeps_what_was_seen(
     assert not catalogue.entries
 
 
-def test_a_folder_cannot_take_the_base_models_place(tmp_path: Path) -> None:
-    write_folder(tmp_path / "base", "v1")
-    found = scan(tmp_path, check)
-    assert "means the base model" in str(found["base"].error)
-
-
-def test_links(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
+def test_links(root: Path, tmp_path: Path) -> None:
     write_folder(root / "real", "v1")
     (root / "alias").symlink_to("real")
     write_folder(tmp_path / "outside", "v1")
@@ -118,12 +119,10 @@ def test_a_folder_is_checked_again_without_the_file_that_it_was_refused_for(
     assert scan(tmp_path, refuse, refused)["math"].error is None
 
 
-def test_what_stays_wrong_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_stays_wrong_is_said_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(folder: Path) -> AdapterManifest:
         raise AdapterFormatError(f"{folder.name} cannot be listed")
 
-    root = tmp_path / "root"
-    root.mkdir()
     write_folder(root / "math", "v1")
     catalogue = Catalogue(root, refuse)
     with pytest.MonkeyPatch.context() as patch:  # as for a folder that may not be read

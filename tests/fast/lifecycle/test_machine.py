@@ -59,14 +59,8 @@ class Known:
 
     @property
     def exists(self) -> bool:
-        return bool(
-            self.on_disk
-            or self.loaded
-            or self.work
-            or self.draining
-            or self.was_loaded
-            or self.failed
-        )
+        signs = (self.on_disk, self.loaded, self.work, self.draining, self.was_loaded, self.failed)
+        return any(signs)
 
 
 class LifecycleMachine(RuleBasedStateMachine):
@@ -224,7 +218,9 @@ class LifecycleMachine(RuleBasedStateMachine):
         elif known.loaded:
             assert answer.status_code in ((202,) if in_use else (202, 204))
             known.loaded = None
-            self._forget(name) if not in_use else self._drain(name)
+            known.draining = in_use
+            if not in_use:
+                self._forget(name)
         else:
             assert answer.status_code in ((202, 204) if known.was_loaded else (204,))
             self._forget(name)
@@ -233,9 +229,6 @@ class LifecycleMachine(RuleBasedStateMachine):
         """Whether a request uses the version that the name means now."""
         known = self.known[name]
         return any(n == name and used.digest == known.loaded for n, used in self.flying)
-
-    def _drain(self, name: str) -> None:
-        self.known[name].draining = True
 
     def _forget(self, name: str) -> None:
         known = self.known[name]
@@ -307,8 +300,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             known.failed_changed = work.is_outdated
         if work.leaves:
             if known.loaded and in_use:
-                known.loaded = None
-                self._drain(name)
+                known.loaded, known.draining = None, True
             else:
                 self._forget(name)
 
@@ -337,11 +329,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.run(self.site.settle())
         still = any(used.adapter_id == other.adapter_id for _, other in self.flying)
         known = self.known[name]
-        if known.draining and not still and not self._drains_on(name):
+        if known.draining and not still and name not in self.site.library.known.jobs:
             self._forget(name)
-
-    def _drains_on(self, name: str) -> bool:
-        return name in self.site.library.known.jobs
 
     @precondition(lambda self: any(self._can_evict(n) for n in NAMES))
     @rule(data=st.data())

@@ -18,22 +18,11 @@ from sgl_esft.lifecycle import staging
 from sgl_esft.lifecycle.commands import RankCommand, Verb, decode, is_command
 from sgl_esft.lifecycle.rank_command_handler import RankCommandHandler, RankGroup
 from sgl_esft.weave.plane import AdapterSource
-from tests.support.adapter_factory import write_random_adapter, write_random_base
 from tests.support.random_layers import Rank
 from tests.support.woven_device import Device
 
-SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
 NUM_RANKS = 2
 TIMEOUT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("handler")
-    write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
-    for seed, name in enumerate(("math", "law", "code")):
-        write_random_adapter(root / name, root / "base", seed=seed, max_experts=2)
-    return root
 
 
 class Ranks:
@@ -55,6 +44,7 @@ class Ranks:
             )
             for rank, device in enumerate(self.devices)
         ]
+        self.at_first = self.snapshot()
 
     def _gather(self, rank: int, told: bytes) -> list[bytes]:
         self._told[rank] = told
@@ -126,12 +116,11 @@ def test_what_is_published_early_is_complete(root: Path) -> None:
 @pytest.mark.parametrize("num_pieces", [0, 1, 2, 50])
 def test_what_is_dropped_leaves_nothing(root: Path, num_pieces: int) -> None:
     ranks = Ranks(root, is_resident=False)
-    before = ranks.snapshot()
     ranks.stage(root / "math")
     for _ in range(num_pieces):
         ranks.ask("place")
     ranks.ask("drop")
-    assert ranks.snapshot() == before
+    assert ranks.snapshot() == ranks.at_first
     assert not ranks.ask("poll")["is_known"]
 
 
@@ -157,7 +146,6 @@ def test_a_rank_without_pages_decides_for_all(
     root: Path, is_resident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(root, is_resident=is_resident)
-    before = ranks.snapshot()
     ranks.stage(root / "math")
     ranks.ask("place")
     last = list(ranks.devices[1].layers.values())[-1]
@@ -173,7 +161,7 @@ def test_a_rank_without_pages_decides_for_all(
     monkeypatch.setattr(last, "place", place)
     if is_resident:
         assert states[-1]["error"] == "OutOfExpertMemoryError: no page"
-        assert ranks.snapshot() == before
+        assert ranks.snapshot() == ranks.at_first
     else:
         ranks.take_in(root / "math")
         for device in ranks.devices:
@@ -186,7 +174,6 @@ def test_a_rank_that_cannot_take_it_in_speaks_for_all(
     root: Path, num_pieces: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(root, is_resident=True)
-    before = ranks.snapshot()
     if num_pieces is not None:
         ranks.stage(root / "math")
         for _ in range(num_pieces):
@@ -201,7 +188,7 @@ def test_a_rank_that_cannot_take_it_in_speaks_for_all(
     for told in [ranks._pool.submit(handler.take_in, source) for handler in ranks.handlers]:
         with pytest.raises(errors.OutOfExpertMemoryError, match="no page"):
             told.result(TIMEOUT_S)
-    assert ranks.snapshot() == before
+    assert ranks.snapshot() == ranks.at_first
 
 
 def test_a_pin_that_is_refused_leaves_the_adapter(root: Path) -> None:
@@ -220,7 +207,6 @@ def test_a_reader_that_fails_is_an_error_of_its_load(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(root, is_resident=False)
-    before = ranks.snapshot()
     assert ranks.stage(root / "nowhere")["error"].startswith("AdapterPathError: ")
 
     def die(*_: object) -> None:
@@ -230,7 +216,7 @@ def test_a_reader_that_fails_is_an_error_of_its_load(
     error = ranks.stage(root / "math")["error"]
     assert error.startswith("InvariantError: adapter 'math' could not be read: MemoryError")
     ranks.ask("drop")
-    assert ranks.snapshot() == before
+    assert ranks.snapshot() == ranks.at_first
 
 
 def test_a_new_stage_drops_the_one_before(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

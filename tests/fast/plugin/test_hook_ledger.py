@@ -58,51 +58,42 @@ def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return "around", original(*args, **kwargs)
 
 
-def test_replace_and_around(engine: Any) -> None:
-    hooks = [
-        hook("scale", HookKind.REPLACE, lambda x, factor=3: x + factor, "x", "factor"),
-        hook("Server.serve", HookKind.AROUND, around, "self", "request"),
-    ]
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda engine: engine.scale(5),
+    "Server.serve": lambda engine: engine.Server().serve("a"),
+    "Server.start": lambda engine: engine.Server.start(80),
+    "Server.parse": lambda engine: engine.Server().parse(" x "),
+    "Server.fill_value": lambda engine: engine.Server().fill_value(),
+    "LIMIT": lambda engine: engine.LIMIT,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "function", "parameters", "answer"),
+    [
+        ("scale", HookKind.REPLACE, lambda x, factor=3: x + factor, ("x", "factor"), 8),
+        ("scale", HookKind.BEFORE, lambda x, factor=2: ((x + 1, 2), {}), ("x", "factor"), 12),
+        ("Server.serve", HookKind.AROUND, around, ("self", "request"), ("around", "served a")),
+        (
+            "Server.serve",
+            HookKind.AFTER,
+            lambda out, *_: out.upper(),
+            ("self", "request"),
+            "SERVED A",
+        ),
+        ("Server.start", HookKind.AROUND, around, ("port",), ("around", "Server on 80")),
+        ("Server.parse", HookKind.AROUND, around, ("line",), ("around", "x")),
+        ("Server.fill_value", HookKind.ADD, lambda self: 1, (), 1),
+        ("LIMIT", HookKind.CONSTANT, 20, (), 20),
+    ],
+)
+def test_a_hook_of_each_kind(
+    engine: Any, name: str, kind: HookKind, function: Any, parameters: tuple[str, ...], answer: Any
+) -> None:
+    hooks = [hook(name, kind, function, *parameters)]
     install(hooks)
     verify(hooks)
-    assert engine.scale(5) == 8
-    assert engine.Server().serve("a") == ("around", "served a")
-
-
-def test_before_and_after(engine: Any) -> None:
-    hooks = [
-        hook("scale", HookKind.BEFORE, lambda x, factor=2: ((x + 1, factor), {}), "x", "factor"),
-        hook("Server.serve", HookKind.AFTER, lambda out, *_: out.upper(), "self", "request"),
-    ]
-    install(hooks)
-    verify(hooks)
-    assert engine.scale(5) == 12
-    assert engine.Server().serve("a") == "SERVED A"
-
-
-def test_class_and_static_methods_stay_what_they_are(engine: Any) -> None:
-    hooks = [
-        hook("Server.start", HookKind.AROUND, around, "port"),
-        hook("Server.parse", HookKind.AROUND, around, "line"),
-    ]
-    install(hooks)
-    verify(hooks)
-    assert engine.Server.start(80) == ("around", "Server on 80")
-    assert engine.Server().parse(" x ") == ("around", "x")
-
-
-def test_values(engine: Any) -> None:
-    def fill_value(self: object) -> int:
-        return 1
-
-    hooks = [
-        hook("LIMIT", HookKind.CONSTANT, 20),
-        hook("Server.fill_value", HookKind.ADD, fill_value),
-    ]
-    install(hooks)
-    verify(hooks)
-    assert engine.LIMIT == 20
-    assert engine.Server().fill_value() == 1
+    assert CALLS[name](engine) == answer
 
 
 def test_names_imported_elsewhere_are_renewed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,8 @@ def answer_of(results: dict[str, Any], scenario: str) -> Any:
         ("weaving_with_sglangs_router", CPU_TARGETS | WEAVE_TARGETS),
         ("weaving_off", CPU_TARGETS),
         ("our_launcher_without_weaving", CPU_TARGETS | LAUNCHER_TARGETS),
+        ("elastic_engine", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS | ENGINE_TARGETS),
+        ("elastic_front", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS | FRONT_TARGETS),
     ],
 )
 def test_the_right_hooks_are_in_place(
@@ -122,7 +124,8 @@ def test_the_right_hooks_are_in_place(
 ) -> None:
     answer = answer_of(results, scenario)
     assert {target for target, holds in answer["in_place"].items() if holds} == expected
-    assert answer["complaint"] == ""
+    if not scenario.startswith("elastic"):
+        assert answer["complaint"] == ""
 
 
 def test_no_outgoing_connection_takes_the_port_where_ranks_will_meet(
@@ -132,21 +135,6 @@ def test_no_outgoing_connection_takes_the_port_where_ranks_will_meet(
     assert one != other
     assert 1024 <= min(one, other) <= max(one, other) < first_outgoing_port()
     assert given == 12345
-
-
-@pytest.mark.parametrize(
-    ("scenario", "expected"),
-    [
-        ("elastic_engine", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS | ENGINE_TARGETS),
-        ("elastic_front", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS | FRONT_TARGETS),
-        ("weaving_on_the_cpu", CPU_TARGETS | WEAVE_TARGETS | ROUTER_TARGETS),
-    ],
-)
-def test_the_elastic_hooks_are_where_they_belong(
-    results: dict[str, Any], scenario: str, expected: set[str]
-) -> None:
-    answer = answer_of(results, scenario)
-    assert {target for target, holds in answer["in_place"].items() if holds} == expected
 
 
 def test_an_elastic_engine_without_its_hooks_does_not_start(results: dict[str, Any]) -> None:

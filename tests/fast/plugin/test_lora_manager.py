@@ -185,9 +185,6 @@ def test_without_dp_attention_all_that_is_tagged_is_tokens(manager: EsftManager)
     manager.heat = steps = Steps()  # type: ignore[assignment]
     manager.prepare_lora_batch(batch("DECODE", ["id-math", None]))
     assert steps.seen == [2]
-
-
-def test_without_dp_attention_nothing_is_gathered(manager: EsftManager) -> None:
     assert not manager.enable_dp_attention
 
 
@@ -249,18 +246,17 @@ def test_a_pin_that_cannot_be_kept_is_named(manager: EsftManager, root: Path) ->
     assert result.error_message.startswith("NoFreeSlotError: ")
 
 
-def test_a_failed_unload_is_named(manager: EsftManager, root: Path) -> None:
-    result = manager.unload_lora_adapter(ref(root, "code"))
-    assert not result.success
-    assert result.error_message.startswith("UnknownAdapterError: ")
-    assert set(result.loaded_adapters) == {"math", "law"}
-
-
-def test_tensors_are_refused(manager: EsftManager, root: Path) -> None:
-    result = manager.load_lora_adapter_from_tensors(ref(root, "code"), {}, {}, added_tokens=None)
-    assert not result.success
-    assert result.error_message.startswith("UnsupportedAdapterError: ")
-    assert set(result.loaded_adapters) == {"math", "law"}
+def test_an_unknown_unload_and_tensors_are_refused(manager: EsftManager, root: Path) -> None:
+    code = ref(root, "code")
+    unload = manager.unload_lora_adapter(code)
+    tensors = manager.load_lora_adapter_from_tensors(code, {}, {}, added_tokens=None)
+    for result, error in (
+        (unload, "UnknownAdapterError: "),
+        (tensors, "UnsupportedAdapterError: "),
+    ):
+        assert not result.success
+        assert result.error_message.startswith(error)
+        assert set(result.loaded_adapters) == {"math", "law"}
 
 
 def test_a_bad_initial_adapter_stops_the_start(root: Path) -> None:

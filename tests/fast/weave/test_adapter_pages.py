@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,9 @@ Make = Callable[..., Device]
 def make(root: Path) -> Make:
     def make(
         max_pages: int | None = None,
+        loads: Iterable[str] = (),
         *,
         pool_pages: int | None = None,
-        max_adapters: int = 4,
         is_resident: bool = False,
         rank: Rank = ONE_RANK,
     ) -> Device:
@@ -59,13 +59,15 @@ def make(root: Path) -> Make:
         expert_tensor._arenas[torch.device("cpu")] = arena
         device = Device(
             read_moe_spec(root / "base"),
-            EsftConfig(max_adapters, 2),
+            EsftConfig(4, 2),
             rank,
             is_resident=is_resident,
             max_pages=max_pages,
         )
         if pool_pages is not None:
             arena.pool.set_budget((arena.pool.state().num_used + pool_pages) * PAGE)
+        for name in loads:
+            device.load(root / name)
         return device
 
     return make
@@ -99,9 +101,7 @@ def test_pages_come_and_go_with_adapters(make: Make, root: Path) -> None:
 
 def test_slots_are_free_but_pages_are_not(make: Make, root: Path) -> None:
     """Two fit: the third waits on the host, and the one used longest ago makes room for it."""
-    device = make(2 * PAGES_AT_MOST)
-    for name in ("math", "intent", "law"):
-        device.load(root / name)
+    device = make(2 * PAGES_AT_MOST, ("math", "intent", "law"))
     assert set(device.slots()) == {"math", "intent"}
     assert device.plane.can_run_together(["math", "law"])
     assert not device.plane.can_run_together(["math", "intent", "law"])
@@ -170,9 +170,7 @@ def test_a_pool_that_runs_dry_in_mid_load(
 def test_others_are_evicted_when_the_device_has_less_than_was_promised(
     make: Make, root: Path
 ) -> None:
-    device = make(pool_pages=PAGES_AT_MOST)
-    device.load(root / "math")
-    device.load(root / "law")
+    device = make(None, ("math", "law"), pool_pages=PAGES_AT_MOST)
     assert set(device.slots()) == {"math"}
     device.plane.ensure_on_device(["law"])
     assert set(device.slots()) == {"law"}
@@ -185,9 +183,7 @@ def test_others_are_evicted_when_the_device_has_less_than_was_promised(
 
 
 def test_adapters_for_good_are_counted(make: Make, root: Path) -> None:
-    device = make(2 * PAGES_AT_MOST, is_resident=True)
-    for name in ("math", "intent"):
-        device.load(root / name)
+    device = make(2 * PAGES_AT_MOST, ("math", "intent"), is_resident=True)
     before = device.snapshot()
     with pytest.raises(errors.OutOfExpertMemoryError, match="0 of 66 are left"):
         device.load(root / "law")

@@ -16,7 +16,7 @@ def make_map(layout: SlotLayout = figure4.LAYOUT) -> ExpertMap:
     return ExpertMap(torch.arange(layout.num_base, dtype=torch.int32), layout, "cpu")
 
 
-def test_entries_of_the_papers_figure() -> None:
+def test_entries_of_the_papers_figure_come_and_go_by_adapter() -> None:
     expert_map = make_map()
     for adapter_slot, experts in figure4.EXPERT_TO_SLOT.items():
         expert_map.write(adapter_slot, experts)
@@ -24,6 +24,9 @@ def test_entries_of_the_papers_figure() -> None:
     assert expert_map.table.dtype == torch.int32
     assert expert_map.table[0, [3, 14, 47, 5]].tolist() == [64, 65, 66, 5]
     assert expert_map.table[1, [3, 5, 59]].tolist() == [3, 72, 78]
+    expert_map.clear(0)
+    assert torch.equal(expert_map.table[0], expert_map.base_row)
+    assert torch.equal(expert_map.table[1], figure4.expert_map_table()[1])
 
 
 def test_starts_as_base_and_keeps_its_base_row() -> None:
@@ -45,15 +48,6 @@ def test_updates_happen_in_place() -> None:
     assert expert_map.table is table
     assert table.data_ptr() == address
     assert table.is_contiguous()
-
-
-def test_clear_restores_one_adapter_only() -> None:
-    expert_map = make_map()
-    for adapter_slot, experts in figure4.EXPERT_TO_SLOT.items():
-        expert_map.write(adapter_slot, experts)
-    expert_map.clear(0)
-    assert torch.equal(expert_map.table[0], expert_map.base_row)
-    assert torch.equal(expert_map.table[1], figure4.expert_map_table()[1])
 
 
 def test_a_second_write_forgets_the_first() -> None:

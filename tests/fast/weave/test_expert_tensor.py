@@ -158,13 +158,16 @@ def test_a_dry_pool_leaves_the_layer_as_it_was(own_arena: Arena) -> None:
     assert torch.equal(layer.w13[layer.expert_map.table[1, 2]], OTHER.w13[2])
 
 
-def test_a_failed_copy_gives_its_pages_back() -> None:
+def test_a_failed_copy_publishes_nothing_and_gives_its_pages_back() -> None:
+    """Weights first, then the map: a request never finds half an adapter."""
     layer = woven().woven()
-    usage = layer.memory.usage()
+    table, usage = layer.expert_map.table.clone(), layer.memory.usage()
     adapter = OTHER.chosen(1, 2)
     bad = {**adapter, 2: ExpertWeights(adapter[2].w13[:-1], adapter[2].w2)}
     with pytest.raises(RuntimeError):
         layer.place(0, bad)
+    assert torch.equal(layer.expert_map.table, table)
+    assert layer.mapped_slots == set(range(4))
     assert layer.memory.usage() == usage
     layer.check_integrity()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_esft.http.record import OTHERS
-from sgl_esft.weave.heat import MAX_NAMES, HeatSampler, SlotOwner, distinct_experts, merged
+from sgl_esft.weave.heat import MAX_NAMES, HeatSampler, SlotOwner, merged
 
 LAYERS = (1, 2)
 NUM_EXPERTS = 4
@@ -174,11 +174,6 @@ def read(tokens: list[tuple[int, list[int]]]) -> set[tuple[int, int]]:
 
 def owned(tag: int) -> tuple[int, ...]:
     return {0: MATH, 1: LAW}[tag].experts[1] if tag >= 0 else ()
-
-
-def test_distinct_experts_of_nothing() -> None:
-    nothing = torch.zeros((2, 3, 4), dtype=torch.bool)
-    assert distinct_experts(nothing, nothing).tolist() == [0, 0]
 
 
 def test_replicas_add_up() -> None:

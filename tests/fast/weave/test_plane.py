@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from tests.support.adapter_factory import (
     write_random_adapter,
     write_random_base,
 )
-from tests.support.random_layers import Rank
+from tests.support.random_layers import ONE_RANK, Rank
 from tests.support.woven_device import Device
 
 SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
@@ -53,25 +53,27 @@ MakeDevice = Callable[..., Device]
 
 
 @pytest.fixture
-def make_device(spec: MoeSpec) -> MakeDevice:
+def make_device(spec: MoeSpec, root: Path) -> MakeDevice:
     def make(
-        max_adapters: int = 2,
+        max_adapters: int,
+        loads: Iterable[str] = (),
         *,
-        max_experts: int = MAX_EXPERTS,
         is_resident: bool = False,
-        root: Path | None = None,
-        rank: Rank | None = None,
+        rank: Rank = ONE_RANK,
+        adapter_root: Path | None = None,
     ) -> Device:
-        config = EsftConfig(max_adapters, max_experts, adapter_root=root and str(root))
-        return Device(spec, config, rank or Rank(), is_resident=is_resident)
+        within = adapter_root and str(adapter_root)
+        config = EsftConfig(max_adapters, MAX_EXPERTS, adapter_root=within)
+        device = Device(spec, config, rank, is_resident=is_resident)
+        for name in loads:
+            device.load(root / name)
+        return device
 
     return make
 
 
 def test_loads_into_free_slots(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(2)
-    for name in ("math", "intent"):
-        device.load(root / name)
+    device = make_device(2, ("math", "intent"))
     assert device.plane.names == {n: str((root / n).resolve()) for n in ("math", "intent")}
     assert device.slots() == {"math": 0, "intent": 1}
     for name in ("math", "intent"):
@@ -90,9 +92,7 @@ def test_loads_into_free_slots(make_device: MakeDevice, root: Path) -> None:
     ids=str,
 )
 def test_a_rank_of_several_takes_its_part(make_device: MakeDevice, root: Path, rank: Rank) -> None:
-    device = make_device(3, rank=rank)
-    for name in NAMES[:3]:
-        device.load(root / name)
+    device = make_device(3, NAMES[:3], rank=rank)
     for name in NAMES[:3]:
         device.check(root / name)
     device.plane.check_integrity()
@@ -132,9 +132,7 @@ def test_eviction_reads_the_host_not_the_disk(
 
 
 def test_the_least_recently_used_leaves(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(2)
-    for name in ("math", "intent", "law"):
-        device.load(root / name)
+    device = make_device(2, ("math", "intent", "law"))
     device.plane.ensure_on_device(["math"])
     device.plane.ensure_on_device(["law"])
     assert device.slots() == {"math": 0, "law": 1}
@@ -146,8 +144,7 @@ def test_the_least_recently_used_leaves(make_device: MakeDevice, root: Path) -> 
 
 
 def test_unknown_ids(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(2)
-    device.load(root / "math")
+    device = make_device(2, ["math"])
     before = device.snapshot()
     with pytest.raises(errors.UnknownAdapterError, match="nobody"):
         device.plane.ensure_on_device(["math", "nobody"])
@@ -157,9 +154,7 @@ def test_unknown_ids(make_device: MakeDevice, root: Path) -> None:
 
 
 def test_unload_gives_the_slot_back(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(2)
-    for name in ("math", "intent"):
-        device.load(root / name)
+    device = make_device(2, ("math", "intent"))
     device.plane.unload("math")
     for layer in device.layers.values():
         assert torch.equal(layer.expert_map.table[0], layer.expert_map.base_row)
@@ -176,8 +171,7 @@ def test_unload_gives_the_slot_back(make_device: MakeDevice, root: Path) -> None
 def test_two_versions_of_a_name_stand_side_by_side(
     make_device: MakeDevice, root: Path, spec: MoeSpec
 ) -> None:
-    device = make_device(2)
-    device.load(root / "math")
+    device = make_device(2, ["math"])
     device.load(root / "math", adapter_id="another")
     assert device.slots() == {"math": 0, "another": 1}
     device.plane.unload("math")
@@ -187,9 +181,7 @@ def test_two_versions_of_a_name_stand_side_by_side(
 
 
 def test_pins_change_while_loaded(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(2)
-    for name in ("math", "law"):
-        device.load(root / name)
+    device = make_device(2, ("math", "law"))
     device.plane.set_pinned("math", True)
     before = device.snapshot()
     with pytest.raises(errors.NoFreeSlotError, match="'law' cannot be pinned"):
@@ -208,8 +200,7 @@ def test_pins_change_while_loaded(make_device: MakeDevice, root: Path) -> None:
 def test_a_bad_folder_changes_nothing(
     make_device: MakeDevice, root: Path, tmp_path: Path, breakage: str
 ) -> None:
-    device = make_device(2)
-    device.load(root / "math")
+    device = make_device(2, ["math"])
     folder = shutil.copytree(root / "law", tmp_path / "law")
     expected = corrupt(folder, breakage)
     before = device.snapshot()
@@ -223,7 +214,7 @@ def test_a_bad_folder_changes_nothing(
 
 
 def test_a_folder_outside_the_root(make_device: MakeDevice, root: Path, tmp_path: Path) -> None:
-    device = make_device(2, root=tmp_path)
+    device = make_device(2, adapter_root=tmp_path)
     with pytest.raises(errors.AdapterPathError, match="--adapter-root"):
         device.load(root / "math")
     shutil.copytree(root / "math", tmp_path / "math")
@@ -232,9 +223,7 @@ def test_a_folder_outside_the_root(make_device: MakeDevice, root: Path, tmp_path
 
 
 def test_a_resident_adapter_has_its_slot_for_good(make_device: MakeDevice, root: Path) -> None:
-    device = make_device(2, is_resident=True)
-    for name in ("math", "intent"):
-        device.load(root / name)
+    device = make_device(2, ("math", "intent"), is_resident=True)
     before = device.snapshot()
     with pytest.raises(errors.NoFreeSlotError, match="'law' needs a slot of its own, and all 2"):
         device.load(root / "law")
@@ -280,9 +269,7 @@ def test_pinning_does_not_disturb_batches_that_are_running(
     make_device: MakeDevice, root: Path
 ) -> None:
     """They were let in before, and will be brought to the device again for every step."""
-    device = make_device(2)
-    for name in ("math", "intent"):
-        device.load(root / name)
+    device = make_device(2, ("math", "intent"))
     running = ["math", "intent"]
     assert device.plane.can_run_together(running)
     device.plane.ensure_on_device(running)
@@ -333,8 +320,7 @@ def test_ranks_agree_and_stay_sound_in_any_order_of_calls(
 def test_integrity_check_finds_a_map_that_leads_nowhere(
     make_device: MakeDevice, root: Path
 ) -> None:
-    device = make_device(2)
-    device.load(root / "math")
+    device = make_device(2, ["math"])
     layer = device.layers[2]
     layer.expert_map.table[1, 0] = layer.layout.adapter_range(1)[0]
     with pytest.raises(errors.InvariantError, match="unmapped"):

@@ -52,21 +52,20 @@ def rerouter_of_rank(rank: int, num_ranks: int) -> tuple[Rerouter, BatchTags, Ex
 TOPK_IDS = torch.tensor([[1, 6, 2], [6, -1, 1], [7, 0, -1]], dtype=torch.int32)
 
 
-def test_an_all_base_batch_keeps_its_ids() -> None:
-    rerouter, _, _ = rerouter_of_rank(0, 1)
-    assert torch.equal(rerouter(TOPK_IDS), TOPK_IDS)
-
-
 @pytest.mark.parametrize(
-    ("rank", "expected"),
-    [(0, [[1, -1, 2], [-1, -1, 1], [-1, 0, -1]]), (1, [[-1, 2, -1], [2, -1, -1], [3, -1, -1]])],
+    ("rank", "num_ranks", "expected"),
+    [
+        (0, 1, TOPK_IDS.tolist()),
+        (0, 2, [[1, -1, 2], [-1, -1, 1], [-1, 0, -1]]),
+        (1, 2, [[-1, 2, -1], [2, -1, -1], [3, -1, -1]]),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_an_all_base_batch_under_expert_parallelism(
-    rank: int, expected: list[list[int]], dtype: torch.dtype
+def test_an_all_base_batch(
+    rank: int, num_ranks: int, expected: list[list[int]], dtype: torch.dtype
 ) -> None:
     """As SGLang's own mapping, and -1 stays -1 rather than counting from the end."""
-    rerouter, tags, expert_map = rerouter_of_rank(rank, 2)
+    rerouter, tags, expert_map = rerouter_of_rank(rank, num_ranks)
     topk_ids = TOPK_IDS.to(dtype)
     table_before = expert_map.table.clone()
     assert rerouter(topk_ids).tolist() == expected

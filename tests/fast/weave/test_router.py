@@ -64,11 +64,8 @@ def map_of_rank(num_ranks: int) -> ExpertMap:
 def test_equals_sglangs_router_and_the_rerouter(router: str, num_ranks: int) -> None:
     from sglang.srt.layers.moe.topk import select_experts
 
-    config, expert_map, tags = (
-        config_of(**ROUTERS[router]),
-        map_of_rank(num_ranks),
-        BatchTags(64, CPU),
-    )
+    config, tags = config_of(**ROUTERS[router]), BatchTags(64, CPU)
+    expert_map = map_of_rank(num_ranks)
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator)
     slots = torch.randint(-1, 2, (NUM_TOKENS,), generator=generator, dtype=torch.int32)

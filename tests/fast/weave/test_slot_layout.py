@@ -8,14 +8,6 @@ from sgl_esft.errors import InvariantError
 from sgl_esft.weave.slot_layout import SlotLayout
 
 
-def test_sizes_of_the_paper() -> None:
-    """M = 64, N = 2, E_max = 8: adapter 0 at 64, adapter 1 at 72, 80 slots in all."""
-    layout = SlotLayout.plan(num_base=64, num_routed=64, num_adapters=2, max_experts_per_adapter=8)
-    assert layout.adapter_range(0) == range(64, 72)
-    assert layout.adapter_range(1) == range(72, 80)
-    assert layout.num_slots == 80
-
-
 @given(
     num_routed=st.integers(1, 70),
     num_shared=st.integers(0, 2),
