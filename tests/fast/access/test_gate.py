@@ -313,13 +313,10 @@ def test_a_body_too_large_is_refused_as_soon_as_that_is_known(inner: Inner) -> N
         assert answer.headers["connection"] == "close"
 
 
-def test_a_compressed_body_is_refused(inner: Inner) -> None:
+def test_a_compressed_or_a_slow_body_is_refused(inner: Inner) -> None:
     answer = call(gate(inner, OPEN), "POST", "/generate", {"content-encoding": "gzip"}, TEXT)
     assert answer.status == 400
     assert inner.seen == []
-
-
-def test_a_slow_body(inner: Inner) -> None:
     app = gate(inner, Policy(body_timeout_s=0.05))
     answer = answered(app, "POST", "/generate", [HOST], ())
     assert (answer.status, answer.error) == (408, "SlowBodyError")

@@ -40,15 +40,6 @@ def test_writes_nothing_beside_its_output() -> None:
     assert torch.equal(around[1:-1].view(133, 6), reroute_unfused(topk_ids, tags, table))
 
 
-def test_updates_of_the_map_are_seen() -> None:
-    topk_ids, tags, table = Case().make()
-    with interpreter():
-        subject.launch_reroute(topk_ids, tags, table)
-        table += 1000
-        found = subject.launch_reroute(topk_ids, tags, table)
-    assert torch.equal(found, reroute_unfused(topk_ids, tags, table))
-
-
 WRONG = {
     "base row first": ("adapter_slots < 0, NUM_ROWS - 1,", "adapter_slots < 0, 0,"),
     "base row for all": ("adapter_slots < 0, NUM_ROWS - 1, adapter_slots", "True, NUM_ROWS - 1, 0"),

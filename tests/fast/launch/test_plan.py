@@ -37,6 +37,7 @@ from tests.support.adapter_factory import (
 )
 from tests.support.processes import first_outgoing_port
 
+FOUR = {4, 5, 6, 7}
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
 
@@ -57,7 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU platform, and four cores to deal out."""
     monkeypatch.setattr(platform, "is_active", lambda: True)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: FOUR)
 
 
 @pytest.fixture(scope="module")
@@ -248,17 +249,28 @@ def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("sizes", "threads", "bind"),
+    ("cores", "sizes", "threads", "bind"),
     [
-        ("--tp-size 1", "3", "4,5,6"),
-        ("--tp-size 2", "1", "4|5"),
-        ("--tp-size 4", "1", "4|5|6|7"),
-        ("--dp-size 2", "1", "4|5"),
-        ("--dp-size 2 --tp-size 2", "1", "4|5|6|7"),
-        ("--dp-size 2 --tp-size 2 --enable-dp-attention", "1", "4|5"),
+        (FOUR, "--tp-size 1", "3", "4,5,6"),
+        (FOUR, "--tp-size 2", "1", "4|5"),
+        (FOUR, "--tp-size 4", "1", "4|5|6|7"),
+        (FOUR, "--dp-size 2", "1", "4|5"),
+        (FOUR, "--dp-size 2 --tp-size 2", "1", "4|5|6|7"),
+        (FOUR, "--dp-size 2 --tp-size 2 --enable-dp-attention", "1", "4|5"),
+        ({1, 0}, "--tp-size 1", "1", "0"),
+        ({1, 0}, "--tp-size 2", "1", "0|1"),
+        ({1, 0}, "--tp-size 4", "1", "0|1|0|1"),  # more ranks than cores share them
     ],
 )
-def test_each_rank_gets_cores_of_its_own(make: Make, sizes: str, threads: str, bind: str) -> None:
+def test_each_rank_gets_cores_of_its_own(
+    cores: set[int],
+    sizes: str,
+    threads: str,
+    bind: str,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     environment = make(f"--model-path BASE {sizes}").environment
     assert environment == {
         "SGLANG_PLATFORM": "sgl_esft_cpu",
@@ -266,16 +278,6 @@ def test_each_rank_gets_cores_of_its_own(make: Make, sizes: str, threads: str, b
         "OMP_NUM_THREADS": threads,
         "SGLANG_CPU_OMP_THREADS_BIND": bind,
     }
-
-
-@pytest.mark.parametrize(("num_ranks", "bind"), [(1, "0"), (2, "0|1"), (4, "0|1|0|1")])
-def test_more_ranks_than_cores_share_them(
-    make: Make, monkeypatch: pytest.MonkeyPatch, num_ranks: int, bind: str
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 0})
-    environment = make(f"--model-path BASE --tp-size {num_ranks}").environment
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == bind
 
 
 MATH = "--model-path BASE --esft-adapters math=ROOT/math"
@@ -412,18 +414,11 @@ def test_paths_count_from_the_adapter_root(make: Make, root: Path) -> None:
     assert launch.config.adapter_root == str(root.resolve())
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["--tp", "2"], False),
-        (["--dp", "2"], True),
-        (["--dp-size=2"], True),
-        (["--data-parallel-size", "2"], True),
-        (["--dp-attention"], False),
-    ],
-)
-def test_children_know_data_parallel_launches(argv: list[str], expected: bool) -> None:
-    assert plan.uses_data_parallel(argv) is expected
+def test_children_know_data_parallel_launches() -> None:
+    for argv in (["--dp", "2"], ["--dp-size=2"], ["--data-parallel-size", "2"]):
+        assert plan.uses_data_parallel(argv)
+    for argv in (["--tp", "2"], ["--dp-attention"]):
+        assert not plan.uses_data_parallel(argv)
 
 
 def test_flags_are_ours_or_left_to_sglang() -> None:
