@@ -60,6 +60,10 @@ def test_more_overtakes_leave_fewer_adapters_and_experts() -> None:
 
 def test_adapters_that_run_at_once_are_counted_by_time() -> None:
     """From 1, when the first answer ends, to 3, when the last is asked for."""
-    rows = (("a", 0, 0.5, 1), ("a", 0, 1, 2), ("b", 0, 0.5, 3), (None, 3, 3, 9))
-    answers = [Answer(*row) for row in rows]
+    answers = [
+        Answer("a", 0, 0.5, 1),
+        Answer("a", 0, 1, 2),
+        Answer("b", 0, 0.5, 3),
+        Answer(None, 3, 3, 9),
+    ]
     assert mean_adapters(answers) == pytest.approx(1.5, abs=0.01)

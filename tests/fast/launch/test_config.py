@@ -43,7 +43,7 @@ BAD: list[tuple[str, str, tuple[Any, ...], str]] = [
 def test_a_bad_value_is_refused_by_its_flag(
     field: str, flag: str, values: tuple[Any, ...], said: str
 ) -> None:
-    good = {"max_adapters": 2, "max_experts_per_adapter": 3, "max_overtakes": 0}
+    good: dict[str, Any] = {"max_adapters": 2, "max_experts_per_adapter": 3, "max_overtakes": 0}
     EsftConfig(**good)
     for value in values:
         with pytest.raises(ConfigError, match=f"{flag} {value!r}: {said}"):
