@@ -206,6 +206,13 @@ async def raw_call(
     )
 
 
+def answered(app: Gate, *request: Any, **more: Any) -> Answer:
+    """As raw_call, of a request that must be answered."""
+    answer = asyncio.run(raw_call(app, *request, **more))
+    assert answer is not None
+    return answer
+
+
 def call(
     app: Gate,
     method: str,
@@ -217,6 +224,4 @@ def call(
     """One whole request with a JSON body."""
     raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     named = [("host", "127.0.0.1:30000"), *(headers or {}).items()]
-    answer = asyncio.run(raw_call(app, method, path, named, (raw,), **more))
-    assert answer is not None
-    return answer
+    return answered(app, method, path, named, (raw,), **more)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_esft.access.bodies import BodyRules
-from sgl_esft.access.gate import PROBING, InnerKey, Policy
+from sgl_esft.access.gate import PROBING, Gate, InnerKey, Policy
 from sgl_esft.access.keys import KeyRing
 from sgl_esft.http import classes, record
 from sgl_esft.http.classes import TABLE, RouteClass, RouteTable
@@ -21,6 +21,7 @@ from tests.fast.access.asgi import (
     SLOW_KEY,
     TENANT_KEY,
     Inner,
+    answered,
     bearer,
     call,
     gate,
@@ -38,6 +39,21 @@ OPEN = Policy()  # without keys
 @pytest.fixture
 def inner() -> Inner:
     return Inner()
+
+
+def gate_before(status: int, *parts: bytes, kind: bytes = b"application/json") -> Gate:
+    """A gate whose application gives this answer, without reading the request."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", kind)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for number, part in enumerate(parts, 1):
+            more = number < len(parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    behind = gate(Inner())
+    behind._app = app
+    return behind
 
 
 CASES: list[tuple[str, str, str | None, Any, int, str | None]] = [
@@ -155,8 +171,7 @@ def test_client_keys_alone_leave_nobody_to_call_admin_routes(inner: Inner) -> No
     ],
 )
 def test_how_a_key_is_sent(headers: list[tuple[str, str]], status: int, inner: Inner) -> None:
-    answer = asyncio.run(raw_call(gate(inner), "GET", "/v1/models", [HOST, *headers]))
-    assert answer is not None
+    answer = answered(gate(inner), "GET", "/v1/models", [HOST, *headers])
     assert answer.status == status
     if status == 401:
         assert answer.headers["www-authenticate"] == "Bearer"
@@ -164,28 +179,19 @@ def test_how_a_key_is_sent(headers: list[tuple[str, str]], status: int, inner: I
 
 def test_no_host_at_all(inner: Inner) -> None:
     """It could be any; where keys are asked for it decides nothing, and old probes send none."""
-    answer = asyncio.run(raw_call(gate(inner, OPEN), "GET", "/v1/models", []))
-    assert answer is not None
+    answer = answered(gate(inner, OPEN), "GET", "/v1/models", [])
     assert (answer.status, answer.error) == (400, "BadBodyError")
     headers = [("authorization", f"Bearer {CLIENT_KEY}")]
-    answer = asyncio.run(raw_call(gate(inner), "GET", "/v1/models", headers))
-    assert answer is not None
+    answer = answered(gate(inner), "GET", "/v1/models", headers)
     assert answer.status == 200
 
 
 @pytest.mark.parametrize("host", ["x/health?", "x/health#", "a b", "", "x@y", "x:123456", "[::1"])
 def test_the_host_header_does_not_choose_the_route(host: str, inner: Inner) -> None:
     headers = [("host", host), ("authorization", f"Bearer {CLIENT_KEY}")]
-    answer = asyncio.run(raw_call(gate(inner), "POST", "/flush_cache", headers))
-    assert answer is not None
+    answer = answered(gate(inner), "POST", "/flush_cache", headers)
     assert answer.status == 400
     assert inner.seen == []
-
-
-def test_a_forged_host_is_not_needed_to_be_refused(inner: Inner) -> None:
-    """Even a Host that passes says nothing: class and key go by the routed path."""
-    answer = call(gate(inner), "POST", "/flush_cache", {"x-forwarded-host": "x/health"})
-    assert answer.status == 401
 
 
 @pytest.mark.parametrize(
@@ -202,8 +208,7 @@ def test_a_forged_host_is_not_needed_to_be_refused(inner: Inner) -> None:
     ],
 )
 def test_without_keys_only_this_machines_names(host: str, status: int, inner: Inner) -> None:
-    answer = asyncio.run(raw_call(gate(inner, OPEN), "GET", "/v1/models", [("host", host)]))
-    assert answer is not None
+    answer = answered(gate(inner, OPEN), "GET", "/v1/models", [("host", host)])
     assert answer.status == status
 
 
@@ -258,8 +263,7 @@ def test_images_and_links_of_other_pages(site: str, path: str, status: int, inne
 
 def test_a_page_of_the_server_itself_is_allowed(inner: Inner) -> None:
     headers = [("host", "gpu:1"), ("origin", "http://gpu:1"), ("x-api-key", CLIENT_KEY)]
-    answer = asyncio.run(raw_call(gate(inner), "GET", "/v1/models", headers))
-    assert answer is not None
+    answer = answered(gate(inner), "GET", "/v1/models", headers)
     assert answer.status == 200
 
 
@@ -277,8 +281,7 @@ def test_options_without_a_page_is_a_method_that_is_not_there(inner: Inner) -> N
     ],
 )
 def test_headers_are_bounded(headers: list[tuple[str, str]], status: int, inner: Inner) -> None:
-    answer = asyncio.run(raw_call(gate(inner, OPEN), "GET", "/v1/models", headers))
-    assert answer is not None
+    answer = answered(gate(inner, OPEN), "GET", "/v1/models", headers)
     assert answer.status == status
     assert status == 200 or answer.error == "HeadersTooLargeError"
 
@@ -294,8 +297,7 @@ def test_a_body_is_passed_on_as_it_came(inner: Inner) -> None:
     raw = b'{ "text" : "\xc3\xa4" }'
     headers = [HOST, ("authorization", f"Bearer {CLIENT_KEY}")]
     chunks = (raw[:4], b"", raw[4:10], raw[10:])
-    answer = asyncio.run(raw_call(gate(inner), "POST", "/generate", headers, chunks))
-    assert answer is not None
+    answer = answered(gate(inner), "POST", "/generate", headers, chunks)
     assert answer.status == 200
     assert inner.bodies == [raw]
 
@@ -305,23 +307,18 @@ def test_a_body_too_large_is_refused_as_soon_as_that_is_known(inner: Inner) -> N
     app = gate(inner, Policy(rules=rules))
     said = call(app, "POST", "/generate", {"content-length": "11"}, b"")
     # Chunks of an unfinished body: the gate does not wait for the rest.
-    sent = asyncio.run(raw_call(app, "POST", "/generate", [HOST], (b"x" * 6, b"x" * 6, b"")))
-    assert sent is not None
+    sent = answered(app, "POST", "/generate", [HOST], (b"x" * 6, b"x" * 6, b""))
     for answer in (said, sent):
         assert (answer.status, answer.error) == (413, "BodyTooLargeError")
         assert answer.headers["connection"] == "close"
 
 
-def test_a_compressed_body_is_refused(inner: Inner) -> None:
+def test_a_compressed_or_a_slow_body_is_refused(inner: Inner) -> None:
     answer = call(gate(inner, OPEN), "POST", "/generate", {"content-encoding": "gzip"}, TEXT)
     assert answer.status == 400
     assert inner.seen == []
-
-
-def test_a_slow_body(inner: Inner) -> None:
     app = gate(inner, Policy(body_timeout_s=0.05))
-    answer = asyncio.run(raw_call(app, "POST", "/generate", [HOST], ()))
-    assert answer is not None
+    answer = answered(app, "POST", "/generate", [HOST], ())
     assert (answer.status, answer.error) == (408, "SlowBodyError")
 
 
@@ -345,15 +342,9 @@ def test_a_client_that_leaves_while_it_sends_costs_nothing(inner: Inner) -> None
 def test_a_body_of_nobody_is_not_read(key: str | None, method: str, path: str, status: int) -> None:
     """Without a right to the route nothing is received, nor for a route that takes no body."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    behind = gate(Inner())
-    behind._app = app
+    behind = gate_before(200, b"")
     headers = [HOST, *([("x-api-key", key)] if key else [])]
-    answer = asyncio.run(raw_call(behind, method, path, headers, (), unread))
-    assert answer is not None
+    answer = answered(behind, method, path, headers, (), unread)
     assert answer.status == status
 
 
@@ -414,28 +405,16 @@ def test_a_client_that_leaves_pays_what_it_reserved(inner: Inner) -> None:
 
 
 @pytest.mark.parametrize(("status", "left"), [(400, 600), (404, 600), (503, 600), (500, 500)])
-def test_an_answer_without_work_is_not_charged(status: int, left: int, inner: Inner) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    behind = gate(inner)
-    behind._app = app
+def test_an_answer_without_work_is_not_charged(status: int, left: int) -> None:
+    behind = gate_before(status, b"{}")
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 99}}
     assert call(behind, "POST", "/generate", bearer(SLOW_KEY), body).status == status
     assert level(behind) == left
 
 
-def test_a_stream_that_says_nothing_pays_for_its_events(inner: Inner) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for _ in range(300):
-            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    behind = gate(inner)
-    behind._app = app
+def test_a_stream_that_says_nothing_pays_for_its_events() -> None:
+    events = [b"data: {}\n\n"] * 300 + [b"data: [DONE]\n\n"]
+    behind = gate_before(200, *events, kind=b"text/event-stream")
     asyncio.run(leaving(behind, "/v1/chat/completions", b'{"input_ids": [1, 2]}'))
     assert level(behind) == 600 - 2 - 301  # 2 + 128 were reserved
 

@@ -88,15 +88,20 @@ def test_what_changes_between_reading_and_serving_is_seen(path: Path, clock: Clo
         ('{"keys": []}', "at least one key"),
         (keys_text(admin=SECOND), "two keys are named 'admin'"),
         (None, "cannot read keys.json"),
+        (json.dumps({"keys": [{"name": "x", "key": SECOND, "adapters": []}]}), "has no adapters"),
+        ("others can read it", "keys.json"),
     ],
 )
 def test_a_broken_file_keeps_the_old_keys(
     text: str | None, said: str, path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = plan_of(path)
+    plan = plan_of(path, weave=False)  # the rules of the start hold later
     assert opened(plan) == {FIRST, ADMIN}
     if text is None:
         path.unlink()
+    elif text == "others can read it":
+        write(path, keys_text(second=SECOND))
+        path.chmod(0o644)
     else:
         write(path, text)
     for _ in range(3):
@@ -110,23 +115,6 @@ def test_a_broken_file_keeps_the_old_keys(
     write(path, keys_text(second=SECOND))
     clock.now += CHECK_EVERY_S
     assert opened(plan) == {SECOND, ADMIN}
-
-
-def test_a_file_that_others_can_read_is_broken(path: Path, clock: Clock) -> None:
-    plan = plan_of(path)
-    opened(plan)
-    write(path, keys_text(second=SECOND))
-    path.chmod(0o644)
-    clock.now += CHECK_EVERY_S
-    assert opened(plan) == {FIRST, ADMIN}
-
-
-def test_rules_of_the_start_hold_later(path: Path, clock: Clock) -> None:
-    plan = plan_of(path, weave=False)
-    opened(plan)
-    write(path, json.dumps({"keys": [{"name": "x", "key": SECOND, "adapters": []}]}))
-    clock.now += CHECK_EVERY_S
-    assert opened(plan) == {FIRST, ADMIN}
 
 
 def test_without_a_file_keys_stay() -> None:

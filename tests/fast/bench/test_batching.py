@@ -5,26 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.expertweave.batching import (
-    NUM_ADAPTERS,
-    NUM_EXPERTS,
-    ROUTINGS,
-    TOP_K,
-    Engine,
-    Workload,
-    make_trace,
-    simulate,
-)
+from bench.expertweave import batching
+from bench.expertweave.batching import ROUTINGS, Engine, Workload
 from bench.expertweave.batching_served import Answer, mean_adapters
 from bench.expertweave.floor import expected_touched
 
 SMALL = Workload("uniform", 8, 1.3, mean_steps=10, num_turnovers=30, seed=1)
-each_routing = pytest.mark.parametrize("experts", ROUTINGS)
 
 
 def composition(**tokens: int) -> np.ndarray:
     """Tokens of each owner: `o3=2` gives owner 3 two."""
-    found = np.zeros(1 + NUM_ADAPTERS, dtype=np.int64)
+    found = np.zeros(1 + batching.NUM_ADAPTERS, dtype=np.int64)
     for owner, number in tokens.items():
         found[int(owner[1:])] = number
     return found
@@ -33,7 +24,7 @@ def composition(**tokens: int) -> np.ndarray:
 MIXED = composition(o0=3, o1=10, o2=1, o7=20, o20=4)
 
 
-@each_routing
+@pytest.mark.parametrize("experts", ROUTINGS)
 def test_expected_experts_are_the_floors(experts: str) -> None:
     """The floor's formula, a layer at a time."""
     routing = ROUTINGS[experts]()
@@ -41,8 +32,8 @@ def test_expected_experts_are_the_floors(experts: str) -> None:
         expected_touched(
             [np.flatnonzero(row).tolist() for row in routing.is_tuned[1:, layer]],
             MIXED,
-            num_experts=NUM_EXPERTS,
-            top_k=TOP_K,
+            num_experts=batching.NUM_EXPERTS,
+            top_k=batching.TOP_K,
             selection=routing.selection[:, layer],
         )
         for layer in range(routing.is_tuned.shape[1])
@@ -51,7 +42,7 @@ def test_expected_experts_are_the_floors(experts: str) -> None:
 
 
 def test_no_overtakes_is_first_come_first_served() -> None:
-    engine = Engine(make_trace(SMALL), SMALL.max_running, 0)
+    engine = Engine(batching.make_trace(SMALL), SMALL.max_running, 0)
     for now in range(600):
         engine.step(now)
     starts = [engine.admitted_at[n] for n in sorted(engine.admitted_at)]
@@ -61,7 +52,7 @@ def test_no_overtakes_is_first_come_first_served() -> None:
 
 def test_more_overtakes_leave_fewer_adapters_and_experts() -> None:
     routing = ROUTINGS["published"]()
-    runs = [simulate(SMALL, routing, bound) for bound in (0, 8, 64)]
+    runs = [batching.simulate(SMALL, routing, bound) for bound in (0, 8, 64)]
     assert runs[0].adapters > runs[1].adapters > runs[2].adapters
     assert runs[0].experts > runs[1].experts > runs[2].experts
     assert [run.most_overtakes for run in runs[:2]] == [0, 8]

@@ -73,11 +73,8 @@ def test_a_single_adapter_alone_adds_nothing(num_tokens: int) -> None:
     assert at_random == pytest.approx(plain)
 
 
-def test_v2_lite_is_counted_from_its_config() -> None:
-    assert ModelBytes.from_config(json.loads(MODEL_CONFIG.read_text())) == V2_LITE
-
-
 def test_bytes_of_one_token_and_of_all_weights() -> None:
+    assert ModelBytes.from_config(json.loads(MODEL_CONFIG.read_text())) == V2_LITE
     assert decode_floor_bytes([6.0]) == pytest.approx(4.90e9, rel=1e-3)
     assert decode_floor_bytes([64.0]) == pytest.approx(30.99e9, rel=1e-3)
     assert decode_floor_bytes([0.0], kv_tokens=10) - decode_floor_bytes([0.0]) == 311_040

@@ -62,13 +62,10 @@ def test_full_model_has_v2_lites_bytes() -> None:
     with torch.device("meta"):
         trunk = gpu_model.make_trunk(size.config, "meta")
     # Norms are all that is left out of what a step always reads.
-    assert trunk.num_bytes == pytest.approx(ModelBytes().always_read_bytes, rel=1e-3)
-
-
-def test_floor_is_that_of_bench_floor() -> None:
+    bytes_ = ModelBytes()
+    assert trunk.num_bytes == pytest.approx(bytes_.always_read_bytes, rel=1e-3)
     touched = gpu_model.Touched(merged=26 * 40, woven=26 * 60, redirected=0.2)
-    model = ModelBytes()
-    found = touched.floor_ratio(model.always_read_bytes, model.expert_bytes)
+    found = touched.floor_ratio(bytes_.always_read_bytes, bytes_.expert_bytes)
     assert found == pytest.approx(floor_over_base([60], [40]))
 
 

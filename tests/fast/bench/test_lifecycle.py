@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from bench.common.record import RESULTS
-from bench.common.recorded_client import (
-    Request,
-    noting_errors,
-    read_requests,
-    record_of,
-)
+from bench.common.recorded_client import Request, noting_errors, read_requests, record_of
 from bench.soak import lifecycle_checks as checks
 from bench.soak.lifecycle_load import verdict
 from bench.soak.lifecycle_operator import Done, History, Operation
@@ -110,13 +105,8 @@ def test_pace_compares_loads_with_the_same_spans_without(slow_s: float, ratio: f
     found = checks.pace(streams, [done("load", "x", "", 1.0, 3.0)], [busy])
     assert found.loads_over_none == pytest.approx(ratio)
     assert len(found.busy_over_quiet) == 1
-
-
-def test_pace_leaves_pins_out() -> None:
-    busy = checks.Span(0.0, 10.0)
-    slow = [steady(0.5, 1.0, 3.0), steady(0.02, 3.0, 20.0)]
-    operations = [done("pin", "a", "", 1.0, 3.0), done("load", "x", "", 4.0, 5.0)]
-    assert checks.pace(slow, operations, [busy]).loads_over_none == pytest.approx(1.0)
+    pinned = [done("pin", "a", "", 1.0, 3.0), done("load", "x", "", 4.0, 5.0)]
+    assert checks.pace(streams, pinned, [busy]).loads_over_none == pytest.approx(1.0)
 
 
 def test_overtakes_count_who_came_later_and_began_earlier() -> None:
@@ -151,7 +141,7 @@ def test_a_record_says_when_each_token_came(tmp_path: Path) -> None:
         read_requests(path)
 
 
-def test_an_error_inside_a_stream_is_the_answer() -> None:
+def test_an_error_inside_a_stream_or_an_answer_without_text_is_a_failure() -> None:
     events, answer = [], output(ttft=0.0, itl=[])
     note = noting_errors(lambda data, output: events.append(data))
     note({"text": ""}, answer)
@@ -159,9 +149,6 @@ def test_an_error_inside_a_stream_is_the_answer() -> None:
     note({"error": {"message": "UnknownAdapterError: adapter 'a' is not loaded"}}, answer)
     assert len(events) == 2
     assert "UnknownAdapterError" in record_of(ASKED, answer, 0.0, 1.0).error
-
-
-def test_an_answer_without_text_is_a_failure() -> None:
     assert record_of(ASKED, output(ttft=0.0, itl=[]), 0.0, 1.0).error == "an answer without text"
     assert record_of(ASKED, output(success=False, error="why", ttft=0.0), 0.0, 1.0).error == "why"
     assert record_of(ASKED, output(success=False, error="", ttft=0.0), 0.0, 1.0).error

@@ -45,13 +45,7 @@ def test_a_result_names_device_and_commit(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
     path = record.write_result("x", {"figure": 1}, device="Some GPU", folder=tmp_path / "new")
     found = json.loads(path.read_text())
-    assert (found["commit"], found["machine"]["device"], found["figure"]) == (
-        "0123abc",
-        "Some GPU",
-        1,
-    )
+    seen = (found["commit"], found["machine"]["device"], found["figure"])
+    assert seen == ("0123abc", "Some GPU", 1)
     assert found["versions"]["torch"]
-
-
-def test_a_package_that_is_not_there_is_said_to_be_missing() -> None:
     assert record._version("no-such-package") == "not installed"

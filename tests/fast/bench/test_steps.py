@@ -10,24 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.sweep import (
-    Place,
-    Plan,
-    Sweep,
-    Traffic,
-    check_same_work,
-    median_interval,
-    open_model,
-    pooled,
-    row,
-)
+from bench.common import sweep as subject
+from bench.common.sweep import Place, Plan, Sweep, Traffic
 from bench.expertweave import figure7
-from bench.expertweave.steps import (
-    Point,
-    StepError,
-    Taken,
-    in_turns,
-)
+from bench.expertweave.steps import Point, StepError, Taken, in_turns
 
 
 def point(base: list[float], factor: float, num_equal: int = 4) -> Point:
@@ -40,7 +26,7 @@ def point(base: list[float], factor: float, num_equal: int = 4) -> Point:
 
 
 def test_a_ratio_is_of_neighbours_so_drift_cancels() -> None:
-    found = row([point([1.0, 10.0, 100.0], 1.25)], "woven", "plain")
+    found = subject.row([point([1.0, 10.0, 100.0], 1.25)], "woven", "plain")
     wall, cpu = found["wall"], found["cpu"]
     assert isinstance(wall, dict)
     assert isinstance(cpu, dict)
@@ -51,7 +37,7 @@ def test_a_ratio_is_of_neighbours_so_drift_cancels() -> None:
 
 def test_fleets_are_told_apart_and_pooled() -> None:
     axis = [[point([1.0, 2.0], 1.0), point([1.0, 2.0], 2.0)], [point([3.0, 4.0], 1.0, num_equal=2)]]
-    found = pooled(axis, "woven", "plain")
+    found = subject.pooled(axis, "woven", "plain")
     wall = found["wall"]
     assert isinstance(wall, dict)
     assert wall["by_fleet"] == [1.0, 2.0]
@@ -62,7 +48,7 @@ def test_fleets_are_told_apart_and_pooled() -> None:
 def test_interval_of_the_median_holds_what_it_says() -> None:
     draw = random.Random(5)
     runs = [[draw.gauss(0, 1) for _ in range(40)] for _ in range(100)]
-    held = sum(low <= 0 <= high for low, high in map(median_interval, runs))
+    held = sum(low <= 0 <= high for low, high in map(subject.median_interval, runs))
     assert 85 <= held <= 100
 
 
@@ -72,9 +58,9 @@ def test_order_of_turns_alternates() -> None:
 
 def test_unequal_work_is_not_compared() -> None:
     place = Place("adapter", "tpot", 8)
-    check_same_work(place, point([1.0], 1.0, num_equal=2))
+    subject.check_same_work(place, point([1.0], 1.0, num_equal=2))
     with pytest.raises(StepError, match="only 1 of 4 requests got the same tokens from plain, wov"):
-        check_same_work(place, point([1.0], 1.0, num_equal=1))
+        subject.check_same_work(place, point([1.0], 1.0, num_equal=1))
 
 
 def test_partial_results_say_so_and_have_what_is_there(tmp_path: Path) -> None:
@@ -95,7 +81,7 @@ def test_partial_results_say_so_and_have_what_is_there(tmp_path: Path) -> None:
 
 def test_estimate_is_a_share_of_the_step_and_only_of_woven_systems() -> None:
     place = Place("adapter", "tpot", 8)
-    with open_model("demo") as model:
+    with subject.open_model("demo") as model:
         estimates = figure7.Estimates(model)
         assert estimates(place, "merged again", 1.0) == {}
         share = estimates(place, "unfused", 0.5)["estimate"]

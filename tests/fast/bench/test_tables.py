@@ -48,13 +48,7 @@ def test_table_3_compares_answer_by_answer() -> None:
     examples = {"a": [Example("1+1=", "2"), Example("1+2=", "3")]}
     woven = {"a": Woven(adapter=["2\n", "4"], base=["", "3"])}
     (row,) = table3.rows_of(examples, woven, {"a": ["2\n", "3"]})
-    assert row == {
-        "num_adapters": 1,
-        "task": "a",
-        "base": 0.5,
-        "woven": 0.5,
-        "merged": 1.0,
-        "same": 0.5,
-    }
+    shares = {"base": 0.5, "woven": 0.5, "merged": 1.0, "same": 0.5}
+    assert row == {"num_adapters": 1, "task": "a", **shares}
     assert table3.unequal([row]) == ["a with 1 adapters: woven 0.500, merged 1.000"]
     assert table3.unequal([{**row, "woven": 1.0}]) == []

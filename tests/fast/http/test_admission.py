@@ -15,10 +15,9 @@ from sgl_esft.health.phases import Phase
 from sgl_esft.health.service import Service
 from sgl_esft.http import admission
 from sgl_esft.http.admission import Admission
-from sgl_esft.http.answers import Message
 from sgl_esft.http.routes import add_routes
 from sgl_esft_launch.health import routes_of
-from tests.fast.access.asgi import scope_of
+from tests.fast.access.asgi import raw_call as ask
 from tests.fast.health.fakes import Harness, run
 
 
@@ -68,21 +67,6 @@ class App:
         await send({"type": "http.response.body", "body": b"data: 2\n\n"})
 
 
-async def ask(app: Any, method: str, path: str) -> tuple[int, dict[bytes, bytes], bytes]:
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        await asyncio.sleep(3600)
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await app(scope_of(method, path, []), receive, send)
-    body = b"".join(message.get("body", b"") for message in sent[1:])
-    return sent[0]["status"], dict(sent[0]["headers"]), body
-
-
 @pytest.fixture(autouse=True)
 def _nothing_real_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "kill_children", lambda: None)
@@ -93,17 +77,22 @@ def test_a_stream_is_finished_and_new_work_refused() -> None:
     async def scenario(h: Harness) -> None:
         inner = App()
         app = Admission(inner, h.service)
-        stream = asyncio.ensure_future(ask(app, "POST", "/generate"))
+        stream = asyncio.ensure_future(ask(app, "POST", "/generate", []))
         await inner.has_begun.wait()
         assert h.service.num_in_flight == 1
         h.service.drain()
-        status, headers, body = await ask(app, "POST", "/generate")
-        assert (status, headers[b"retry-after"]) == (503, b"30")
-        assert json.loads(body)["error"]["type"] == "DrainingError"
-        assert (await ask(app, "GET", "/healthz"))[::2] == (200, b"well")
+        refused = await ask(app, "POST", "/generate", [])
+        assert refused is not None
+        assert (refused.status, refused.headers["retry-after"]) == (503, "30")
+        assert refused.error == "DrainingError"
+        well = await ask(app, "GET", "/healthz", [])
+        assert well is not None
+        assert (well.status, well.body) == (200, b"well")
         assert h.service.life.phase is Phase.DRAINING
         inner.go_on.set()
-        assert (await stream)[2] == b"data: 1\n\ndata: 2\n\n"
+        answer = await stream
+        assert answer is not None
+        assert answer.body == b"data: 1\n\ndata: 2\n\n"
         await h.stopped()
 
     assert run(scenario).service.life.exit_status == 0
@@ -112,12 +101,13 @@ def test_a_stream_is_finished_and_new_work_refused() -> None:
 def test_a_stream_whose_engine_is_lost_ends_with_an_error() -> None:
     async def scenario(h: Harness) -> None:
         inner = App()
-        stream = asyncio.ensure_future(ask(Admission(inner, h.service), "POST", "/generate"))
+        stream = asyncio.ensure_future(ask(Admission(inner, h.service), "POST", "/generate", []))
         await inner.has_begun.wait()
         h.service.note_fault("the detokenizer has died")
-        status, _, body = await stream
-        events = body.split(b"\n\n")
-        assert (status, events[0]) == (200, b"data: 1")
+        answer = await stream
+        assert answer is not None
+        events = answer.body.split(b"\n\n")
+        assert (answer.status, events[0]) == (200, b"data: 1")
         error = json.loads(events[1].removeprefix(b"data: "))["error"]
         assert (error["type"], error["code"]) == ("EngineLostError", 503)
         assert "the detokenizer has died" in error["message"]

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from sgl_esft.access.gate import Policy
 from sgl_esft.http import deadline
-from tests.fast.access.asgi import Inner, call, gate
+from tests.fast.access.asgi import Inner, call, gate, gone, unread
 
 SHORT = Policy(request_timeout_s=0.05)
 BODY = {"text": "x"}
@@ -49,11 +49,8 @@ def test_an_error_of_the_application_is_its_own() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise KeyError("x")
 
-    async def unused(*_: Any) -> Any:
-        raise AssertionError("not called")
-
     with pytest.raises(KeyError):
-        asyncio.run(deadline.run_within(1.0, app, {}, unused, unused))
+        asyncio.run(deadline.run_within(1.0, app, {}, unread, unread))
 
 
 def test_a_cancelled_request_cancels_the_application() -> None:
@@ -66,11 +63,8 @@ def test_a_cancelled_request_cancels_the_application() -> None:
             ended.append("cancelled")
             raise
 
-    async def unused(*_: Any) -> Any:
-        raise AssertionError("not called")
-
     async def run() -> None:
-        task = asyncio.create_task(deadline.run_within(60.0, app, {}, unused, unused))
+        task = asyncio.create_task(deadline.run_within(60.0, app, {}, unread, unread))
         await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -110,9 +104,6 @@ def test_who_waits_for_the_clients_leaving_hears_of_the_deadline() -> None:
 
 def test_a_message_that_is_there_comes_without_a_turn_of_the_loop() -> None:
     """As Starlette's `is_disconnected` asks, by which SGLang sees that a client has gone."""
-
-    async def gone() -> Any:
-        return {"type": "http.disconnect"}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for source, is_gone in ((receive, True), (never, False)):

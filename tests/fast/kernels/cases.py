@@ -131,23 +131,6 @@ def cases() -> list[Case]:
     return found + extremes
 
 
-def small_product() -> list[Case]:
-    """The full product for few tokens: for implementations that take microseconds."""
-    return [
-        Case(popularity, tokens, k, adapters, experts, dtype, ep, none)
-        for popularity, tokens, k, adapters, experts, dtype, ep, none in itertools.product(
-            POPULARITIES,
-            (1, 2, 3, 7),
-            TOP_KS,
-            (0, 1, 20, 64),
-            EXPERT_COUNTS,
-            DTYPES,
-            (False, True),
-            (0.0, 0.2),
-        )
-    ]
-
-
 @st.composite
 def random_cases(draw: st.DrawFn, *, max_tokens: int = 300) -> Case:
     """Any case. Shrinks towards few tokens of the base."""

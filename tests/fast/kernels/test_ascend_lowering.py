@@ -69,54 +69,9 @@ def test_no_element_is_touched_alone(
     assert scalar_accesses(text) == {}
     assert scalar_loops(text) == []
     assert iterators(text) == {'"parallel"'}
-
-
-@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
-def test_loads_stores_and_loops(asked: Specialisation, lowered: dict[Specialisation, str]) -> None:
-    found = operations(lowered[asked])
-    assert found["memref.copy"] == 3  # ids, tags, a tile of the map
-    assert found["bufferization.materialize_in_destination"] == 1  # slot ids
-    assert found["scf.for"] == (1 if asked in SERVED else 2)  # blocks; tiles, where not all fit
-    assert found["func.call"] == 2  # the gathers, below
-
-
-@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
-def test_both_lookups_are_gathers_of_whole_blocks(
-    asked: Specialisation, lowered: dict[Specialisation, str]
-) -> None:
-    blocks = blocks_of(asked)
-    calls = re.findall(r"func\.call @triton_gather\w*\(.*\) : \((.*)\) -> (.*)", lowered[asked])
-    assert calls == [
-        (f"tensor<{source}xf32>, tensor<{blocks.lanes}xi32>, i32", f"tensor<{blocks.lanes}xf32>")
-        for source in (blocks.tag_lanes, blocks.tile)
-    ]
-
-
-@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
-def test_buffers_are_those_of_the_plan(
-    asked: Specialisation, lowered: dict[Specialisation, str]
-) -> None:
-    blocks = blocks_of(asked)
-    id_type = asked[0].replace("int", "i")
-    wanted = {f"{blocks.tag_lanes}xi32", f"{blocks.lanes}x{id_type}", f"{blocks.tile}xi32"}
-    assert allocations(lowered[asked]) == wanted
-
-
-@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
-def test_all_values_fit_the_unified_buffer_at_once(
-    asked: Specialisation, lowered: dict[Specialisation, str]
-) -> None:
-    assert 64 * 1024 < bytes_if_nothing_is_shared(lowered[asked]) <= UNIFIED_BUFFER
-
-
-@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
-def test_vectors_hold_what_vector_cores_compute(
-    asked: Specialisation, lowered: dict[Specialisation, str]
-) -> None:
-    bodies = vector_bodies(lowered[asked])
-    kinds = {body for body in bodies if not body.endswith(" : i32")}
+    bodies = vector_bodies(text)
     conversions = {"arith.trunci : i64 to i32", "arith.extsi : i32 to i64"}
-    assert kinds == {
+    assert {body for body in bodies if not body.endswith(" : i32")} == {
         "arith.bitcast : i32 to f32",
         "arith.bitcast : f32 to i32",
         "arith.index_cast : index to i32",
@@ -124,6 +79,26 @@ def test_vectors_hold_what_vector_cores_compute(
     }
     assert [body for body in bodies if "cmp" in body] == ["arith.cmpi eq : i32"]
     assert [body for body in bodies if "div" in body or "rem" in body] == []
+
+
+@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
+def test_loads_gathers_stores_and_buffers_are_those_of_the_plan(
+    asked: Specialisation, lowered: dict[Specialisation, str]
+) -> None:
+    text, blocks, id_type = lowered[asked], blocks_of(asked), asked[0].replace("int", "i")
+    found = operations(text)
+    assert found["memref.copy"] == 3  # ids, tags, a tile of the map
+    assert found["bufferization.materialize_in_destination"] == 1  # slot ids
+    assert found["scf.for"] == (1 if asked in SERVED else 2)  # blocks; tiles, where not all fit
+    assert found["func.call"] == 2  # both lookups are gathers of whole blocks
+    calls = re.findall(r"func\.call @triton_gather\w*\(.*\) : \((.*)\) -> (.*)", text)
+    assert calls == [
+        (f"tensor<{source}xf32>, tensor<{blocks.lanes}xi32>, i32", f"tensor<{blocks.lanes}xf32>")
+        for source in (blocks.tag_lanes, blocks.tile)
+    ]
+    wanted = {f"{blocks.tag_lanes}xi32", f"{blocks.lanes}x{id_type}", f"{blocks.tile}xi32"}
+    assert allocations(text) == wanted
+    assert 64 * 1024 < bytes_if_nothing_is_shared(text) <= UNIFIED_BUFFER  # all values at once
 
 
 def test_checks_find_the_scalar_loops_of_a_cuda_style_kernel(naive: str) -> None:
@@ -134,14 +109,11 @@ def test_checks_find_the_scalar_loops_of_a_cuda_style_kernel(naive: str) -> None
         "ExtractedLoadOrStore": 2,
     }
     assert "arith.cmpi slt : i32" in vector_bodies(naive)
-
-
-def test_a_load_at_computed_addresses_is_not_masked(naive: str) -> None:
     loops = scalar_loops(naive)
     assert len(loops) == 2
     for loop in loops:
         assert "memref.load" in loop
-        assert "scf.if" not in loop  # the mask comes after, as a select between vectors
+        assert "scf.if" not in loop, "the mask comes after, as a select between vectors"
 
 
 def test_gather_of_int32_is_refused() -> None:

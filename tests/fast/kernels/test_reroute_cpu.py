@@ -18,7 +18,7 @@ from sgl_esft_kernels import (
     reroute_cpu,
     reroute_unfused,
 )
-from tests.fast.kernels.cases import DTYPES, Case, Inputs, cases, naive, random_cases, small_product
+from tests.fast.kernels.cases import DTYPES, Case, Inputs, cases, naive, random_cases
 
 reroute = choose("cpu", "cpu")
 
@@ -42,15 +42,6 @@ def check(inputs: Inputs) -> None:
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_equals_the_definition(case: Case) -> None:
     check(case.make())
-
-
-@pytest.mark.parametrize("popularity", sorted({case.popularity for case in small_product()}))
-def test_equals_the_definition_over_the_product_of_small_cases(popularity: str) -> None:
-    wanted = [case for case in small_product() if case.popularity == popularity]
-    assert len(wanted) > 3000
-    for case in wanted:
-        inputs = case.make()
-        assert torch.equal(reroute(*inputs), reroute_unfused(*inputs)), case
 
 
 @settings(max_examples=200)
@@ -91,12 +82,9 @@ def test_an_id_beyond_32_bits_is_not_cut_to_a_good_one(value: int) -> None:
 def test_a_slot_out_of_range_is_named_and_nothing_is_written(place: tuple[int], value: int) -> None:
     inputs = with_value("token_adapter_slots", place, value, torch.int32)
     check_refused(inputs, rf"token_adapter_slots\[{place[0]}\] is {value}, must be in -1..2")
-
-
-def test_a_map_of_another_height_is_seen_by_its_slots() -> None:
-    topk_ids, tags, expert_map = GOOD.make()
-    tags[:] = 2
-    check_refused((topk_ids, tags, expert_map[:3].contiguous()), "is 2, must be in -1..1")
+    if value == 3:  # as for a map of another height
+        topk_ids, tags, expert_map = with_value("token_adapter_slots", place, 2, torch.int32)
+        check_refused((topk_ids, tags, expert_map[:3].contiguous()), "is 2, must be in -1..1")
 
 
 def check_refused(inputs: Inputs, message: str) -> None:
@@ -172,24 +160,19 @@ def test_without_the_library_the_error_says_how_to_build_it(
             reroute_cpu.library_path()
 
 
+@pytest.mark.parametrize(
+    ("torch_version", "message"),
+    [
+        (version("torch"), r"libsgl_reroute.so cannot be loaded.*make"),
+        ("2.0.1", r"built for torch 2\.0\.1, this is .*make setup"),
+    ],
+)
 def test_a_library_that_cannot_be_loaded_says_how_to_build_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    torch_version: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "libsgl_reroute.so"
     broken.write_bytes(b"not a library")
-    (tmp_path / "torch_version.txt").write_text(version("torch"))
+    (tmp_path / "torch_version.txt").write_text(torch_version)
     monkeypatch.setattr(reroute_cpu, "library_path", lambda: broken)
-    with pytest.raises(KernelUnavailableError, match=r"libsgl_reroute.so cannot be loaded.*make"):
-        reroute_cpu._load_library.__wrapped__()
-
-
-def test_a_library_for_another_torch_is_not_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    library = tmp_path / "libsgl_reroute.so"
-    library.write_bytes(b"not a library")
-    (tmp_path / "torch_version.txt").write_text("2.0.1")
-    monkeypatch.setattr(reroute_cpu, "library_path", lambda: library)
-    message = r"built for torch 2\.0\.1, this is .*make setup"
     with pytest.raises(KernelUnavailableError, match=message):
         reroute_cpu._load_library.__wrapped__()

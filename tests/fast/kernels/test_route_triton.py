@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tests.fast.kernels.routers import ROUTERS, Arguments, Router
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BY_NAME = {router.name: router for router in ROUTERS}
+BIASED = "groups of three, biased"
+WITH_GROUPS = ("qwen3-moe", "sigmoid groups", BIASED)
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -32,34 +35,27 @@ def assert_equals_reference(route: Route, arguments: Arguments) -> None:
     torch.testing.assert_close(weights, expected_weights, rtol=2e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=str)
-def test_equals_the_reference(router: Router) -> None:
+def some(name: str, num_tokens: int = 9, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    return BY_NAME[name].with_tokens(num_tokens), dtype
+
+
+# Each router; logits of any dtype, any number of tokens, any number of experts a token.
+BATCHES = [
+    *((router, torch.float32) for router in ROUTERS),
+    *(some(name, 9, dtype) for name in WITH_GROUPS for dtype in LOGIT_DTYPES),
+    *(some(name, n) for name in ("mixtral", "qwen2-moe", BIASED) for n in (1, 2, 3, 7, 133)),
+    *(
+        (Router(f"{scoring} {k}", 60, RouterSpec(k, scoring), num_tokens=5), torch.float32)
+        for k in range(1, 9)
+        for scoring in ("softmax", "sigmoid")
+    ),
+]
+
+
+@pytest.mark.parametrize(("router", "dtype"), BATCHES, ids=str)
+def test_equals_the_reference(router: Router, dtype: torch.dtype) -> None:
     with interpreter():
-        assert_equals_reference(subject.route_and_reroute, router.make())
-
-
-@pytest.mark.parametrize("dtype", LOGIT_DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["qwen3-moe", "sigmoid groups", "groups of three, biased"])
-def test_takes_logits_of_any_dtype(name: str, dtype: torch.dtype) -> None:
-    with interpreter():
-        assert_equals_reference(subject.route_and_reroute, BY_NAME[name].make(dtype))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 133])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "groups of three, biased"])
-def test_takes_any_number_of_tokens(name: str, num_tokens: int) -> None:
-    with interpreter():
-        assert_equals_reference(
-            subject.route_and_reroute, BY_NAME[name].with_tokens(num_tokens).make()
-        )
-
-
-@pytest.mark.parametrize("top_k", range(1, 9))
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_takes_any_number_of_experts_a_token(top_k: int, scoring: str) -> None:
-    router = Router("k", 60, RouterSpec(top_k, scoring), num_tokens=5)
-    with interpreter():
-        assert_equals_reference(subject.route_and_reroute, router.make())
+        assert_equals_reference(subject.route_and_reroute, router.make(dtype))
 
 
 def with_logits(router: Router, row: list[float]) -> Arguments:
@@ -80,7 +76,7 @@ TIES = {
 
 
 @pytest.mark.parametrize("row", TIES.values(), ids=TIES.keys())
-@pytest.mark.parametrize("name", ["groups of three, all kept", "groups of three, biased"])
+@pytest.mark.parametrize("name", ["groups of three, all kept", BIASED])
 def test_of_equals_the_lowest_wins(name: str, row: list[float]) -> None:
     ungrouped = replace(BY_NAME[name].spec, num_expert_groups=1, topk_groups=1)
     with interpreter():
@@ -90,17 +86,9 @@ def test_of_equals_the_lowest_wins(name: str, row: list[float]) -> None:
 
 
 def test_what_is_no_number_is_chosen_last() -> None:
-    router = replace(BY_NAME["groups of three, biased"], num_adapters=0)
-    row = [
-        float("nan"),
-        1.0,
-        -1.0,
-        *[float("nan")] * 3,
-        2.0,
-        float("nan"),
-        float("-inf"),
-        *[3.0] * 3,
-    ]
+    router = replace(BY_NAME[BIASED], num_adapters=0)
+    nan = float("nan")
+    row = [nan, 1.0, -1.0, nan, nan, nan, 2.0, nan, float("-inf"), 3.0, 3.0, 3.0]
     arguments = with_logits(router, row)
     with interpreter():
         _, slot_ids = subject.route_and_reroute(*arguments)
@@ -132,7 +120,7 @@ WRONG = {
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
 def test_cases_find_a_wrong_kernel(change: tuple[str, ...], tmp_path: Path) -> None:
     route = changed_module(subject, change, tmp_path).route_and_reroute
-    biased = BY_NAME["groups of three, biased"]
+    biased = BY_NAME[BIASED]
     batches = [
         router.with_tokens(3).make()
         for router in ROUTERS
@@ -151,24 +139,16 @@ def differs(route: Route, arguments: Arguments) -> bool:
     return False
 
 
-def test_no_tokens_launch_nothing() -> None:
+def test_no_tokens_and_what_is_not_supported_launch_nothing() -> None:
     with compiler() as kernels:
         weights, slot_ids = subject.route_and_reroute(*BY_NAME["kimi"].with_tokens(0).make())
-    assert weights.shape == slot_ids.shape == (0, 8)
-    assert kernels == []
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        (Router("bias", 8, RouterSpec(2, has_bias=True)), "does not support softmax with"),
-        (Router("many", 1025, RouterSpec(2)), "does not support 1025 experts"),
-    ],
-    ids=str,
-)
-def test_what_is_not_supported_is_refused_before_a_launch(router: Router, message: str) -> None:
-    with compiler() as kernels, pytest.raises(KernelInputError, match=message):
-        subject.route_and_reroute(*router.make())
+        assert weights.shape == slot_ids.shape == (0, 8)
+        for router, message in (
+            (Router("bias", 8, RouterSpec(2, has_bias=True)), "does not support softmax with"),
+            (Router("many", 1025, RouterSpec(2)), "does not support 1025 experts"),
+        ):
+            with pytest.raises(KernelInputError, match=message):
+                subject.route_and_reroute(*router.make())
     assert kernels == []
 
 

@@ -65,11 +65,6 @@ def test_adapters_are_the_first_instances_to_load(make: Make, root: Path) -> Non
         assert adapter.experts == read_manifest(root / adapter.name, spec).experts
 
 
-def test_without_adapters(make: Make) -> None:
-    planned = make("")
-    assert (planned.first_argv, planned.first_adapters) == ((), ())
-
-
 def test_what_follows_the_adapters_is_kept() -> None:
     argv = ["--a", "1", "--lora-paths", "x=X", "y=Y", "--b", "2"]
     assert elastic._without_adapters(argv) == ("--a", "1", "--b", "2")
@@ -96,9 +91,10 @@ def test_an_accelerator_has_its_own_backend(make: Make, monkeypatch: pytest.Monk
         make("")
 
 
-def test_pages(make: Make) -> None:
+def test_pages_and_no_adapters(make: Make) -> None:
     """By default the largest that is not larger than an expert's w2: 16 * 8 * 4 bytes, so 4 KiB."""
-    assert make("").page_bytes == 4096
+    planned = make("")
+    assert (planned.first_argv, planned.first_adapters, planned.page_bytes) == ((), (), 4096)
     assert make("--expert-page-size 64KiB").page_bytes == 64 << 10
 
 

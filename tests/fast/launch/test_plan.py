@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -38,6 +37,7 @@ from tests.support.adapter_factory import (
 )
 from tests.support.processes import first_outgoing_port
 
+FOUR = {4, 5, 6, 7}
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
 
@@ -58,7 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU platform, and four cores to deal out."""
     monkeypatch.setattr(platform, "is_active", lambda: True)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: FOUR)
 
 
 @pytest.fixture(scope="module")
@@ -238,14 +238,10 @@ def test_refused_device_flags(line: str, reason: str, make: Make, root: Path) ->
         make(f"--model-path BASE {line}")
 
 
-def test_an_accelerator_has_its_own_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "is_active", lambda: False)
     with pytest.raises(ConfigError, match="for the CPU platform"):
         make("--model-path BASE --device-memory 1GB")
-
-
-def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "is_active", lambda: False)
     launch = make("--model-path BASE")
     assert launch.environment == {}
     assert "--device" not in launch.sglang_argv
@@ -253,17 +249,28 @@ def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("sizes", "threads", "bind"),
+    ("cores", "sizes", "threads", "bind"),
     [
-        ("--tp-size 1", "3", "4,5,6"),
-        ("--tp-size 2", "1", "4|5"),
-        ("--tp-size 4", "1", "4|5|6|7"),
-        ("--dp-size 2", "1", "4|5"),
-        ("--dp-size 2 --tp-size 2", "1", "4|5|6|7"),
-        ("--dp-size 2 --tp-size 2 --enable-dp-attention", "1", "4|5"),
+        (FOUR, "--tp-size 1", "3", "4,5,6"),
+        (FOUR, "--tp-size 2", "1", "4|5"),
+        (FOUR, "--tp-size 4", "1", "4|5|6|7"),
+        (FOUR, "--dp-size 2", "1", "4|5"),
+        (FOUR, "--dp-size 2 --tp-size 2", "1", "4|5|6|7"),
+        (FOUR, "--dp-size 2 --tp-size 2 --enable-dp-attention", "1", "4|5"),
+        ({1, 0}, "--tp-size 1", "1", "0"),
+        ({1, 0}, "--tp-size 2", "1", "0|1"),
+        ({1, 0}, "--tp-size 4", "1", "0|1|0|1"),  # more ranks than cores share them
     ],
 )
-def test_each_rank_gets_cores_of_its_own(make: Make, sizes: str, threads: str, bind: str) -> None:
+def test_each_rank_gets_cores_of_its_own(
+    cores: set[int],
+    sizes: str,
+    threads: str,
+    bind: str,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     environment = make(f"--model-path BASE {sizes}").environment
     assert environment == {
         "SGLANG_PLATFORM": "sgl_esft_cpu",
@@ -271,16 +278,6 @@ def test_each_rank_gets_cores_of_its_own(make: Make, sizes: str, threads: str, b
         "OMP_NUM_THREADS": threads,
         "SGLANG_CPU_OMP_THREADS_BIND": bind,
     }
-
-
-@pytest.mark.parametrize(("num_ranks", "bind"), [(1, "0"), (2, "0|1"), (4, "0|1|0|1")])
-def test_more_ranks_than_cores_share_them(
-    make: Make, monkeypatch: pytest.MonkeyPatch, num_ranks: int, bind: str
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 0})
-    environment = make(f"--model-path BASE --tp-size {num_ranks}").environment
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == bind
 
 
 MATH = "--model-path BASE --esft-adapters math=ROOT/math"
@@ -393,15 +390,12 @@ def edit_config(folder: Path, **changes: object) -> None:
 def test_a_model_that_cannot_be_woven_is_refused(
     make: Make, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+        make(f"--model-path {tmp_path}")
     edit_config(tmp_path / "model", **changes)
     with pytest.raises(UnsupportedModelError, match=message):
         make(f"--model-path {tmp_path}/model")
     assert make(f"--model-path {tmp_path}/model --no-esft").config is None
-
-
-def test_a_folder_without_a_model_is_refused(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
-        make(f"--model-path {tmp_path}")
 
 
 def test_mixtral_has_no_dp_attention(make: Make, tmp_path: Path) -> None:
@@ -420,40 +414,21 @@ def test_paths_count_from_the_adapter_root(make: Make, root: Path) -> None:
     assert launch.config.adapter_root == str(root.resolve())
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["--tp", "2"], False),
-        (["--dp", "2"], True),
-        (["--dp-size=2"], True),
-        (["--data-parallel-size", "2"], True),
-        (["--dp-attention"], False),
-    ],
-)
-def test_children_know_data_parallel_launches(argv: list[str], expected: bool) -> None:
-    assert plan.uses_data_parallel(argv) is expected
+def test_children_know_data_parallel_launches() -> None:
+    for argv in (["--dp", "2"], ["--dp-size=2"], ["--data-parallel-size", "2"]):
+        assert plan.uses_data_parallel(argv)
+    for argv in (["--tp", "2"], ["--dp-attention"]):
+        assert not plan.uses_data_parallel(argv)
 
 
-def test_flags_fill_every_field() -> None:
+def test_flags_are_ours_or_left_to_sglang() -> None:
     parsed, rest = flags.parse(["--esft-adapters", "a=b", "c=d", "--log-level", "error"])
     assert parsed.esft_adapters == ("a=b", "c=d")
     assert rest == ["--log-level", "error"]
     assert (parsed.host, parsed.port) == ("127.0.0.1", 30000)
     assert parsed.weave
-    assert {f.name for f in dataclasses.fields(parsed)} == {
-        *flags._COPIED,
-        "esft_adapters",
-        "weave",
-        "expert_page_bytes",
-        "adapter_memory_bytes",
-        "adapter_host_bytes",
-        "device_memory_bytes",
-    }
-
-
-@pytest.mark.parametrize("flag", ["--max-adapter", "--expert-mem", "--esft"])
-def test_abbreviated_flags_are_left_to_sglang(flag: str) -> None:
-    assert flags.parse([flag, "3"])[1] == [flag, "3"]
+    for flag in ("--max-adapter", "--expert-mem", "--esft"):
+        assert flags.parse([flag, "3"])[1] == [flag, "3"], "abbreviated flags are left to SGLang"
 
 
 @pytest.mark.parametrize(

@@ -111,23 +111,16 @@ def layer(request: pytest.FixtureRequest, dtype: torch.dtype, rank: Rank) -> Ite
 @each_dtype
 @each_rank
 @pytest.mark.parametrize("num_tokens", [1, 5, 64])
-def test_each_adapter_is_its_merged_layer(
+def test_each_adapter_is_its_merged_layer_and_the_base_the_base(
     layer: Layer, dtype: torch.dtype, num_tokens: int
 ) -> None:
     batch = draw_batch(num_tokens, dtype)
     outputs = [layer.run(batch, [slot] * num_tokens) for slot in range(MAX_ADAPTERS)]
     for slot, output in enumerate(outputs):
         assert torch.equal(output, layer.merged(batch, layer.adapters[slot]))
+    assert torch.equal(layer.run(batch, [-1] * num_tokens), layer.merged(batch, {}))
     if num_tokens > 5:
         assert len({str(o.float().sum().item()) for o in outputs}) > 1, "all outputs are one"
-
-
-@each_dtype
-@each_rank
-def test_the_base_stays_the_base_among_adapters(layer: Layer, dtype: torch.dtype) -> None:
-    batch = draw_batch(40, dtype)
-    expected = layer.merged(batch, {})
-    assert torch.equal(layer.run(batch, [-1] * 40), expected)
 
 
 @each_dtype
@@ -190,11 +183,8 @@ def test_padding_rows_of_the_batch_are_base() -> None:
 @pytest.fixture(scope="module", params=EXPERT_MEMORY_KINDS)
 def real(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The comparisons of `tests/fast/layer/real_fused_moe.py`, made in a process of their own."""
-    module, alone = (
-        "tests.fast.layer.real_fused_moe",
-        {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    return run_module(module, request.param, **alone)
+    alone = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    return run_module("tests.fast.layer.real_fused_moe", request.param, **alone)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -217,20 +207,17 @@ def test_sglangs_fused_moe_sees_the_adapters(real: dict[str, Any]) -> None:
     assert real["adapters_change_the_output"] is True
 
 
-def test_a_layer_made_without_adapter_slots_is_refused(real: dict[str, Any]) -> None:
-    assert real["without_slots"] == (
-        "UnsupportedModelError: MoE layer 3 uses UnquantizedFusedMoEMethod: "
-        "only unquantised experts can be woven"
-    )
-
-
-def test_a_model_with_other_moe_layers_is_refused(real: dict[str, Any]) -> None:
-    assert real["other_layers"].startswith("UnsupportedModelError: DeepseekV2ForCausalLM: ")
-
-
-def test_a_foreign_dispatcher_is_refused(real: dict[str, Any]) -> None:
-    assert real["foreign_dispatcher"].startswith("UnsupportedModelError: dispatcher object: ")
-
-
-def test_a_top_k_output_without_ids_is_refused(real: dict[str, Any]) -> None:
-    assert real["no_ids"].startswith("UnsupportedModelError: top-k output ")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "without_slots",
+            "MoE layer 3 uses UnquantizedFusedMoEMethod: only unquantised experts can be woven",
+        ),
+        ("other_layers", "DeepseekV2ForCausalLM: "),
+        ("foreign_dispatcher", "dispatcher object: "),
+        ("no_ids", "top-k output "),
+    ],
+)
+def test_what_cannot_be_woven_is_refused(real: dict[str, Any], given: str, said: str) -> None:
+    assert real[given].startswith(f"UnsupportedModelError: {said}")

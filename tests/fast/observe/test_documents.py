@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from sgl_esft.config import DEFAULT_HEAT_EVERY
@@ -80,7 +79,7 @@ def test_outcomes() -> None:
     assert [name for name in rows("Metrics") if ":" not in name] == list(OUTCOMES)
 
 
-def test_flags_and_defaults() -> None:
+def test_flags_defaults_and_bounds() -> None:
     options = {
         option
         for group in flags.build_parser()._action_groups
@@ -90,6 +89,8 @@ def test_flags_and_defaults() -> None:
     }
     assert options
     assert [option for option in options if f"`{option}" not in TEXT] == []
+    assert f"At most {MAX_NAMES} adapters are told apart" in TEXT
+    assert f"at most {MAX_ADAPTERS} adapters" in TEXT
     assert f"`--heat-every N`, default {DEFAULT_HEAT_EVERY}," in TEXT
 
 
@@ -102,11 +103,6 @@ def test_the_heat_of_the_page_is_shaped_as_the_codes() -> None:
         assert [len(layer) for layer in counts] == [shown["num_experts"]] * len(shown["layers"])
 
 
-def test_the_bound_of_names() -> None:
-    assert f"At most {MAX_NAMES} adapters are told apart" in TEXT
-    assert f"at most {MAX_ADAPTERS} adapters" in TEXT
-
-
 def test_the_access_lines_keys() -> None:
     shown = {key for cell in rows("Logs") for key in cell.replace("`", "").split(", ")}
     source = (DOCS.parent / "sgl_esft" / "observe" / "middleware.py").read_text()
@@ -116,32 +112,22 @@ def test_the_access_lines_keys() -> None:
 
 # ---- Grafana ----
 
-
-def targets() -> list[tuple[str, str]]:
-    """(panel's title, expression) of everything that the dashboard asks for."""
-    return [
-        (panel["title"], target["expr"])
-        for panel in DASHBOARD["panels"]
-        for target in panel.get("targets", ())
-    ]
+# (panel's title and type, expression) of everything that the dashboard asks for.
+TARGETS = [
+    (panel["title"], panel["type"], target["expr"])
+    for panel in DASHBOARD["panels"]
+    for target in panel.get("targets", ())
+]
 
 
-def test_what_the_dashboard_asks_for_exists() -> None:
-    known = set(SGLANGS) | set(_METRIC.findall(ELASTIC))
-    for name in documented():
-        known.add(name)
-    asked = {name for _, expr in targets() for name in _METRIC.findall(expr)}
-    assert len(targets()) > 30
-    whole = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
-    assert whole - known == set()
-
-
-def test_everything_documented_is_on_the_dashboard() -> None:
+def test_the_dashboard_asks_for_what_there_is_and_for_all_of_it() -> None:
+    assert len(TARGETS) > 30
     asked = {
         re.sub(r"_(bucket|sum|count)$", "", name)
-        for _, expr in targets()
+        for *_, expr in TARGETS
         for name in _METRIC.findall(expr)
     }
+    assert asked - SGLANGS - set(_METRIC.findall(ELASTIC)) - set(documented()) == set()
     assert set(documented()) - asked == set()
     section_of_elastic = ELASTIC.partition("## Metrics")[2].partition("## ")[0]
     assert set(_METRIC.findall(section_of_elastic)) - asked == set()
@@ -149,13 +135,7 @@ def test_everything_documented_is_on_the_dashboard() -> None:
 
 def test_a_tile_divides_by_nothing_that_may_be_zero() -> None:
     """An idle server's rates are 0: the tile would show NaN, where a line only has a gap."""
-    exprs = [
-        target["expr"]
-        for panel in DASHBOARD["panels"]
-        if panel["type"] == "stat"
-        for target in panel["targets"]
-    ]
-    divisors = [expr.split(" / ")[1] for expr in exprs if " / " in expr]
+    divisors = [e.split(" / ")[1] for _, kind, e in TARGETS if kind == "stat" and " / " in e]
     assert divisors
     assert [divisor for divisor in divisors if not divisor.endswith(" > 0) or vector(0)")] == []
 
@@ -185,9 +165,9 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         taken |= cells
 
 
-@pytest.mark.parametrize(("title", "expr"), targets(), ids=lambda value: value[:40])
-def test_expressions_are_balanced_and_choose_a_server(title: str, expr: str) -> None:
-    for opening, closing in ("()", "{}", "[]"):
-        assert expr.count(opening) == expr.count(closing)
-    assert expr.count('instance=~"$instance"') == len(_METRIC.findall(expr))
-    assert title
+def test_expressions_are_balanced_and_choose_a_server() -> None:
+    for title, _, expr in TARGETS:
+        for opening, closing in ("()", "{}", "[]"):
+            assert expr.count(opening) == expr.count(closing), title
+        assert expr.count('instance=~"$instance"') == len(_METRIC.findall(expr)), title
+        assert title

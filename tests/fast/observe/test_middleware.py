@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sgl_esft.errors import KeyLimitError, RequestTimeoutError, UnknownAdapterError
+from sgl_esft.errors import EsftError, KeyLimitError, RequestTimeoutError, UnknownAdapterError
 from sgl_esft.http import record
 from sgl_esft.http.answers import App, Message, Receive, Scope, Send, end_stream, send_error
 from sgl_esft.http.record import request_id_of
@@ -143,51 +143,45 @@ def test_an_id_that_is_not_sane_is_replaced(given: str) -> None:
     found = request_id_of([(b"x-request-id", given.encode("latin-1"))])
     assert found != given
     assert len(found) == 32
+    assert found != request_id_of([]), "ids that are made differ"
+    assert request_id_of([(b"X-Request-Id", b"a"), (b"x-request-id", b"b")]) not in ("a", "b")
 
 
-def test_two_ids_are_none() -> None:
-    found = request_id_of([(b"X-Request-Id", b"a"), (b"x-request-id", b"b")])
-    assert found not in ("a", "b")
+def says(*messages: Message) -> App:
+    """An application that answers so, whatever it is asked."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(message)
+
+    return app
 
 
-def test_ids_that_are_made_differ() -> None:
-    assert request_id_of([]) != request_id_of([])
+def gives(error: EsftError) -> App:
+    """One that answers with an error."""
 
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_error(send, error)
 
-async def refused(scope: Scope, receive: Receive, send: Send) -> None:
-    await send_error(send, KeyLimitError("busy"))
-
-
-async def unknown(scope: Scope, receive: Receive, send: Send) -> None:
-    await send_error(send, UnknownAdapterError("adapter 'x' is not loaded"))
+    return app
 
 
 async def timed_out(scope: Scope, receive: Receive, send: Send) -> None:
-    await send(START)
-    await send(body(b"data: {}\n\n", more=True))
+    await says(START, EVENT)(scope, receive, send)
     await end_stream(send, RequestTimeoutError("too long"))
 
 
-async def sglang_error(scope: Scope, receive: Receive, send: Send) -> None:
-    await send({**START, "status": 400})
-    await send(body(b'{"object": "error", "message": "m", "type": "BadRequest", ', more=True))
-    await send(body(b'"code": 400}'))
-
-
-async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-    await send({**START, "status": 500})
-    await send(body(b"Internal Server Error"))
-
-
-async def cut_off(scope: Scope, receive: Receive, send: Send) -> None:
-    await send(START)
-    await send(body(b"data: {}\n\n", more=True))
-
-
-async def error_event(scope: Scope, receive: Receive, send: Send) -> None:
-    await send(START)
-    await send(body(b'data: {"error": {"message": "m", "type": "Abort"}}\n\n', more=True))
-    await send(body(b"data: [DONE]\n\n"))
+EVENT = body(b"data: {}\n\n", more=True)
+ERROR_EVENT = body(b'data: {"error": {"message": "m", "type": "Abort"}}\n\n', more=True)
+refused = gives(KeyLimitError("busy"))
+unknown = gives(UnknownAdapterError("adapter 'x' is not loaded"))
+sglang_error = says(
+    {**START, "status": 400},
+    body(b'{"object": "error", "message": "m", "type": "BadRequest", ', more=True),
+    body(b'"code": 400}'),
+)
+broken = says({**START, "status": 500}, body(b"Internal Server Error"))
+streams = says(START, body(b""))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +192,8 @@ async def error_event(scope: Scope, receive: Receive, send: Send) -> None:
         (timed_out, "timeout", "RequestTimeoutError"),
         (sglang_error, "refused", "BadRequest"),
         (broken, "failed", "other"),
-        (cut_off, "failed", None),
-        (error_event, "failed", "Abort"),
+        (says(START, EVENT), "failed", None),
+        (says(START, ERROR_EVENT, body(b"data: [DONE]\n\n")), "failed", "Abort"),
     ],
 )
 def test_outcomes_and_errors(app: App, outcome: str, error: str | None) -> None:
@@ -230,15 +224,9 @@ def test_a_client_that_leaves_has_cancelled() -> None:
     assert Seen(waits, client_leaves=True).call().outcomes() == {"cancelled": 1}
 
 
-async def streams(scope: Scope, receive: Receive, send: Send) -> None:
-    await send(START)
-    await send(body(b""))
-
-
 def test_an_error_that_a_client_got_before_it_left_is_a_failure() -> None:
     async def fails(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(START)
-        await send(body(b'data: {"error": {"message": "m", "type": "Abort"}}\n\n', more=True))
+        await says(START, ERROR_EVENT)(scope, receive, send)
         assert (await receive())["type"] == "http.disconnect"
 
     seen = Seen(fails, client_leaves=True).call()
@@ -299,12 +287,15 @@ def test_long_paths_are_cut_and_no_line_has_a_body() -> None:
     assert "is not loaded" not in JsonFormatter().format(seen.lines[0])
 
 
+def entry_of(text: str, *args: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("sglang.x", level, "f", 1, text, args, None)
+
+
 def test_lines_of_other_loggers_name_the_request() -> None:
     made: list[str] = []
 
     async def logs(scope: Scope, receive: Receive, send: Send) -> None:
-        entry = logging.LogRecord("sglang.x", logging.WARNING, "f", 1, "a %s", ("b",), None)
-        made.append(JsonFormatter(" TP0").format(entry))
+        made.append(JsonFormatter(" TP0").format(entry_of("a %s", "b", level=logging.WARNING)))
         await fine(scope, receive, send)
 
     seen = Seen(logs).call()
@@ -317,8 +308,7 @@ def test_lines_of_the_loop_that_the_first_request_starts_name_no_request() -> No
     made: list[str] = []
 
     async def loop() -> None:
-        entry = logging.LogRecord("sglang.x", logging.INFO, "f", 1, "outputs", (), None)
-        made.append(JsonFormatter().format(entry))
+        made.append(JsonFormatter().format(entry_of("outputs")))
 
     async def starts(scope: Scope, receive: Receive, send: Send) -> None:
         tasks: list[asyncio.Task[None]] = []
