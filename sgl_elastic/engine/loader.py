@@ -23,7 +23,8 @@ from sgl_elastic.engine import rank, sglang_api
 from sgl_elastic.engine.memory import expert_of
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import engine_config
-from sgl_elastic.instance.rank_messages import Adapter, Attach
+from sgl_elastic.instance.rank_messages import Attach
+from sgl_elastic.types import AdapterEntry
 from sgl_esft.errors import EsftError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
@@ -139,7 +140,7 @@ def fill_adapters(plane: AdapterPlane, spec: MoeSpec, attach: Attach) -> int:
         raise EngineFailedError(f"an adapter could not be read again: {error}") from error
 
 
-def _fill(plane: AdapterPlane, spec: MoeSpec, adapter: Adapter, wanted: frozenset[int]) -> int:
+def _fill(plane: AdapterPlane, spec: MoeSpec, adapter: AdapterEntry, wanted: frozenset[int]) -> int:
     manifest = read_manifest(Path(adapter.path), spec)
     shards = {
         layer_id: replace(layer.shard, expert_ids=wanted)

@@ -9,7 +9,7 @@ A rank takes over the KV of its own device in place. What a leaving device holds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from sgl_elastic.instance import rank_messages as m
@@ -62,13 +62,12 @@ def attach_messages(
     must_load: bool,
 ) -> list[m.Attach]:
     """What each rank of the placement maps. With `must_load`, rank 0 reads the trunk for all."""
-    table = tuple(m.Adapter(**asdict(entry)) for entry in adapters)
     return [
         m.Attach(
             socket=str(socket_of(device_id, device_id)),
             expert_ids=placement.experts_of(device_id),
             kv_tokens=placement.kv_tokens_of(device_id),
-            adapters=table,
+            adapters=tuple(adapters),
             must_load=must_load,
             loads_trunk=must_load and rank == 0,
         )

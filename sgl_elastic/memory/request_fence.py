@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 
 from sgl_elastic.errors import MemoryWorkerError
 
@@ -83,12 +82,7 @@ class FencedRequest:
             self._fence.memory_lock.release()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._fence.memory_lock.release()
 
 

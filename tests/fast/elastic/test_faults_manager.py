@@ -13,7 +13,6 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ class FakeRank(threading.Thread):
             timeout_s=5.0,
         )
         self.channel.send(m.RankHello(instance, rank, 1))
-        self.channel.send(m.Declared(json.dumps(asdict(SHAPE)).encode()))
+        self.channel.send(m.Declared(SHAPE))
         self.start()
 
     def run(self) -> None:
