@@ -21,6 +21,7 @@ from sgl_elastic.instance.links import expect_all, send_all
 from sgl_elastic.instance.running import Running
 from sgl_elastic.instance.starting import InstanceStarter
 from sgl_elastic.instance.state import InstanceState
+from sgl_elastic.processes import giving_way
 from sgl_elastic.types import MemoryShape, Placement, Step, StepKind
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class InstanceManager(InstanceStarter):
             self.stop(instance)
             return
         try:
-            with running.process.in_background():
+            with giving_way(running.process, "background"):
                 send_all(running.links, [m.Detach()] * len(running.links))
                 expect_all(running.links, m.RankDone, self._timeouts.step_s)
         except StepFailedError as error:
@@ -225,5 +226,5 @@ class InstanceManager(InstanceStarter):
     def _attach_all(self, running: Running, placement: Placement, *, must_load: bool) -> None:
         """Tell the ranks what to map; each answers when it has."""
         adapters, socket_of = self._hmm.adapters(), self._hmm.socket_path
-        messages = self._attach_messages(placement, adapters, socket_of, must_load=must_load)
+        messages = self._attach_messages(placement, adapters, socket_of, must_load)
         send_all(running.links, messages)

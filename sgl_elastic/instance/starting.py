@@ -22,6 +22,7 @@ from sgl_elastic.instance.running import Running
 from sgl_elastic.instance.standbys import likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.table import InstanceTable
+from sgl_elastic.processes import giving_way
 from sgl_elastic.types import MemoryShape
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class InstanceStarter(InstanceTable):
         running = self._running[name]
         process = running.process
         try:
-            with process.when_idle(_NO_HURRY_S) if in_no_hurry else nullcontext():
+            with giving_way(process, "when_idle", _NO_HURRY_S) if in_no_hurry else nullcontext():
                 self._warm_up(running)
         except StepFailedError:
             self.stop(name)
@@ -100,7 +101,7 @@ class InstanceStarter(InstanceTable):
             if name is not None or not coming:
                 return name
             for hurrying in coming.keys() - hurried:
-                coming[hurrying].foreground()
+                coming[hurrying].give_way("foreground")
             hurried |= coming.keys()
             time.sleep(_POLL_S)
 

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -148,22 +147,9 @@ class RemoteProcess:
     def is_stopped(self) -> bool:
         return self.node.state_of(self._number)[1]
 
-    def foreground(self) -> None:
-        self._give_way("foreground")
-
-    def in_background(self) -> AbstractContextManager[None]:
-        return self._giving_way("background")
-
-    def when_idle(self, at_most_s: float) -> AbstractContextManager[None]:
-        return self._giving_way("when_idle", at_most_s)
-
-    @contextlib.contextmanager
-    def _giving_way(self, how: str, at_most_s: float = 0.0) -> Iterator[None]:
-        self._give_way(how, at_most_s)
-        try:
-            yield
-        finally:
-            self.foreground()
+    def give_way(self, how: str, at_most_s: float = 0.0) -> None:
+        with contextlib.suppress(NodeLostError):
+            self.node.call("give_way", self._number, how, at_most_s)
 
     def _end(self, how: str) -> None:
         """Harmless on a node that is lost: there it has ended."""
@@ -171,10 +157,6 @@ class RemoteProcess:
             status = self.node.call("end", self._number, how)
             if status is not None:
                 self._returncode = status
-
-    def _give_way(self, how: str, at_most_s: float = 0.0) -> None:
-        with contextlib.suppress(NodeLostError):
-            self.node.call("give_way", self._number, how, at_most_s)
 
 
 # What an agent says of its node: plain values, which travel by Ray. Pure.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from sgl_elastic.errors import PlanError
 from sgl_elastic.plan.pages import NO_KV, expert_pages, kv_pages, trunk_pages
@@ -60,10 +61,7 @@ def states(start: State, steps: Iterable[Step]) -> Iterator[tuple[Step, State]]:
 
 def last_state(start: State, steps: Iterable[Step]) -> State:
     """The state after all of the steps."""
-    state = start
-    for step in steps:
-        state = after_step(state, step)
-    return state
+    return reduce(after_step, steps, start)
 
 
 def peak_and_final_pages(

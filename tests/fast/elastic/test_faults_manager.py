@@ -13,6 +13,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,7 @@ def test_a_rank_that_hangs(scene: Scene) -> None:
 
 def test_a_rank_with_an_instruction_may_be_given_more_time(scene: Scene) -> None:
     """Reading weights from disk, it answers no ping, and is waited for all the same."""
-    scene.manager._silent_s = 30.0
+    scene.manager._timeouts = replace(scene.manager._timeouts, silent_s=30.0)
     name = scene.first()
     scene.ranks[name][0].mutes = {m.Ping, m.ResizeKv}
     told = threading.Thread(target=scene.manager.resize_kv, args=(0, 120))
