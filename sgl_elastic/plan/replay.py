@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from sgl_elastic.errors import PlanError
 from sgl_elastic.plan.pages import NO_KV, expert_pages, kv_pages, trunk_pages
@@ -61,7 +60,10 @@ def states(start: State, steps: Iterable[Step]) -> Iterator[tuple[Step, State]]:
 
 def last_state(start: State, steps: Iterable[Step]) -> State:
     """The state after all of the steps."""
-    return reduce(after_step, steps, start)
+    state = start
+    for step in steps:
+        state = after_step(state, step)
+    return state
 
 
 def peak_and_final_pages(
