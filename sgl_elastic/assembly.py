@@ -16,6 +16,7 @@ horizontal           ReplicaPlanner   HorizontalScale    Replicas         Replic
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,19 +128,22 @@ def make_instances(
     options: ElasticOptions, settings: EngineSettings, hmm: Hmm, engine_link: EngineLink
 ) -> InstanceManager:
     """The instance manager; from disk where the strategy or an ablation wants it."""
-    parts = (settings, hmm, engine_link)
-    standby_ranks, max_devices = options.standby_ranks, options.max_devices
+    make = partial(
+        InstanceManager,
+        settings,
+        hmm,
+        engine_link,
+        standby_ranks=options.standby_ranks,
+        max_devices=options.max_devices,
+    )
     if options.strategy is _S.ELASTIC and options.ablation.peer_copy and not cuts_over(options):
-        return InstanceManager(*parts, standby_ranks=standby_ranks, max_devices=max_devices)
+        return make()
 
     def present() -> Placement:
         return manager.serving()[1]
 
     shares_memory = options.strategy is _S.ELASTIC and options.ablation.zero_copy
-    manager = InstanceManager(
-        *parts,
-        standby_ranks=standby_ranks,
-        max_devices=max_devices,
+    manager = make(
         attach_messages=DiskAttach(present if shares_memory else None),
         # Reading weights takes as long as it takes.
         timeouts=Timeouts(step_s=Timeouts.start_s, silent_s=Timeouts.start_s),
@@ -166,15 +170,8 @@ def make_coordinator(
     if not options.ablation.shared_allocator:
         memory = staged = plans.StagedMemory(hmm, options.max_devices)
         staged.add_staging()
-    coordinator = Coordinator(
-        memory,
-        manager,
-        router,
-        make_plan,
-        planner.describe,
-        journal,
-        carry_out=way_of(options),
-    )
+    way, describe = way_of(options), planner.describe
+    coordinator = Coordinator(memory, manager, router, make_plan, describe, journal, carry_out=way)
     return coordinator, manager
 
 

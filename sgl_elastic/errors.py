@@ -83,8 +83,6 @@ class MemoryLostError(ElasticError):
 class StepFailedError(ElasticError):
     """A step of a scale failed. Before the switch everything was undone."""
 
-    http_status = 500
-
 
 class MemoryWorkerError(StepFailedError):
     """A memory worker refused, failed, died or did not answer in time."""

@@ -92,21 +92,19 @@ FRONT_HOOKS: tuple[Hook, ...] = (
         why="ranks belong to instances that come and go while the HTTP server stays",
         remove_when="SGLang lets a plugin supply the engine class",
     ),
-    Hook(
-        target=f"{_MANAGER}._dispatch_to_scheduler",
-        kind=HookKind.REPLACE,
-        function=dispatch,
-        parameters=("self", "obj"),
-        why="which instance gets a request is decided for each request",
-        remove_when="SGLang lets a plugin supply the way to the scheduler",
-    ),
-    Hook(
-        target=f"{_MANAGER}._async_dispatch_to_scheduler",
-        kind=HookKind.REPLACE,
-        function=dispatch_async,
-        parameters=("self", "obj"),
-        why="as above, where SGLang sends from a coroutine",
-        remove_when="SGLang lets a plugin supply the way to the scheduler",
+    *(
+        Hook(
+            target=f"{_MANAGER}.{method}",
+            kind=HookKind.REPLACE,
+            function=function,
+            parameters=("self", "obj"),
+            why="which instance gets a request is decided for each request",
+            remove_when="SGLang lets a plugin supply the way to the scheduler",
+        )
+        for method, function in (
+            ("_dispatch_to_scheduler", dispatch),
+            ("_async_dispatch_to_scheduler", dispatch_async),  # where SGLang sends from a coroutine
+        )
     ),
     Hook(
         target=f"{_MANAGER}._handle_batch_output",

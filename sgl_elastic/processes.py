@@ -13,7 +13,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -50,21 +49,15 @@ class Process(Protocol):
     def is_stopped(self) -> bool:
         """Whether it is stopped, as by SIGSTOP; False when it is gone."""
 
-    def foreground(self) -> None:
-        """Its group has its parent's priority again."""
-
-    def in_background(self) -> AbstractContextManager[None]:
-        """For as long as the block takes, its group gives way to others."""
-
-    def when_idle(self, at_most_s: float) -> AbstractContextManager[None]:
-        """For the block, at most so long, its group gets what nobody else wants."""
+    def give_way(self, how: str, at_most_s: float = 0.0) -> None:
+        """Another priority for its group: see `give_way`, the function."""
 
 
 class LocalProcess(subprocess.Popen[bytes]):
     """A child of this process."""
 
     def kill_group(self) -> None:
-        background(self.pid)  # to take down all its memory is work too
+        self.give_way("background")  # to take down all its memory is work too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
@@ -72,18 +65,8 @@ class LocalProcess(subprocess.Popen[bytes]):
     def is_stopped(self) -> bool:
         return is_stopped(self.pid)
 
-    def foreground(self) -> None:
-        foreground(self.pid)
-
-    @contextlib.contextmanager
-    def in_background(self) -> Iterator[None]:
-        with in_background(self.pid):
-            yield
-
-    @contextlib.contextmanager
-    def when_idle(self, at_most_s: float) -> Iterator[None]:
-        with when_idle(self.pid, at_most_s):
-            yield
+    def give_way(self, how: str, at_most_s: float = 0.0) -> None:
+        give_way(self.pid, how, at_most_s)
 
 
 def is_stopped(pid: int) -> bool:
@@ -123,52 +106,35 @@ def may_take_back() -> bool:
 
 
 @contextlib.contextmanager
-def when_idle(group: int, at_most_s: float) -> Iterator[None]:
-    """For the block, a process group gets what nobody else wants; then the front's priority.
+def giving_way(process: Process, how: str, at_most_s: float = 0.0) -> Iterator[None]:
+    """As `give_way`, for as long as the block takes; then the front's priority."""
+    process.give_way(how, at_most_s)
+    try:
+        yield
+    finally:
+        process.give_way("foreground")
 
-    After `at_most_s` it gets a small share in any case: a busy machine may have no idle time. In
-    the foreground meanwhile, it stays there.
+
+def give_way(group: int, how: str, at_most_s: float = 0.0) -> None:
+    """Another priority for a process group; nothing where that could not be taken back.
+
+    `background`: it gives way to others. `foreground`: it has the front's priority again.
+    `when_idle`: it gets what nobody else wants, and after `at_most_s` a small share in any case: a
+    busy machine may have no idle time. In the foreground meanwhile, it stays there.
     """
-    timer = begin_idle(group, at_most_s)
-    try:
-        yield
-    finally:
-        timer.cancel()
-        foreground(group)
-
-
-def begin_idle(group: int, at_most_s: float) -> threading.Timer:
-    """The beginning of `when_idle`, whose end is `foreground`; cancel the timer then."""
-    _set(group, os.SCHED_IDLE, BACKGROUND_NICE)
-    timer = threading.Timer(at_most_s, _no_longer_idle, [group])
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-def background(group: int) -> None:
-    """A process group gives way to others; nothing where that could not be taken back."""
-    _set(group, os.SCHED_OTHER, BACKGROUND_NICE)
-
-
-def foreground(group: int) -> None:
-    """A process group has the front's priority again."""
-    _set(group, os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0))
-
-
-@contextlib.contextmanager
-def in_background(group: int) -> Iterator[None]:
-    """For as long as the block takes."""
-    background(group)
-    try:
-        yield
-    finally:
-        foreground(group)
+    if how == "when_idle":
+        _set(group, os.SCHED_IDLE, BACKGROUND_NICE)
+        timer = threading.Timer(at_most_s, _no_longer_idle, [group])
+        timer.daemon = True
+        timer.start()
+        return
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    _set(group, os.SCHED_OTHER, BACKGROUND_NICE if how == "background" else own)
 
 
 def _no_longer_idle(group: int) -> None:
     if any(_is_idle(thread_id) for thread_id in _threads(group)):
-        background(group)
+        give_way(group, "background")
 
 
 def _is_idle(thread_id: int) -> bool:

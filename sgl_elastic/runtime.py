@@ -143,7 +143,10 @@ class Runtime:
         `on_size` hears each new size at its switch, `on_ended` the size after each operation.
         """
         parts = self.parts
-        self._keep_standbys(parts.manager)
+        self._wanted.set()
+        threading.Thread(
+            target=self._start_standbys, args=(parts.manager,), name="elastic-standbys", daemon=True
+        ).start()
         self._start_watchdog(parts)
         observed = metrics.ScaleMetrics()
         observed.set_placement(parts.coordinator.serving[1])
@@ -221,12 +224,6 @@ class Runtime:
         self.router.scaling(not operation.finished)
         if operation.finished:
             self._wanted.set()
-
-    def _keep_standbys(self, manager: InstanceManager) -> None:
-        self._wanted.set()
-        threading.Thread(
-            target=self._start_standbys, args=(manager,), name="elastic-standbys", daemon=True
-        ).start()
 
     def _start_standbys(self, manager: InstanceManager) -> None:
         pause_s = _FIRST_PAUSE_S

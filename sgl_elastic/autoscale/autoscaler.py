@@ -47,6 +47,10 @@ class AutoscaleMetrics:
         from prometheus_client import REGISTRY, Counter, Gauge
 
         registry = registry or REGISTRY
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"sgl_elastic:autoscale_{name}", what, labels, registry=registry)
+
         self._attainment = Gauge(
             "sgl_elastic:slo_attainment",
             "Share of requests within the targets, in the last window.",
@@ -54,22 +58,12 @@ class AutoscaleMetrics:
             multiprocess_mode="mostrecent",
             registry=registry,
         )
-        self._windows = Counter(
-            "sgl_elastic:autoscale_windows",
-            "Windows that were judged, by the reason for scaling or not.",
-            labelnames=("reason",),
-            registry=registry,
+        self._windows = counter(
+            "windows", "Windows that were judged, by the reason for scaling or not.", "reason"
         )
-        self._requests = Counter(
-            "sgl_elastic:autoscale_requests",
-            "Scales that were asked for.",
-            labelnames=("direction", "outcome"),
-            registry=registry,
-        )
-        self._errors = Counter(
-            "sgl_elastic:autoscale_errors",
-            "Windows that could not be judged because something raised.",
-            registry=registry,
+        self._requests = counter("requests", "Scales that were asked for.", "direction", "outcome")
+        self._errors = counter(
+            "errors", "Windows that could not be judged because something raised."
         )
 
     def judged(self, attainment: Attainment, reason: Reason) -> None:

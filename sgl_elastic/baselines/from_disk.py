@@ -33,10 +33,9 @@ class DiskAttach:
         placement: Placement,
         adapters: Iterable[AdapterEntry],
         socket_of: SocketOf,
-        *,
         must_load: bool,
     ) -> list[m.Attach]:
-        attaches = attach_messages(placement, adapters, socket_of, must_load=must_load)
+        attaches = attach_messages(placement, adapters, socket_of, must_load)
         if must_load:  # the first instance, by the loader's own way
             return attaches
         return read_from_disk(attaches, placement, self.present and self.present())

@@ -119,20 +119,16 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         why="weights belong to the HMM; an engine binds its parameters to them",
         remove_when="SGLang lets a plugin supply a loader class by --load-format",
     ),
-    Hook(
-        target=f"{_MOE}.fused_moe_triton.layer.get_parallel",
-        kind=HookKind.CONSTANT,
-        function=whole_experts,
-        why="every expert has a row on every rank, so that EP sizes need not divide the experts "
-        "and scaling moves no row",
-        remove_when="SGLang lets a plugin place physical experts",
-    ),
-    Hook(
-        target=f"{_MOE}.token_dispatcher.standard.get_parallel",
-        kind=HookKind.CONSTANT,
-        function=whole_experts,
-        why="as above: rerouting decides which rank computes an expert",
-        remove_when="SGLang lets a plugin place physical experts",
+    *(
+        Hook(
+            target=f"{_MOE}.{module}.get_parallel",
+            kind=HookKind.CONSTANT,
+            function=whole_experts,
+            why="every expert has a row on every rank, so that EP sizes need not divide the "
+            "experts and scaling moves no row; rerouting decides which rank computes one",
+            remove_when="SGLang lets a plugin place physical experts",
+        )
+        for module in ("fused_moe_triton.layer", "token_dispatcher.standard")
     ),
     Hook(
         target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
@@ -142,21 +138,16 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         why="on a CPU, SGLang pads the model for any number of ranks, though attention is whole",
         remove_when="it asks for the size of attention's own group",
     ),
-    Hook(
-        target=f"{_POOLS}.MLATokenToKVPool._create_buffers",
-        kind=HookKind.REPLACE,
-        function=mla_buffers,
-        parameters=("self",),
-        why="KV belongs to the HMM",
-        remove_when="SGLang lets a pool take its buffers from outside",
-    ),
-    Hook(
-        target=f"{_POOLS}.MHATokenToKVPool._create_buffers",
-        kind=HookKind.REPLACE,
-        function=mha_buffers,
-        parameters=("self",),
-        why="KV belongs to the HMM",
-        remove_when="SGLang lets a pool take its buffers from outside",
+    *(
+        Hook(
+            target=f"{_POOLS}.{pool}._create_buffers",
+            kind=HookKind.REPLACE,
+            function=function,
+            parameters=("self",),
+            why="KV belongs to the HMM",
+            remove_when="SGLang lets a pool take its buffers from outside",
+        )
+        for pool, function in (("MLATokenToKVPool", mla_buffers), ("MHATokenToKVPool", mha_buffers))
     ),
     Hook(
         target=f"{_SCHEDULER}.run_event_loop",
@@ -205,20 +196,15 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         why="a handed-over request continues with the tokens it has emitted",
         remove_when="SGLang has a hand-over of its own",
     ),
-    Hook(
-        target=f"{_SCHEDULER}.load_lora_adapter",
-        kind=HookKind.AFTER,
-        function=report_after_load,
-        parameters=("self", "recv_req"),
-        why="adapters outlive the engine that loaded them",
-        remove_when="SGLang tells a plugin of loads",
-    ),
-    Hook(
-        target=f"{_SCHEDULER}.unload_lora_adapter",
-        kind=HookKind.AFTER,
-        function=report_after_load,
-        parameters=("self", "recv_req"),
-        why="adapters outlive the engine that loaded them",
-        remove_when="SGLang tells a plugin of unloads",
+    *(
+        Hook(
+            target=f"{_SCHEDULER}.{method}",
+            kind=HookKind.AFTER,
+            function=report_after_load,
+            parameters=("self", "recv_req"),
+            why="adapters outlive the engine that loaded them",
+            remove_when="SGLang tells a plugin of loads and unloads",
+        )
+        for method in ("load_lora_adapter", "unload_lora_adapter")
     ),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from sgl_elastic.engine import rank, sglang_api
 from sgl_elastic.engine.memory import expert_of
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import engine_config
-from sgl_elastic.instance.rank_messages import Adapter, Attach
+from sgl_elastic.instance.rank_messages import Attach
+from sgl_elastic.types import AdapterEntry
 from sgl_esft.errors import EsftError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
@@ -88,7 +89,7 @@ class ElasticLoader:
     ) -> int:
         """Read these experts, and the trunk if `attach` says so; returns the bytes."""
         files = sglang_api.weight_files(self._inner, model_config)
-        reader = _Reader(files, expert_ids, attach.loads_trunk)
+        reader = _Reader(files, frozenset(expert_ids), attach.loads_trunk)
         sglang_api.load_weights(model, reader.weights())
         if attach.loads_trunk:
             sglang_api.derive(model, own.memory.device)
@@ -98,18 +99,18 @@ class ElasticLoader:
         return reader.num_bytes
 
 
+@dataclass
 class _Reader:
     """Reads from a checkpoint what this rank must fill, and counts it."""
 
-    def __init__(self, files: list[str], expert_ids: Iterable[int], loads_trunk: bool) -> None:
-        self._files = files
-        self._experts = frozenset(expert_ids)
-        self._loads_trunk = loads_trunk
-        self.num_bytes = 0
+    files: list[str]
+    experts: frozenset[int]
+    loads_trunk: bool
+    num_bytes: int = 0
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, tensor), each read when it is asked for."""
-        for file in self._files:
+        for file in self.files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
                     if self._is_wanted(name):
@@ -120,10 +121,10 @@ class _Reader:
     def _is_wanted(self, name: str) -> bool:
         expert_id = expert_of(name)
         if expert_id is not None:
-            return expert_id in self._experts
+            return expert_id in self.experts
         if ".experts." in name:
             raise ElasticInternalError(f"{name}: all experts in one tensor are not supported")
-        return self._loads_trunk
+        return self.loads_trunk
 
 
 # Adapters' experts read from their folders into slots that are mapped already. The elastic strategy
@@ -139,7 +140,7 @@ def fill_adapters(plane: AdapterPlane, spec: MoeSpec, attach: Attach) -> int:
         raise EngineFailedError(f"an adapter could not be read again: {error}") from error
 
 
-def _fill(plane: AdapterPlane, spec: MoeSpec, adapter: Adapter, wanted: frozenset[int]) -> int:
+def _fill(plane: AdapterPlane, spec: MoeSpec, adapter: AdapterEntry, wanted: frozenset[int]) -> int:
     manifest = read_manifest(Path(adapter.path), spec)
     shards = {
         layer_id: replace(layer.shard, expert_ids=wanted)

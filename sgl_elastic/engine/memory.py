@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -28,6 +29,7 @@ from sgl_esft.errors import InvariantError, OutOfExpertMemoryError
 from sgl_esft.weave.expert_memory import SlotUsage
 from sgl_esft.weave.slot_layout import SlotLayout
 
+Found = TypeVar("Found")
 EXPERT_TENSORS = ("w13", "w2")  # `<name>_weight` in SGLang's layers
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT_PARAMETER = re.compile(r"\.experts\.w(13|2)_weight$")
@@ -184,20 +186,20 @@ class EngineMemory:
 
     def required_mapping(self) -> RegionMapping:
         """Raises ElasticInternalError before `bind`."""
-        if self.mapping is None:
-            raise ElasticInternalError("the model's memory is not bound yet")
-        return self.mapping
+        return _there(self.mapping, "the model's memory is not bound yet")
 
     def required_client(self) -> DeviceClient:
         """Raises ElasticInternalError while the rank is attached nowhere."""
-        if self.client is None:
-            raise ElasticInternalError("the rank has no memory worker yet")
-        return self.client
+        return _there(self.client, "the rank has no memory worker yet")
 
     def _required_shape(self) -> MemoryShape:
-        if self.shape is None:
-            raise ElasticInternalError("the model's memory is not planned yet")
-        return self.shape
+        return _there(self.shape, "the model's memory is not planned yet")
+
+
+def _there(found: Found | None, problem: str) -> Found:
+    if found is None:
+        raise ElasticInternalError(problem)
+    return found
 
 
 def expert_of(weight_name: str) -> int | None:
@@ -213,14 +215,14 @@ def expert_of(weight_name: str) -> int | None:
 # Base slots are mapped by rank.py as placements change; an adapter's slots when it is loaded.
 
 
+@dataclass(eq=False)
 class ElasticSlots:
     """One layer's slots on this rank."""
 
-    def __init__(self, memory: EngineMemory, layer_id: int, num_slots: int) -> None:
-        self._memory = memory
-        self._layer_id = layer_id
-        self._num_slots = num_slots
-        self._mapped: set[int] = set()
+    memory: EngineMemory
+    layer_id: int
+    num_slots: int
+    _mapped: set[int] = field(default_factory=set)
 
     def note(self, mapped: set[int]) -> None:
         """Somebody else has mapped exactly these slots."""
@@ -231,27 +233,27 @@ class ElasticSlots:
 
     def map(self, slots: range) -> None:
         if self._mapped.intersection(slots):
-            raise InvariantError(f"layer {self._layer_id}: some of slots {slots} are mapped")
+            raise InvariantError(f"layer {self.layer_id}: some of slots {slots} are mapped")
         runs = self._runs(slots)
-        client = self._memory.required_client()
+        client = self.memory.required_client()
         try:
             client.map_slots(runs)
         except MemoryWorkerError as error:
             raise OutOfExpertMemoryError(
                 f"{error}: unload an adapter, or give devices more by --device-memory"
             ) from error
-        self._memory.required_mapping().extend(client, runs)
+        self.memory.required_mapping().extend(client, runs)
         self._mapped.update(slots)
 
     def unmap(self, slots: range) -> None:
         runs = self._runs(slots)
-        self._memory.required_mapping().shrink(runs)
-        self._memory.required_client().unmap_slots(runs)
+        self.memory.required_mapping().shrink(runs)
+        self.memory.required_client().unmap_slots(runs)
         self._mapped.difference_update(slots)
 
     def _runs(self, slots: range) -> dict[str, Runs]:
         run = ((slots.start, len(slots)),)
-        return {expert_region(self._layer_id, tensor): run for tensor in EXPERT_TENSORS}
+        return {expert_region(self.layer_id, tensor): run for tensor in EXPERT_TENSORS}
 
     def max_pages(self, count: int) -> int:
         return 0  # the HMM's budget decides
@@ -260,19 +262,17 @@ class ElasticSlots:
         return set(self._mapped)
 
     def usage(self) -> SlotUsage:
-        shape, mapping = self._memory.shape, self._memory.required_mapping()
-        if shape is None:
-            raise InvariantError("no memory is planned")
-        regions = [r for r in shape.regions if r.layer_id == self._layer_id]
+        shape, mapping = self.memory._required_shape(), self.memory.required_mapping()
+        regions = [r for r in shape.regions if r.layer_id == self.layer_id]
         pages = sum(sum(mapping.range_of(r.name).mapped_pages()) for r in regions)
         slot_bytes = sum(r.slot_bytes for r in regions)
         return SlotUsage(
-            reserved_bytes=self._num_slots * slot_bytes,
+            reserved_bytes=self.num_slots * slot_bytes,
             mapped_bytes=pages * shape.page_bytes,
             shared_bytes=0,
             used_bytes=len(self._mapped) * slot_bytes,
         )
 
     def check_integrity(self) -> None:
-        if not all(0 <= slot < self._num_slots for slot in self._mapped):
-            raise InvariantError(f"layer {self._layer_id}: slots {self._mapped} are out of range")
+        if not all(0 <= slot < self.num_slots for slot in self._mapped):
+            raise InvariantError(f"layer {self.layer_id}: slots {self._mapped} are out of range")

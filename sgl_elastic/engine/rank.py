@@ -10,14 +10,12 @@ processor time is used, and the rank's graphs, groups and addresses stay as they
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.memory.runs import Runs
-from sgl_elastic.types import AdapterEntry
+from sgl_elastic.types import AdapterEntry, MemoryShape
 from sgl_esft.weave.plane import AdapterSource, PlacedAdapter
 
 logger = logging.getLogger(__name__)
@@ -62,9 +60,9 @@ class EngineRank:
 
     # ---- loading ----
 
-    def declare(self, shape: object) -> m.Attach | m.Park:
+    def declare(self, shape: MemoryShape) -> m.Attach | m.Park:
         """Tell what memory must look like; returns what to map."""
-        self._channel.send(m.Declared(json.dumps(asdict(shape)).encode()))  # type: ignore[call-overload]
+        self._channel.send(m.Declared(shape))
         instruction = self._receive()
         if not isinstance(instruction, m.Attach | m.Park):
             raise ElasticInternalError(f"{type(instruction).__name__} while loading")
@@ -98,8 +96,7 @@ class EngineRank:
         self.memory.required_client().mark_loaded({name: wanted[name] for name in names})
 
     def _wanted(self, attach: m.Attach) -> dict[str, Runs]:
-        adapters = [_entry(adapter) for adapter in attach.adapters]
-        return self.memory.slots_for(attach.expert_ids, attach.kv_tokens, adapters)
+        return self.memory.slots_for(attach.expert_ids, attach.kv_tokens, attach.adapters)
 
     def _use_worker(self, socket_path: str) -> None:
         """A connection for as long as the rank is attached: a device may leave and come back."""
@@ -347,18 +344,14 @@ def _connect(config: EngineConfig) -> wire.Channel[m.Told]:
     )
 
 
-def _entry(adapter: m.Adapter) -> AdapterEntry:
-    return AdapterEntry(**msgspec.structs.asdict(adapter))
-
-
-def _placed(adapter: m.Adapter) -> PlacedAdapter:
+def _placed(adapter: AdapterEntry) -> PlacedAdapter:
     source = AdapterSource(adapter.adapter_id, adapter.name, adapter.path, adapter.pinned)
     return PlacedAdapter(source, adapter.adapter_slot, adapter.experts)
 
 
-def _told(adapter: PlacedAdapter) -> m.Adapter:
+def _told(adapter: PlacedAdapter) -> AdapterEntry:
     source = adapter.source
-    return m.Adapter(
+    return AdapterEntry(
         adapter_id=source.adapter_id,
         name=source.name,
         path=source.path,

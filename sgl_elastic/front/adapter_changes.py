@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_elastic.coordinator.ports import Wire
@@ -20,33 +21,27 @@ _POLL_S = 0.002
 _LATELY_S = 600.0  # a change takes no longer
 
 
+@dataclass
 class AdapterChanges:
     """The changes that wait, and when the last one came.
 
     Safe from any thread; `lock` is its router's, whose `dispatch` gets what has waited.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        lock: threading.RLock,
-        dispatch: Callable[[Any], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._wire = wire
-        self._lock = lock
-        self._dispatch = dispatch
-        self._clock = clock
-        self._is_scaling = False
-        self._last_s = -math.inf
-        self._deferred: deque[Any] = deque()
+    wire: Wire
+    lock: threading.RLock
+    dispatch: Callable[[Any], None]
+    clock: Callable[[], float] = time.monotonic
+    _is_scaling: bool = False
+    _last_s: float = -math.inf
+    _deferred: deque[Any] = field(default_factory=deque)
 
     def defers(self, message: Any) -> bool:
         """Whether this message is a change that must wait; it is kept then."""
-        if not self._wire.is_adapter_change(message):
+        if not self.wire.is_adapter_change(message):
             return False
-        with self._lock:
-            self._last_s = self._clock()
+        with self.lock:
+            self._last_s = self.clock()
             if self._is_scaling:
                 self._deferred.append(message)
             return self._is_scaling
@@ -57,26 +52,26 @@ class AdapterChanges:
         Returns whether there was one lately. Raises BusyError at the time-out: none waits then.
         `is_lost`: no rank will answer.
         """
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         self.scaling(True)
         while self._is_changing(is_lost):
-            if self._clock() >= deadline:
+            if self.clock() >= deadline:
                 self.scaling(False)
                 raise BusyError(
                     f"an adapter's change has not ended within {timeout_s:g} s: scale when it has"
                 )
             time.sleep(_POLL_S)
-        return self._clock() - self._last_s < _LATELY_S
+        return self.clock() - self._last_s < _LATELY_S
 
     def _is_changing(self, is_lost: Callable[[], bool]) -> bool:
         """One change is asked for at a time: if it waits here, no rank has heard of it."""
-        with self._lock:
+        with self.lock:
             waits = bool(self._deferred) or is_lost()
-        return not waits and self._wire.is_changing_adapters()
+        return not waits and self.wire.is_changing_adapters()
 
     def scaling(self, is_running: bool) -> None:
         """A scale begins or has ended."""
-        with self._lock:
+        with self.lock:
             self._is_scaling = is_running
             while not is_running and self._deferred:
-                self._dispatch(self._deferred.popleft())
+                self.dispatch(self._deferred.popleft())

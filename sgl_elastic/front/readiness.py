@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,23 +31,16 @@ class Serving(Protocol):
         """Whether the instance that serves is gone."""
 
 
+@dataclass
 class ElasticEngine:
     """The ranks of whichever instance serves."""
 
-    replaces_ranks = True
-
-    def __init__(
-        self,
-        directory: Path,
-        serving: Serving,
-        close: Callable[[], None],
-        manager: Callable[[], Any],
-    ) -> None:
-        self._directory = directory
-        self._serving = serving
-        self._close = close
-        self._manager = manager
-        self._heartbeats: dict[str, HeartbeatTable] = {}
+    directory: Path
+    serving: Serving
+    close: Callable[[], None]
+    manager: Callable[[], Any]
+    replaces_ranks: bool = True
+    _heartbeats: dict[str, HeartbeatTable] = field(default_factory=dict)
 
     def ranks(self) -> Sequence[Loop]:
         """Of all instances that serve, which is one but for replicas; of the first while none does.
@@ -54,7 +48,7 @@ class ElasticEngine:
         While requests are handed over the old instance has stopped, for much less than a rank may
         be silent.
         """
-        known = self._serving.instances()
+        known = self.serving.instances()
         serving = [each for each in known if each.state is InstanceState.ACTIVE] or known[:1]
         self._forget_others({each.instance_id for each in known})
         return [
@@ -62,21 +56,21 @@ class ElasticEngine:
         ]
 
     def trouble(self) -> str | None:
-        if not self._serving.instances():
+        if not self.serving.instances():
             return "no instance serves"
-        if self._serving.is_lost():
+        if self.serving.is_lost():
             return "the instance that served is lost; a replacement is on its way"
         return None
 
     def begin(self) -> None:
-        leave_children_to_us(self._manager())
+        leave_children_to_us(self.manager())
 
     def children(self) -> Sequence[tuple[str, int]]:
-        return children_of(self._manager())
+        return children_of(self.manager())
 
     async def end(self) -> None:
         """Instances, memory workers, the watchdog that would replace them."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self.close)
 
     def _loop(self, instance: str, rank: int) -> Loop:
         heartbeats = self._table_of(instance)
@@ -86,7 +80,7 @@ class ElasticEngine:
         )
 
     def _table_of(self, instance: str) -> HeartbeatTable | None:
-        path = heartbeat_path(self._directory, instance)
+        path = heartbeat_path(self.directory, instance)
         if instance not in self._heartbeats and path.exists():
             self._heartbeats[instance] = HeartbeatTable.open(path)
         return self._heartbeats.get(instance)

@@ -12,12 +12,11 @@ engine/memory.py reserves.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from sgl_elastic.errors import ElasticConfigError
 
@@ -26,8 +25,7 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "acl": "ASCEND_RT_VISIBLE_DEVICES"}
 _ONE_EACH = {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
 
 
-@dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One instance, as its ranks see it. Rank r runs on `device_ids[r]`."""
 
     instance: str
@@ -43,15 +41,14 @@ class EngineConfig:
         return Path(self.directory) / "ranks.sock"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> EngineConfig:
         """Raises ElasticConfigError if `text` is not what `to_json` writes."""
         try:
-            fields: dict[str, Any] = json.loads(text)
-            return cls(**{**fields, "device_ids": tuple(fields["device_ids"])})
-        except (KeyError, TypeError, ValueError) as error:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
             raise ElasticConfigError(f"{VARIABLE} is not an engine's: {error}") from error
 
 

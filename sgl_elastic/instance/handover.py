@@ -9,8 +9,7 @@ A rank takes over the KV of its own device in place. What a leaving device holds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import dataclass
 
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.types import AdapterEntry, Placement
@@ -20,17 +19,8 @@ SocketOf = Callable[[int, int], object]
 AreApart = Callable[[int, int], bool]  # whether two devices are on different nodes
 
 
-class AttachMessages(Protocol):
-    """How ranks come to what they hold: `attach_messages`, or a baseline's own."""
-
-    def __call__(
-        self,
-        placement: Placement,
-        adapters: Iterable[AdapterEntry],
-        socket_of: SocketOf,
-        *,
-        must_load: bool,
-    ) -> list[m.Attach]: ...
+# How ranks come to what they hold: `attach_messages`, or a baseline's own.
+AttachMessages = Callable[[Placement, Iterable[AdapterEntry], SocketOf, bool], list[m.Attach]]
 
 
 @dataclass(frozen=True)
@@ -58,17 +48,15 @@ def attach_messages(
     placement: Placement,
     adapters: Iterable[AdapterEntry],
     socket_of: SocketOf,
-    *,
     must_load: bool,
 ) -> list[m.Attach]:
     """What each rank of the placement maps. With `must_load`, rank 0 reads the trunk for all."""
-    table = tuple(m.Adapter(**asdict(entry)) for entry in adapters)
     return [
         m.Attach(
             socket=str(socket_of(device_id, device_id)),
             expert_ids=placement.experts_of(device_id),
             kv_tokens=placement.kv_tokens_of(device_id),
-            adapters=table,
+            adapters=tuple(adapters),
             must_load=must_load,
             loads_trunk=must_load and rank == 0,
         )
@@ -98,9 +86,10 @@ def hand_over(
     old_devices, frozen = old.device_ids, old.ranks
 
     def moved(old_rank: int, device_id: int) -> m.KvMove:
+        """The sequence used last first: room may end before they do."""
         source = old_devices[old_rank]
-        path, is_apart = socket_of(source, device_id), are_apart(source, device_id)
-        return _kv_move(path, frozen[old_rank], by_bytes=is_apart)
+        path, is_apart = str(socket_of(source, device_id)), are_apart(source, device_id)
+        return m.KvMove(path, tuple(reversed(frozen[old_rank].sequences)), is_apart)
 
     rank_of_old = new_ranks(old_devices, new_devices, kv_moves)
     activations = []
@@ -115,7 +104,8 @@ def hand_over(
                 requests=tuple(q for at in sources for q in frozen[at].requests),
             )
         )
-    return activations, _handed_over(frozen, rank_of_old)
+    states = [(rank_of_old[old], q) for old, each in enumerate(frozen) for q in each.requests]
+    return activations, HandedOver({state.rid: rank for rank, state in states}, rank_of_old)
 
 
 def frozen_of(states: Sequence[tuple[int, m.RequestState]], num_ranks: int) -> tuple[m.Frozen, ...]:
@@ -124,16 +114,3 @@ def frozen_of(states: Sequence[tuple[int, m.RequestState]], num_ranks: int) -> t
         m.Frozen((), tuple(state for at, state in states if at % num_ranks == rank))
         for rank in range(num_ranks)
     )
-
-
-def _handed_over(frozen: Sequence[m.Frozen], rank_of_old: Mapping[int, int]) -> HandedOver:
-    states = [(rank_of_old[old], q) for old, each in enumerate(frozen) for q in each.requests]
-    return HandedOver(
-        ranks={state.rid: rank for rank, state in states},
-        rank_of_old=rank_of_old,
-    )
-
-
-def _kv_move(socket: object, frozen: m.Frozen, *, by_bytes: bool) -> m.KvMove:
-    """A leaving device's sequences, the one used last first: room may end before they do."""
-    return m.KvMove(str(socket), tuple(reversed(frozen.sequences)), by_bytes)

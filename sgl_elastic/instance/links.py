@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance import rank_messages as m
+from sgl_elastic.types import AdapterEntry
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _SEND_TIMEOUT_S = 10.0
 _PONG_POLL_S = 0.002
 _DECODER: msgspec.msgpack.Decoder[m.FromRank] = msgspec.msgpack.Decoder(m.FromRank)
 Answer = TypeVar("Answer", bound=m.FromRank)
+OnAdapters: TypeAlias = Callable[["RankLink", tuple[AdapterEntry, ...]], None]
 
 
 class RankLink:
@@ -165,28 +167,28 @@ class RankLink:
         _shut(self._socket)
         self._channel.close()
 
-    def read_all(self, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]) -> None:
+    def read_all(self, on_adapters: OnAdapters) -> None:
         """Read until the rank is gone."""
         try:
-            self._read_all(on_adapters)
+            while True:
+                self._read_next(on_adapters)
         except (ElasticError, OSError, ValueError) as error:
             self.fail(str(error) or type(error).__name__)
         finally:
             self._all_read.set()
 
-    def _read_all(self, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]) -> None:
-        while True:
-            self._channel.wait()
-            with self._lock:
-                message, fds = self._channel.receive()
-            fds.close()
-            if isinstance(message, m.Pong):
-                self._pinged_s = None
-            elif isinstance(message, m.AdapterTable):
-                on_adapters(self, message.adapters)
-            else:
-                self._answered = max(self._answered, getattr(message, "number", 0))
-                self._inbox.put(message)
+    def _read_next(self, on_adapters: OnAdapters) -> None:
+        self._channel.wait()
+        with self._lock:
+            message, fds = self._channel.receive()
+        fds.close()
+        if isinstance(message, m.Pong):
+            self._pinged_s = None
+        elif isinstance(message, m.AdapterTable):
+            on_adapters(self, message.adapters)
+        else:
+            self._answered = max(self._answered, getattr(message, "number", 0))
+            self._inbox.put(message)
 
 
 def send_all(links: Sequence[RankLink], messages: Sequence[m.ToRank]) -> None:
@@ -210,9 +212,7 @@ def expect_all(links: Sequence[RankLink], kind: type[Answer], timeout_s: float) 
 class RankServer:
     """Where ranks connect."""
 
-    def __init__(
-        self, path: Path, on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None]
-    ) -> None:
+    def __init__(self, path: Path, on_adapters: OnAdapters) -> None:
         self._socket = wire.listen(path)
         self._path = path
         self._on_adapters = on_adapters

@@ -13,19 +13,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import msgspec
-
 from sgl_elastic.errors import EngineFailedError, StepFailedError
 from sgl_elastic.instance import handover
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.handover import FrozenInstance, HandedOver
-from sgl_elastic.instance.links import RankLink, expect_all, send_all
-from sgl_elastic.instance.running import EngineLink, Running, Timeouts
+from sgl_elastic.instance.links import expect_all, send_all
+from sgl_elastic.instance.running import Running
 from sgl_elastic.instance.starting import InstanceStarter
 from sgl_elastic.instance.state import InstanceState
-from sgl_elastic.instance.supervise import EngineSettings
-from sgl_elastic.memory.control import Hmm
-from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Step, StepKind
+from sgl_elastic.processes import giving_way
+from sgl_elastic.types import MemoryShape, Placement, Step, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -36,34 +33,7 @@ _FINISH_S = 1.0  # what a rank of an instance that cannot take over has, to answ
 
 
 class InstanceManager(InstanceStarter):
-    """The engines of one server. `Instances` of coordinator/ports.py, and what starts the first.
-
-    `attach_messages` says what each rank of a placement maps, and what it reads from disk.
-    """
-
-    def __init__(
-        self,
-        settings: EngineSettings,
-        hmm: Hmm,
-        engine_link: EngineLink,
-        *,
-        standby_ranks: int,
-        max_devices: int,
-        timeouts: Timeouts | None = None,
-        attach_messages: handover.AttachMessages = handover.attach_messages,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(
-            settings,
-            hmm,
-            engine_link,
-            standby_ranks=standby_ranks,
-            max_devices=max_devices,
-            timeouts=timeouts or Timeouts(),
-            on_adapters=self._note_adapters,
-            clock=clock,
-        )
-        self._attach_messages = attach_messages
+    """The engines of one server. `Instances` of coordinator/ports.py, and what starts the first."""
 
     def start_first(
         self, device_ids: tuple[int, ...], place: Callable[[MemoryShape], Placement]
@@ -222,7 +192,7 @@ class InstanceManager(InstanceStarter):
             self.stop(instance)
             return
         try:
-            with running.process.in_background():
+            with giving_way(running.process, "background"):
                 send_all(running.links, [m.Detach()] * len(running.links))
                 expect_all(running.links, m.RankDone, self._timeouts.step_s)
         except StepFailedError as error:
@@ -256,12 +226,5 @@ class InstanceManager(InstanceStarter):
     def _attach_all(self, running: Running, placement: Placement, *, must_load: bool) -> None:
         """Tell the ranks what to map; each answers when it has."""
         adapters, socket_of = self._hmm.adapters(), self._hmm.socket_path
-        messages = self._attach_messages(placement, adapters, socket_of, must_load=must_load)
+        messages = self._attach_messages(placement, adapters, socket_of, must_load)
         send_all(running.links, messages)
-
-    def _note_adapters(self, link: RankLink, adapters: tuple[m.Adapter, ...]) -> None:
-        """Every rank of the serving instance reports the same table; the first one's counts."""
-        if link.rank == 0:
-            self._hmm.set_adapters(
-                tuple(AdapterEntry(**msgspec.structs.asdict(adapter)) for adapter in adapters)
-            )

@@ -17,9 +17,11 @@ import select
 import signal
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+import msgspec
 
 import sgl_esft  # noqa: F401 - its __init__ must run before sglang, in spawned children too
 from sgl_elastic.instance import engine_config
@@ -38,12 +40,11 @@ class InstanceSpec:
     input_ipc: str  # where this instance's requests come from
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> InstanceSpec:
-        fields = json.loads(text)
-        return cls(**{**fields, "sglang_argv": tuple(fields["sglang_argv"])})
+        return msgspec.json.decode(text, type=cls)
 
 
 def main() -> int:

@@ -13,22 +13,10 @@ from typing import Any
 
 import msgspec
 
-from sgl_elastic.errors import WireError
-from sgl_elastic.types import MemoryShape
+from sgl_elastic.types import AdapterEntry, MemoryShape
 
 # The id of a pause of ours, by which a rank tells it from a client's.
 PAUSE_TO_PARK = "sgl_elastic.park"
-
-
-class Adapter(msgspec.Struct, frozen=True):
-    """types.AdapterEntry, on the wire."""
-
-    adapter_id: str
-    name: str
-    path: str
-    adapter_slot: int
-    pinned: bool
-    experts: dict[int, tuple[int, ...]]
 
 
 class KvSequence(msgspec.Struct, frozen=True):
@@ -60,9 +48,9 @@ class RankHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Declared(msgspec.Struct, frozen=True, tag=True):
-    """The rank has built its model's skeleton: what memory must look like (types.MemoryShape)."""
+    """The rank has built its model's skeleton: what memory must look like."""
 
-    shape: bytes  # JSON
+    shape: MemoryShape
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +62,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     socket: str  # of the device's memory worker
     expert_ids: tuple[int, ...]
     kv_tokens: int
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[AdapterEntry, ...]
     must_load: bool = False
     loads_trunk: bool = False
     disk_experts: tuple[int, ...] = ()
@@ -153,7 +141,7 @@ class Exit(msgspec.Struct, frozen=True, tag=True):
 class AdapterTable(msgspec.Struct, frozen=True, tag=True):
     """(rank to manager) The adapters in memory have changed."""
 
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[AdapterEntry, ...]
 
 
 class RankDone(msgspec.Struct, frozen=True, tag=True):
@@ -185,14 +173,3 @@ class Told(msgspec.Struct, frozen=True):
 FromRank = (
     RankHello | Declared | Loaded | Started | Frozen | AdapterTable | RankDone | Failed | Pong
 )
-
-
-# MemoryShape as ranks declare it.
-
-
-def shape_from_json(data: bytes) -> MemoryShape:
-    """Raises WireError for anything but a shape."""
-    try:
-        return msgspec.json.decode(data, type=MemoryShape)
-    except msgspec.DecodeError as error:
-        raise WireError(f"a rank declared no memory shape: {error}") from error

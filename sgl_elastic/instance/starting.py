@@ -8,25 +8,21 @@ A parked instance has been warmed up: to attach it is to map pages, nothing else
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
 from sgl_elastic.errors import EngineFailedError, StepFailedError
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
-from sgl_elastic.instance.links import RankLink, expect_all, send_all
-from sgl_elastic.instance.rank_messages import shape_from_json
-from sgl_elastic.instance.running import EngineLink, Running, Timeouts
+from sgl_elastic.instance.links import expect_all, send_all
+from sgl_elastic.instance.running import Running
 from sgl_elastic.instance.standbys import likely_next
 from sgl_elastic.instance.state import Instance, InstanceState
-from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.instance.table import InstanceTable
-from sgl_elastic.memory.control import Hmm
+from sgl_elastic.processes import giving_way
 from sgl_elastic.types import MemoryShape
 
 logger = logging.getLogger(__name__)
@@ -38,26 +34,6 @@ _NO_HURRY_S = 45.0  # a standby's start takes that long on two cores at most
 
 class InstanceStarter(InstanceTable):
     """An InstanceTable whose instances this process starts, and parks as standbys."""
-
-    def __init__(
-        self,
-        settings: EngineSettings,
-        hmm: Hmm,
-        engine_link: EngineLink,
-        *,
-        standby_ranks: int,
-        max_devices: int,
-        timeouts: Timeouts,
-        on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None],
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(
-            settings, engine_link, standby_ranks, on_adapters, clock, timeouts.silent_s
-        )
-        self._hmm = hmm
-        self._max_devices = max_devices
-        self._timeouts = timeouts
-        self._names = itertools.count(1)
 
     def keep_standbys(self, stop: threading.Event) -> None:
         """Start the standbys that the present configuration is likely to need, one at a time."""
@@ -74,12 +50,8 @@ class InstanceStarter(InstanceTable):
                 fits = self._standbys.num_ranks + len(device_ids) <= self._standbys.capacity_ranks
                 known = self._standbys.find(device_ids) is not None
             if fits and not known:
-                self._park_new(device_ids)
-
-    def _park_new(self, device_ids: tuple[int, ...]) -> str:
-        name = self._start_parked(device_ids, in_no_hurry=True)
-        self._put_away(self._running[name])
-        return name
+                name = self._start_parked(device_ids, in_no_hurry=True)
+                self._put_away(self._running[name])
 
     def _start_parked(self, device_ids: tuple[int, ...], *, in_no_hurry: bool = False) -> str:
         """A new instance on scratch memory, warmed up and parked."""
@@ -87,7 +59,7 @@ class InstanceStarter(InstanceTable):
         running = self._running[name]
         process = running.process
         try:
-            with process.when_idle(_NO_HURRY_S) if in_no_hurry else nullcontext():
+            with giving_way(process, "when_idle", _NO_HURRY_S) if in_no_hurry else nullcontext():
                 self._warm_up(running)
         except StepFailedError:
             self.stop(name)
@@ -129,7 +101,7 @@ class InstanceStarter(InstanceTable):
             if name is not None or not coming:
                 return name
             for hurrying in coming.keys() - hurried:
-                coming[hurrying].foreground()
+                coming[hurrying].give_way("foreground")
             hurried |= coming.keys()
             time.sleep(_POLL_S)
 
@@ -157,7 +129,7 @@ class InstanceStarter(InstanceTable):
         shapes = {link.expect(m.Declared, deadline).shape for link in running.links}
         if len(shapes) != 1:
             raise EngineFailedError(f"the ranks of {record.instance_id} declare different shapes")
-        return shape_from_json(shapes.pop())
+        return shapes.pop()
 
     def _pause(self, running: Running) -> tuple[m.Frozen, ...]:
         """All ranks stop at the same step, and publish what they have."""

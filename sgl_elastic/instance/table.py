@@ -8,6 +8,7 @@ a replacement has its memory and its requests.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -17,12 +18,14 @@ from dataclasses import replace
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
+from sgl_elastic.instance.handover import AttachMessages, attach_messages
 from sgl_elastic.instance.links import RankLink, RankServer, send_all
-from sgl_elastic.instance.running import EngineLink, Running
+from sgl_elastic.instance.running import EngineLink, Running, Timeouts
 from sgl_elastic.instance.standbys import Standbys
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.supervise import EngineSettings
-from sgl_elastic.types import Placement
+from sgl_elastic.memory.control import Hmm
+from sgl_elastic.types import AdapterEntry, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +33,36 @@ _S = InstanceState
 
 
 class InstanceTable:
-    """Safe to use from any thread."""
+    """Safe to use from any thread.
+
+    `attach_messages` says what each rank of a placement maps, and what it reads from disk.
+    """
 
     def __init__(
         self,
         settings: EngineSettings,
+        hmm: Hmm,
         engine_link: EngineLink,
+        *,
         standby_ranks: int,
-        on_adapters: Callable[[RankLink, tuple[m.Adapter, ...]], None],
+        max_devices: int,
+        timeouts: Timeouts | None = None,
+        attach_messages: AttachMessages = attach_messages,
         clock: Callable[[], float] = time.time,
-        silent_s: float = 0.0,
     ) -> None:
         self._settings = settings
+        self._hmm = hmm
         self._engine_link = engine_link
         self._clock = clock
         self._running: dict[str, Running] = {}
         self._standbys = Standbys(standby_ranks)
         self._active = ""
-        self._silent_s = silent_s
+        self._max_devices = max_devices
+        self._timeouts = timeouts or Timeouts()
+        self._attach_messages = attach_messages
+        self._names = itertools.count(1)
         self._lock = threading.RLock()
-        self._server = RankServer(settings.directory / "ranks.sock", on_adapters)
+        self._server = RankServer(settings.directory / "ranks.sock", self._note_adapters)
 
     def wake(self, instance: str) -> None:
         """A request is on its way to an idle instance: none of its ranks may sleep through it."""
@@ -85,8 +98,9 @@ class InstanceTable:
 
     def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
         """Find out which instances have died or hang, and lose them. Returns their names."""
+        silent_s = self._timeouts.silent_s
         alive = [each for each in list(self._running.items()) if not each[1].lost]
-        faults = {name: running.fault(now_s, hang_s, self._silent_s) for name, running in alive}
+        faults = {name: running.fault(now_s, hang_s, silent_s) for name, running in alive}
         lost = tuple(name for name, fault in faults.items() if fault)
         for name in lost:
             self.lose(name, faults[name])
@@ -142,6 +156,11 @@ class InstanceTable:
     ) -> None:
         with self._lock:
             running.record = running.record.with_state(to, self._clock(), placement)
+
+    def _note_adapters(self, link: RankLink, adapters: tuple[AdapterEntry, ...]) -> None:
+        """Every rank of the serving instance reports the same table; the first one's counts."""
+        if link.rank == 0:
+            self._hmm.set_adapters(adapters)
 
     def _is_alive(self, name: str) -> bool:
         running = self._running.get(name)

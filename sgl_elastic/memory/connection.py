@@ -18,6 +18,7 @@ import select
 import socket
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -181,13 +182,13 @@ def _error_of(failure: messages.Failure) -> ElasticError:
     return MemoryWorkerError(f"{failure.error}: {failure.text}")
 
 
+@dataclass
 class LivenessProbe:
     """Asks the worker at `path` for signs of life, one at a time. Used by one thread at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._socket: socket.socket | None = None
-        self._asked_s: float | None = None  # since when no sign has come
+    path: Path
+    _socket: socket.socket | None = None
+    _asked_s: float | None = None  # since when no sign has come
 
     @property
     def is_asked(self) -> bool:
@@ -220,7 +221,7 @@ class LivenessProbe:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
-            sock.connect(str(self._path))
+            sock.connect(str(self.path))
         except BlockingIOError:
             sock.close()
             return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 from sgl_elastic.errors import MemoryWorkerError, PeerCopyError
 from sgl_elastic.memory import messages
@@ -20,17 +21,17 @@ from sgl_elastic.memory.device import DeviceMemory
 from sgl_elastic.memory.runs import Run, Runs, Slots
 
 
+@dataclass(frozen=True)
 class Copier:
     """Copies into one device's memory; `lock` is the one around it, for the request at hand."""
 
-    def __init__(self, memory: DeviceMemory, lock: AbstractContextManager[object]) -> None:
-        self._memory = memory
-        self._lock = lock
+    memory: DeviceMemory
+    lock: AbstractContextManager[object]
 
     def copy_from(self, request: messages.CopyFrom) -> dict[str, Runs]:
         """Returns the slots that were not loaded before."""
-        with self._lock:
-            missing = self._memory.not_loaded(request.slots)
+        with self.lock:
+            missing = self.memory.not_loaded(request.slots)
         with peer_at(request.socket_path) as peer:
             for region, runs in missing.items():
                 if request.by_bytes:
@@ -42,37 +43,37 @@ class Copier:
         return missing
 
     def _map(self, peer: DeviceClient, region: str, runs: Runs) -> None:
-        backend = self._memory.backend
+        backend = self.memory.backend
         spans = peer.import_pages(backend, {region: runs}, must_be_loaded=True)[region]
-        with self._lock:
-            self._memory.copy_in(region, runs, spans)
+        with self.lock:
+            self.memory.copy_in(region, runs, spans)
 
     def _read(self, peer: DeviceClient, region: str, runs: Runs) -> None:
         slots = {region: runs}
         self._receive(peer.read(slots, must_be_loaded=True), slots)
-        with self._lock:
-            self._memory.mark_loaded(slots)
+        with self.lock:
+            self.memory.mark_loaded(slots)
 
     def _receive(self, parts: Iterable[messages.Part], slots: Slots) -> None:
         """All bytes of these slots, in their order. Raises PeerCopyError for fewer or more."""
         num_bytes = 0
         for part in parts:
-            with self._lock:
-                self._memory.write(slots, part.position, part.data)
+            with self.lock:
+                self.memory.write(slots, part.position, part.data)
             num_bytes += len(part.data)
-        with self._lock:
-            wanted = self._memory.readable(slots)
+        with self.lock:
+            wanted = self.memory.readable(slots)
         if num_bytes != wanted:
             raise PeerCopyError(f"a peer sent {num_bytes} bytes of {wanted}: versions differ")
 
     def _compare(self, peer: DeviceClient, region: str, runs: Sequence[Run]) -> None:
         for slot in (slot for first, count in runs for slot in range(first, first + count)):
-            with self._lock:
-                ours = self._memory.digest(region, slot)
+            with self.lock:
+                ours = self.memory.digest(region, slot)
             theirs = peer.digest(region, slot)
             if ours != theirs:
-                with self._lock:
-                    self._memory.mark_loaded({region: runs}, is_loaded=False)
+                with self.lock:
+                    self.memory.mark_loaded({region: runs}, is_loaded=False)
                 raise PeerCopyError(
                     f"{region} slot {slot} is {ours} here and {theirs} at its source: check the "
                     "link between the devices"

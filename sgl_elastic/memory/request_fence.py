@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import dataclass
 
 from sgl_elastic.errors import MemoryWorkerError
 
@@ -59,37 +59,30 @@ class RequestFence:
             _check(number, self._last.get(client, 0))
 
 
+@dataclass(frozen=True)
 class FencedRequest:
     """The lock around the memory, for one request: `with request:`, as often as it takes.
 
     Raises MemoryWorkerError, without the lock, once its client has left or asked for more.
     """
 
-    def __init__(
-        self, fence: RequestFence, client: str, number: int, has_left: Callable[[], bool]
-    ) -> None:
-        self._fence = fence
-        self._client = client
-        self._number = number
-        self._has_left = has_left
+    fence: RequestFence
+    client: str
+    number: int
+    has_left: Callable[[], bool]
 
     def __enter__(self) -> None:
-        self._fence.memory_lock.acquire()
+        self.fence.memory_lock.acquire()
         try:
-            if self._has_left():
-                raise MemoryWorkerError(f"nobody waits for request {self._number} any more")
-            self._fence.check(self._client, self._number)
+            if self.has_left():
+                raise MemoryWorkerError(f"nobody waits for request {self.number} any more")
+            self.fence.check(self.client, self.number)
         except MemoryWorkerError:
-            self._fence.memory_lock.release()
+            self.fence.memory_lock.release()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._fence.memory_lock.release()
+    def __exit__(self, *_: object) -> None:
+        self.fence.memory_lock.release()
 
 
 def _check(number: int, last: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sgl_elastic.memory.runs import Runs, of_slots
+from sgl_elastic.plan import pages
 from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
 
 
@@ -30,12 +31,15 @@ def kv_slots(shape: MemoryShape, num_tokens: int) -> dict[str, Runs]:
 def expert_slots(
     shape: MemoryShape, adapters: Sequence[AdapterEntry], expert_ids: Iterable[int]
 ) -> dict[str, Runs]:
-    """Slots of base experts in all layers, and of the adapters' experts that go with them."""
+    """Slots of base experts in all layers, and of the adapters' experts that go with them.
+
+    Raises PlanError for an adapter that the shape has no room for.
+    """
     experts = frozenset(expert_ids)
     if not experts:
         return {}
     return {
-        region.name: of_slots((*experts, *_woven_slots(shape, adapters, region.layer_id, experts)))
+        region.name: of_slots(pages.expert_slots(shape, region.layer_id, experts, adapters))
         for region in shape.of_kind(RegionKind.EXPERT)
     }
 
@@ -46,20 +50,7 @@ def adapter_slots(
     """Slots of one adapter's experts on a device that has the base experts `expert_ids`."""
     experts = frozenset(expert_ids)
     found = {
-        region.name: of_slots(_woven_slots(shape, [adapter], region.layer_id, experts))
+        region.name: of_slots(shape.slots_of_adapter(adapter, region.layer_id, experts))
         for region in shape.of_kind(RegionKind.EXPERT)
     }
     return {name: runs for name, runs in found.items() if runs}
-
-
-def _woven_slots(
-    shape: MemoryShape,
-    adapters: Sequence[AdapterEntry],
-    layer_id: int,
-    expert_ids: frozenset[int],
-) -> list[int]:
-    return [
-        slot
-        for adapter in adapters
-        for slot in shape.slots_of_adapter(adapter, layer_id, expert_ids)
-    ]

@@ -268,44 +268,34 @@ class _SharedFds:
             os.close(fd)
 
 
-class _Server:
-    """Accepts connections until it is told to stop or its parent is gone."""
-
-    def __init__(self, worker: Worker, listener: socket.socket, stop_fd: int, parent_fd: int):
-        self._worker = worker
-        self._listener = listener
-        self._poll = select.poll()
-        self._enders = {stop_fd, parent_fd} - {-1}
-        for fd in (listener.fileno(), *self._enders):
-            self._poll.register(fd, select.POLLIN)
-
-    def run(self) -> None:
-        """Returns when it is time to end."""
-        while True:
-            ready = {fd for fd, _ in self._poll.poll()}
-            if ready & self._enders:
-                return
-            try:
-                self._accept()
-            except (OSError, WireError) as error:
-                logger.warning("a connection is refused: %s", error)
-                time.sleep(0.05)  # out of descriptors, most likely: let some be closed
-
-    def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+def _accept_all(worker: Worker, listener: socket.socket, enders: set[int]) -> None:
+    """Accept connections until one of `enders` is readable: told to stop, or the parent is gone."""
+    poll = select.poll()
+    for fd in (listener.fileno(), *enders):
+        poll.register(fd, select.POLLIN)
+    while not enders & {fd for fd, _ in poll.poll()}:
         try:
-            wire.check_peer(sock)
-        except WireError:
-            sock.close()
-            raise
-        channel = Channel(
-            sock,
-            messages.REQUESTS,
-            peer="a client",
-            failure=MemoryWorkerError,
-            timeout_s=MESSAGE_TIMEOUT_S,
-        )
-        threading.Thread(target=self._worker.serve, args=(channel,), daemon=True).start()
+            _accept(worker, listener)
+        except (OSError, WireError) as error:
+            logger.warning("a connection is refused: %s", error)
+            time.sleep(0.05)  # out of descriptors, most likely: let some be closed
+
+
+def _accept(worker: Worker, listener: socket.socket) -> None:
+    sock, _ = listener.accept()
+    try:
+        wire.check_peer(sock)
+    except WireError:
+        sock.close()
+        raise
+    channel = Channel(
+        sock,
+        messages.REQUESTS,
+        peer="a client",
+        failure=MemoryWorkerError,
+        timeout_s=MESSAGE_TIMEOUT_S,
+    )
+    threading.Thread(target=worker.serve, args=(channel,), daemon=True).start()
 
 
 def _failure(error: ElasticError) -> messages.Failure:
@@ -360,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.device_id, os.getpid(), args.backend, args.page_bytes, memory.budget_pages
     )
     worker = Worker(memory, info, stop=lambda: os.eventfd_write(stop_fd, 1))
-    _Server(worker, listener, stop_fd, parent_fd).run()
+    _accept_all(worker, listener, {stop_fd, parent_fd} - {-1})
     args.socket.unlink(missing_ok=True)
     sys.stderr.flush()
     os._exit(0)  # threads may be inside a copy; the system takes all memory back

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sgl_elastic import processes as priority
 from sgl_elastic import workdir
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance.process import InstanceSpec
@@ -113,22 +112,12 @@ class NodeAgent:
     def end(self, number: int, how: str) -> int | None:
         """`terminate`, `kill`, or `kill_group`, which waits. How the process ended, if it has."""
         process = self._child(number)
-        {
-            "terminate": process.terminate,
-            "kill": process.kill,
-            "kill_group": process.kill_group,
-        }[how]()
+        getattr(process, how)()
         return process.poll()
 
     def give_way(self, number: int, how: str, at_most_s: float) -> None:
         """Change the priority of a process group: see sgl_elastic/processes.py."""
-        pid = self._child(number).pid
-        if how == "background":
-            priority.background(pid)
-        elif how == "when_idle":
-            priority.begin_idle(pid, at_most_s)
-        else:
-            priority.foreground(pid)
+        self._child(number).give_way(how, at_most_s)
 
     def states(self) -> NodeStates:
         """How all children are, and when their ranks' loops last turned."""

@@ -14,8 +14,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,23 +71,9 @@ class Supervisors:
     def is_stopped(self) -> bool:
         return any(member.is_stopped() for member in self._members)
 
-    def foreground(self) -> None:
+    def give_way(self, how: str, at_most_s: float = 0.0) -> None:
         for member in self._members:
-            member.foreground()
-
-    def in_background(self) -> AbstractContextManager[None]:
-        return _all(member.in_background() for member in self._members)
-
-    def when_idle(self, at_most_s: float) -> AbstractContextManager[None]:
-        return _all(member.when_idle(at_most_s) for member in self._members)
-
-
-@contextlib.contextmanager
-def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield
+            member.give_way(how, at_most_s)
 
 
 class SpreadEngines:

@@ -40,18 +40,18 @@ class Place:
     address: str
 
 
+@dataclass(frozen=True)
 class RayAgent:
     """`Agent` of remote.py."""
 
-    def __init__(self, ray: Any, handle: Any) -> None:
-        self._ray = ray
-        self._handle = handle
+    ray: Any
+    handle: Any
 
     def call(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Any:
-        errors = self._ray.exceptions
+        errors = self.ray.exceptions
         try:
-            asked = getattr(self._handle, method).remote(*arguments)
-            return self._ray.get(asked, timeout=timeout_s)
+            asked = getattr(self.handle, method).remote(*arguments)
+            return self.ray.get(asked, timeout=timeout_s)
         except errors.GetTimeoutError as error:
             raise NodeLostError(f"its agent has not answered for {timeout_s:g} s") from error
         except errors.RayTaskError as error:
@@ -60,8 +60,8 @@ class RayAgent:
             raise NodeLostError(f"its agent has ended: {_first_line(error)}") from error
 
     def end(self) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
-            self._ray.kill(self._handle)
+        with contextlib.suppress(self.ray.exceptions.RayError, ValueError):
+            self.ray.kill(self.handle)
 
 
 def start(directory: Path, *, address: str, num_devices: int, devices_per_node: int) -> Cluster:

@@ -15,8 +15,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,23 +109,19 @@ class Node:
             self._agent.end()  # should it come back, its processes must not
 
 
+@dataclass(eq=False)
 class RemoteProcess:
     """`Process` of sgl_elastic/processes.py, a child of a node's agent."""
 
-    def __init__(self, node: Node, number: int, pid: int) -> None:
-        self.node = node
-        self.pid = pid
-        self._number = number
-        self._returncode: int | None = None
-
-    @property
-    def returncode(self) -> int | None:
-        return self._returncode
+    node: Node
+    number: int
+    pid: int
+    returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self._returncode is None:
-            self._returncode = self.node.state_of(self._number)[0]
-        return self._returncode
+        if self.returncode is None:
+            self.returncode = self.node.state_of(self.number)[0]
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         began = time.monotonic()
@@ -146,35 +142,18 @@ class RemoteProcess:
         self.wait()
 
     def is_stopped(self) -> bool:
-        return self.node.state_of(self._number)[1]
+        return self.node.state_of(self.number)[1]
 
-    def foreground(self) -> None:
-        self._give_way("foreground")
-
-    def in_background(self) -> AbstractContextManager[None]:
-        return self._giving_way("background")
-
-    def when_idle(self, at_most_s: float) -> AbstractContextManager[None]:
-        return self._giving_way("when_idle", at_most_s)
-
-    @contextlib.contextmanager
-    def _giving_way(self, how: str, at_most_s: float = 0.0) -> Iterator[None]:
-        self._give_way(how, at_most_s)
-        try:
-            yield
-        finally:
-            self.foreground()
+    def give_way(self, how: str, at_most_s: float = 0.0) -> None:
+        with contextlib.suppress(NodeLostError):
+            self.node.call("give_way", self.number, how, at_most_s)
 
     def _end(self, how: str) -> None:
         """Harmless on a node that is lost: there it has ended."""
         with contextlib.suppress(NodeLostError):
-            status = self.node.call("end", self._number, how)
+            status = self.node.call("end", self.number, how)
             if status is not None:
-                self._returncode = status
-
-    def _give_way(self, how: str, at_most_s: float = 0.0) -> None:
-        with contextlib.suppress(NodeLostError):
-            self.node.call("give_way", self._number, how, at_most_s)
+                self.returncode = status
 
 
 # What an agent says of its node: plain values, which travel by Ray. Pure.

@@ -22,7 +22,6 @@ import socket
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +152,10 @@ class Tunnels:
             self._loop.call_later(0.05, self._watch, listener, serve)
             return
         # Not only by itself: a task that is cancelled before it began closes nothing.
-        self._spawn(_served(sock, serve)).add_done_callback(partial(_close, sock))
-
-    def _spawn(self, todo: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(todo)
+        task = self._loop.create_task(_served(sock, serve))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
+        task.add_done_callback(lambda _: sock.close())
 
     async def _lead(self, sock: socket.socket, name: str, address: Address) -> None:
         """From a client of this node to the other node's gateway."""
@@ -235,10 +231,6 @@ class Tunnels:
     def _proof(self, role: bytes, *parts: bytes) -> bytes:
         """Of one side only, so that neither can be answered with its own."""
         return hmac.digest(self._secret, role + b"".join(parts), "sha256")
-
-
-def _close(sock: socket.socket, _: object) -> None:
-    sock.close()
 
 
 async def _served(sock: socket.socket, serve: Serve) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class FakeRank(threading.Thread):
         self.published = m.Frozen((), ())
         self._number = 0
         self.channel = rank_channel(path, instance, rank, 1)
-        self.channel.send(m.Declared(json.dumps(asdict(SHAPE)).encode()))
+        self.channel.send(m.Declared(SHAPE))
         self.start()
 
     def run(self) -> None:
@@ -240,7 +240,7 @@ def test_a_rank_that_hangs(scene: Scene) -> None:
 
 def test_a_rank_with_an_instruction_may_be_given_more_time(scene: Scene) -> None:
     """Reading weights from disk, it answers no ping, and is waited for all the same."""
-    scene.manager._silent_s = 30.0
+    scene.manager._timeouts = replace(scene.manager._timeouts, silent_s=30.0)
     name = scene.first()
     rank = scene.ranks[name][0]
     rank.mutes = {m.Ping, m.ResizeKv}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sgl_elastic import processes
+from sgl_elastic.processes import LocalProcess, giving_way
 
 THREADS = (
     "import threading, time\n"
@@ -21,14 +22,12 @@ THREADS = (
 
 
 @pytest.fixture
-def group() -> Iterator[subprocess.Popen[str]]:
+def group() -> Iterator[LocalProcess]:
     """The leader of a process group with four threads."""
     command = [sys.executable, "-c", THREADS]
-    with subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.PIPE, text=True
-    ) as leader:
+    with LocalProcess(command, start_new_session=True, stdout=subprocess.PIPE) as leader:
         assert leader.stdout is not None
-        assert leader.stdout.readline() == "up\n"
+        assert leader.stdout.readline() == b"up\n"
         yield leader
         leader.kill()
 
@@ -39,40 +38,40 @@ def priorities(pid: int) -> list[tuple[int, int]]:
     return [(os.sched_getscheduler(t), os.getpriority(os.PRIO_PROCESS, t)) for t in threads]
 
 
-def test_all_threads_give_way_and_come_back(group: subprocess.Popen[str]) -> None:
+def test_all_threads_give_way_and_come_back(group: LocalProcess) -> None:
     if not processes.may_take_back():
         pytest.skip("this user may not raise priorities: the next test is for it")
     own = (os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0))
-    with processes.in_background(group.pid):
+    with giving_way(group, "background"):
         assert priorities(group.pid) == [(os.SCHED_OTHER, processes.BACKGROUND_NICE)] * 4
     assert priorities(group.pid) == [own] * 4
-    with processes.when_idle(group.pid, at_most_s=60):
+    with giving_way(group, "when_idle", at_most_s=60):
         assert priorities(group.pid) == [(os.SCHED_IDLE, processes.BACKGROUND_NICE)] * 4
     assert priorities(group.pid) == [own] * 4
     assert priorities(os.getpid())[0] == own
 
 
-def test_a_machine_without_idle_time_gives_a_small_share(group: subprocess.Popen[str]) -> None:
+def test_a_machine_without_idle_time_gives_a_small_share(group: LocalProcess) -> None:
     if not processes.may_take_back():
         pytest.skip("this user may not raise priorities")
-    with processes.when_idle(group.pid, at_most_s=0.05):
+    with giving_way(group, "when_idle", at_most_s=0.05):
         time.sleep(0.5)
         assert priorities(group.pid) == [(os.SCHED_OTHER, processes.BACKGROUND_NICE)] * 4
-    with processes.when_idle(group.pid, at_most_s=0.05):
-        processes.foreground(group.pid)
+    with giving_way(group, "when_idle", at_most_s=0.05):
+        group.give_way("foreground")
         time.sleep(0.5)
         assert priorities(group.pid)[0] == priorities(os.getpid())[0], "it hurries, and stays so"
 
 
 def test_without_the_right_to_come_back_nothing_is_lowered(
-    group: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    group: LocalProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "may_take_back", lambda: False)
     before = priorities(group.pid)
-    processes.background(group.pid)
+    group.give_way("background")
     assert priorities(group.pid) == before
     group.kill()
     group.wait()
     monkeypatch.undo()
-    processes.background(group.pid)  # a group that is gone is no error
-    processes.foreground(group.pid)
+    group.give_way("background")  # a group that is gone is no error
+    group.give_way("foreground")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from sgl_elastic.engine.loader import fill_adapters
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.instance.rank_messages import Adapter, Attach
+from sgl_elastic.instance.rank_messages import Attach
+from sgl_elastic.types import AdapterEntry
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
 from sgl_esft.weave.moe_layer import ExpertShard
@@ -42,7 +43,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def attach(folder: Path, experts: Any, disk_experts: tuple[int, ...]) -> Attach:
-    adapter = Adapter("id", "a", str(folder), 1, False, experts)
+    adapter = AdapterEntry("id", "a", str(folder), 1, False, experts)
     return Attach("/socket", disk_experts, 0, (adapter,), disk_experts=disk_experts)
 
 

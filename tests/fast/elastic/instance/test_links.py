@@ -16,9 +16,10 @@ from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, EngineFailedError, MemoryWorkerError
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.links import RankServer, expect_all, send_all
+from sgl_elastic.types import AdapterEntry
 
 TO_RANK: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
-ADAPTER = m.Adapter("id", "math", "/adapters/math", 0, False, {1: (2, 5)})
+ADAPTER = AdapterEntry("id", "math", "/adapters/math", 0, False, {1: (2, 5)})
 
 
 def rank_channel(path: Path, instance: str, rank: int, pid: int) -> wire.Channel[m.Told]:
@@ -48,7 +49,7 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "sockets" / "ranks.sock"
-        self.tables: list[tuple[str, int, tuple[m.Adapter, ...]]] = []
+        self.tables: list[tuple[str, int, tuple[AdapterEntry, ...]]] = []
         self.server = RankServer(self.path, self._note)
         self.ranks: list[FakeRank] = []
 

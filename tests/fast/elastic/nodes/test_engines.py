@@ -26,7 +26,7 @@ from sgl_elastic.nodes.cluster import Cluster
 from sgl_elastic.nodes.engines import SpreadEngines
 from sgl_elastic.nodes.remote import Node
 from sgl_elastic.nodes.tunnel import Tunnels
-from sgl_elastic.processes import LocalProcess, is_stopped
+from sgl_elastic.processes import LocalProcess, giving_way, is_stopped
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from tests.fast.elastic.instance.test_engine_config import settings as settings_at
 from tests.fast.elastic.memory_workers import until
@@ -149,8 +149,8 @@ def test_an_instance_has_ended_when_one_supervisor_has(scene: Scene) -> None:
 
 def test_priorities_are_harmless(scene: Scene) -> None:
     process = scene.start("i1", 0, 2)
-    with process.when_idle(5.0), process.in_background():
-        process.foreground()
+    with giving_way(process, "when_idle", 5.0), giving_way(process, "background"):
+        process.give_way("foreground")
     assert not is_stopped(process.pid)
     process.terminate()
     assert process.wait(5.0) == -signal.SIGTERM

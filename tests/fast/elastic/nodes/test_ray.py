@@ -28,6 +28,7 @@ from sgl_elastic.nodes import ray_agents, remote
 from sgl_elastic.nodes.cluster import Cluster
 from sgl_elastic.nodes.ray_agents import Place, choose
 from sgl_elastic.plan.placement import place
+from sgl_elastic.processes import giving_way
 from sgl_elastic.types import Placement, Plan, ScaleRequest, Step, StepKind
 from tests.fast.elastic.memory_workers import (
     ADAPTERS,
@@ -205,7 +206,7 @@ def test_close_leaves_nothing_behind(address: str, tmp_path: Path) -> None:
 
 def test_a_remote_process_has_the_face_of_a_local_one(hmm: Hmm, cluster: Cluster) -> None:
     process = hmm._workers[0].process
-    with process.in_background(), process.when_idle(5.0):
+    with giving_way(process, "background"), giving_way(process, "when_idle", 5.0):
         assert process.poll() is None
     stop_process(process.pid)
     until(process.is_stopped, 3.0)
