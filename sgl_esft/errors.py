@@ -1,51 +1,10 @@
 """Every error this package raises on purpose, and what to do about it.
 
     EsftError
-    ├── UserError                     the caller must change something; nothing was changed
-    │   ├── ConfigError               a flag, an environment variable, a port
-    │   ├── UnsupportedModelError     the base model cannot be woven
-    │   ├── UnsupportedDeviceError    a device without virtual memory management
-    │   ├── DeviceMemoryError         the base, or one adapter alone, is larger than its memory
-    │   ├── AdapterTooLargeError      one adapter alone is larger than --adapter-host-memory
-    │   ├── AdapterNameError          a name outside [A-Za-z0-9._-]{1,64}
-    │   ├── AdapterPathError          a folder that is missing or outside --adapter-root
-    │   ├── UnknownAdapterError       a request names an adapter nobody loaded (HTTP 404)
-    │   ├── AdapterExistsError        the name is taken (409)
-    │   ├── TooManyAdaptersError      a request names more adapters than are loaded at a time
-    │   ├── AdapterNotLoadedError     only a loaded adapter can be pinned or replaced (409)
-    │   ├── AdapterFormatError        the folder is not an ESFT adapter
-    │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
-    │   ├── AdapterMismatchError      an ESFT adapter made for another base model
-    │   ├── UndeclaredRouteError      a route of the server has no declared class (at start)
-    │   ├── AccessError               a request that was refused before it cost work
-    │   │   ├── BadBodyError          its body, or its Host header (HTTP 400)
-    │   │   │   └── EmptyPromptError  its prompt has no tokens
-    │   │   ├── NoKeyError            no key, or an unknown one (401)
-    │   │   ├── NotAllowedError       the key, or the web page's origin, may not do this (403)
-    │   │   ├── UnknownRouteError     no such route, or one that is off (404)
-    │   │   ├── UnknownMethodError    the route has no such method (405)
-    │   │   ├── SlowBodyError         the body took too long to arrive (408)
-    │   │   ├── BodyTooLargeError     (413)
-    │   │   └── HeadersTooLargeError  (431)
-    │   ├── HeatOffError              the experts are not counted on this server (404)
-    │   ├── ServerUnreachableError    (command line) nothing answers at the address
-    │   └── ServerAnswerError         (command line) what answers is not a server of this package
-    ├── RetryLaterError               correct, but not possible now
-    │   ├── NoFreeSlotError           every adapter slot is pinned or in use
-    │   ├── OutOfExpertMemoryError    the page pool is dry
-    │   ├── OutOfHostMemoryError      what could leave --adapter-host-memory is pinned or in use
-    │   ├── AdapterBusyError          the adapter is being loaded, replaced or unloaded (409)
-    │   ├── AdapterLoadTimeoutError   the request's adapter took too long to load
-    │   ├── KeyLimitError             the key's requests or tokens are used up for now (429)
-    │   ├── RequestTimeoutError       the answer took longer than --request-timeout (504)
-    │   ├── StartingError             the server starts, and cannot drain yet (409)
-    │   ├── DrainingError             the server ends, and takes no new requests
-    │   ├── DrainTimeoutError         the server ended before the answer was whole
-    │   └── EngineLostError           a process of the engine died, and the server ends
-    └── InternalError                 a defect here or in an SGLang we do not know
-        ├── HookError                 a hook is missing, or its target changed
-        ├── ExpertMemoryError         a vendor's memory call failed
-        └── InvariantError            a check of our own state failed
+    ├── UserError          the caller must change something; nothing was changed
+    │   └── AccessError    a request that was refused before it cost work
+    ├── RetryLaterError    correct, but not possible now
+    └── InternalError      a defect here or in an SGLang we do not know
 
 Messages name the thing, the value seen and the remedy. `http_status` is what a
 server answers with.
