@@ -187,10 +187,6 @@ def _qwen_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ..
     return tuple(range(num_layers))
 
 
-def _all_layers(_config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
-    return tuple(range(num_layers))
-
-
 @dataclass(frozen=True)
 class _Family:
     """Where one architecture's config.json keeps what `MoeSpec` needs."""
@@ -206,7 +202,9 @@ _DEEPSEEK = _Family(_MLP_NAMES, ("n_routed_experts",), "moe_intermediate_size", 
 _QWEN = _Family(
     _MLP_NAMES, ("num_experts", "num_local_experts"), "moe_intermediate_size", _qwen_layers
 )
-_MIXTRAL = _Family(_MIXTRAL_NAMES, ("num_local_experts",), "intermediate_size", _all_layers)
+_MIXTRAL = _Family(
+    _MIXTRAL_NAMES, ("num_local_experts",), "intermediate_size", lambda _, n: tuple(range(n))
+)
 
 _FAMILIES: Final[Mapping[str, _Family]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -440,15 +439,6 @@ def test_flags_fill_every_field() -> None:
     assert rest == ["--log-level", "error"]
     assert (parsed.host, parsed.port) == ("127.0.0.1", 30000)
     assert parsed.weave
-    assert {f.name for f in dataclasses.fields(parsed)} == {
-        *flags._COPIED,
-        "esft_adapters",
-        "weave",
-        "expert_page_bytes",
-        "adapter_memory_bytes",
-        "adapter_host_bytes",
-        "device_memory_bytes",
-    }
 
 
 @pytest.mark.parametrize("flag", ["--max-adapter", "--expert-mem", "--esft"])
