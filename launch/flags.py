@@ -231,9 +231,8 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     found.adapter_memory_bytes = _bytes_of("--adapter-memory", found.adapter_memory)
     found.adapter_host_bytes = _bytes_of("--adapter-host-memory", found.adapter_host_memory)
     found.device_memory_bytes = _bytes_of("--device-memory", found.device_memory)
-    return LaunchFlags(
-        **{each.name: getattr(found, each.name) for each in fields(LaunchFlags)}
-    ), rest
+    own = {each.name: getattr(found, each.name) for each in fields(LaunchFlags)}
+    return LaunchFlags(**own), rest
 
 
 def _bytes_of(flag: str, text: str | None) -> int | None:

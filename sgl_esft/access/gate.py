@@ -212,7 +212,8 @@ class Gate:
         caller = keys.find(key)
         if caller is None:
             raise NoKeyError("the key is not known")
-        _note_key(caller)
+        if (request := record.current()) is not None:
+            request.key_name = caller.name
         return caller
 
     def _check(
@@ -314,12 +315,6 @@ class _Meter:
 def _as_seen_by(caller: Caller, scope: Scope, send: Send) -> Send:
     path = routed_path(scope)
     return VisibleSend(send, caller, path) if sees_less(caller, scope["method"], path) else send
-
-
-def _note_key(caller: Caller) -> None:
-    request = record.current()
-    if request is not None:
-        request.key_name = caller.name
 
 
 def _presented_key(headers: Headers) -> str:

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 
 from sgl_esft.errors import ConfigError, EsftError
 from sgl_esft.formats import strict_json
-from sgl_esft.formats.manifest import validate_adapter_name
+from sgl_esft.formats.adapter_paths import validate_adapter_name
 
 MIN_KEY_LENGTH: Final = 16
 MAX_KEY_LENGTH: Final = 256

@@ -29,17 +29,6 @@ from sgl_esft.formats.model_spec import PROJS, MoeSpec, Proj
 from sgl_esft.formats.safetensors_header import SafetensorsHeader, TensorInfo, read_header
 from sgl_esft.formats.strict_json import open_regular, read_object
 
-__all__ = [
-    "AdapterManifest",
-    "ExpertTensorKey",
-    "TensorLocation",
-    "check_fits",
-    "content_digest",
-    "read_manifest",
-    "resolve_adapter_path",
-    "validate_adapter_name",
-]
-
 ExpertTensorKey: TypeAlias = tuple[int, int, Proj]
 """Layer id, expert id, projection."""
 
