@@ -52,13 +52,12 @@ class AdapterLibrary:
         self,
         engine: AdapterEngine,
         catalogue: Catalogue,
-        digests: DigestCache | None = None,
         *,
         ensure_timeout_s: float = DEFAULT_ENSURE_TIMEOUT_S,
     ) -> None:
         self.engine = engine
         self.known = KnownAdapters(engine, catalogue)
-        self.digests = DigestCache() if digests is None else digests
+        self.digests = DigestCache()
         self._ensure_timeout_s = ensure_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -68,19 +68,15 @@ CPU_HOOKS: tuple[Hook, ...] = (
         why="DP attention copies rows by a Triton kernel unless SGLang's own CPU engine is on",
         remove_when="the choice is made by the tensor's device",
     ),
-    _replace(
-        f"{_GROUP}.all_gather_into_tensor",
-        collectives.all_gather_into_tensor,
-        "self output input",
-        why="goes through a custom operator registered for accelerators only",
-        remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
-    ),
-    _replace(
-        f"{_GROUP}.reduce_scatter_tensor",
-        collectives.reduce_scatter_tensor,
-        "self output input",
-        why="goes through a custom operator registered for accelerators only",
-        remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
+    *(
+        _replace(
+            f"{_GROUP}.{function.__name__}",
+            function,
+            "self output input",
+            why="goes through a custom operator registered for accelerators only",
+            remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
+        )
+        for function in (collectives.all_gather_into_tensor, collectives.reduce_scatter_tensor)
     ),
     _replace(
         f"{_GROUP}.reduce_scatterv",
