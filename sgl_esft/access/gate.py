@@ -135,7 +135,9 @@ class Gate:
                 await self._app(scope, receive, send)
                 return
             route_class, caller = self._admit(scope, scope["method"])
-            send = _as_seen_by(caller, scope, send)
+            path = routed_path(scope)
+            if sees_less(caller, scope["method"], path):
+                send = VisibleSend(send, caller, path)
             ticket = self._limits.enter(caller)
             if route_class is not RouteClass.PUBLIC:  # those take no body, and leave it unread
                 rules, seconds = self._policy.rules, self._policy.body_timeout_s
@@ -310,11 +312,6 @@ class _Meter:
             return told
         passed = self._ask.prompt_tokens + self._reader.num_events
         return max(passed, self._ask.tokens if told is None else told)
-
-
-def _as_seen_by(caller: Caller, scope: Scope, send: Send) -> Send:
-    path = routed_path(scope)
-    return VisibleSend(send, caller, path) if sees_less(caller, scope["method"], path) else send
 
 
 def _presented_key(headers: Headers) -> str:
