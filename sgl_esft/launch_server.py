@@ -19,10 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return server.main(argv)
 
 
-if __name__ == "__mp_main__":
+def _begin_child() -> None:
     from sgl_esft_launch import server
 
     server.begin_child(sys.argv)
+
+
+if __name__ == "__mp_main__":
+    _begin_child()
 
 if __name__ == "__main__":
     from sgl_esft.health import ending
