@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 
 import torch
 
@@ -36,31 +38,19 @@ class Implementation:
     load: Callable[[], RerouteFunction]
 
 
-def _load_cpu() -> RerouteFunction:
-    from sgl_esft_kernels.reroute_cpu import load
-
-    return load()
-
-
-def _load_triton() -> RerouteFunction:
-    from sgl_esft_kernels.reroute_triton import load
-
-    return load()
-
-
-def _load_triton_ascend() -> RerouteFunction:
-    from sgl_esft_kernels.reroute_triton_ascend import load
-
-    return load()
+def _load(module: str) -> RerouteFunction:
+    """Imported when it is chosen: each needs what other machines lack."""
+    function: RerouteFunction = import_module(f"sgl_esft_kernels.{module}").load()
+    return function
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     each.name: each
     for each in (
         Implementation("reference", (), lambda: reroute_unfused),
-        Implementation("cpu", ("cpu",), _load_cpu),
-        Implementation("triton", ("cuda",), _load_triton),
-        Implementation("triton_ascend", ("npu",), _load_triton_ascend),
+        Implementation("cpu", ("cpu",), partial(_load, "reroute_cpu")),
+        Implementation("triton", ("cuda",), partial(_load, "reroute_triton")),
+        Implementation("triton_ascend", ("npu",), partial(_load, "reroute_triton_ascend")),
     )
 }
 

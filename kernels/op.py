@@ -67,6 +67,16 @@ def reroute(
     return out
 
 
+def implement(launch: RerouteFunction, dispatch_key: str) -> None:
+    """Make `launch` both operators' implementation on one kind of device; once a process."""
+
+    def launch_out(*tensors: torch.Tensor) -> None:
+        launch(*tensors)
+
+    LIBRARY.impl("reroute", launch, dispatch_key)
+    LIBRARY.impl("reroute_out", launch_out, dispatch_key)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::reroute", lib=LIBRARY)
 def _reroute_fake(
     topk_ids: torch.Tensor, token_adapter_slots: torch.Tensor, expert_map: torch.Tensor

@@ -20,7 +20,7 @@ import torch
 from sgl_esft_kernels.checks import check_reroute_inputs
 from sgl_esft_kernels.debug import is_debug
 from sgl_esft_kernels.errors import KernelUnavailableError
-from sgl_esft_kernels.op import LIBRARY, RerouteFunction, reroute
+from sgl_esft_kernels.op import RerouteFunction, implement, reroute
 
 try:
     import triton
@@ -134,14 +134,4 @@ def load() -> RerouteFunction:
 @functools.cache
 def register() -> None:
     """Make this the CUDA implementation of both operators, once a process."""
-    LIBRARY.impl("reroute", launch_reroute, "CUDA")
-    LIBRARY.impl("reroute_out", _launch_reroute_out, "CUDA")
-
-
-def _launch_reroute_out(
-    topk_ids: torch.Tensor,
-    token_adapter_slots: torch.Tensor,
-    expert_map: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    launch_reroute(topk_ids, token_adapter_slots, expert_map, out)
+    implement(launch_reroute, "CUDA")

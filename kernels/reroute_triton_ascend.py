@@ -19,7 +19,7 @@ import torch
 from sgl_esft_kernels.checks import check_reroute_inputs, check_values
 from sgl_esft_kernels.debug import is_debug
 from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
-from sgl_esft_kernels.op import LIBRARY, RerouteFunction, reroute
+from sgl_esft_kernels.op import RerouteFunction, implement, reroute
 
 # Sized for the unified buffer, 192 KiB on a vector core of the 910B: 4 KiB for int32 lanes, 16 KiB
 # for a tile. All values that the lowered kernel names fit at once, those that are copied from
@@ -115,15 +115,7 @@ def register(num_cores: int) -> None:
     """Make this the NPU's implementation of both operators; once a process."""
     from sgl_esft_kernels.reroute_triton_ascend_kernel import reroute_kernel
 
-    launch = functools.partial(launch_reroute, reroute_kernel, num_cores)
-
-    def launch_out(
-        topk_ids: torch.Tensor, tags: torch.Tensor, expert_map: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        launch(topk_ids, tags, expert_map, out)
-
-    LIBRARY.impl("reroute", launch, "PrivateUse1")
-    LIBRARY.impl("reroute_out", launch_out, "PrivateUse1")
+    implement(functools.partial(launch_reroute, reroute_kernel, num_cores), "PrivateUse1")
 
 
 def _import_needed(name: str, what: str) -> Any:

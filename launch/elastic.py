@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -220,7 +220,7 @@ def _serve(planned: ElasticPlan) -> int:
             first_argv=planned.first_argv,
             first_adapters=planned.first_adapters,
             adapter_reserve_bytes=planned.adapter_reserve_bytes,
-            environment=_environment,
+            environment=lambda n: {**plan.platform_environment(n), **_ENGINE_ENVIRONMENT},
             page_bytes=planned.page_bytes,
             backend=planned.backend,
         )
@@ -245,11 +245,6 @@ def _serve(planned: ElasticPlan) -> int:
 def _refuse(error: Exception) -> int:
     print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
     return 2
-
-
-def _environment(num_ranks: int) -> Mapping[str, str]:
-    threads = plan.platform_environment(num_ranks)
-    return {**threads, **_ENGINE_ENVIRONMENT}
 
 
 def _ready(runtime: Runtime) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_args
 
 from sgl_esft.byte_size import parse_bytes
@@ -225,38 +225,15 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
         raise ConfigError("--no-esft and --esft-adapters exclude each other")
     found.access = access.read_flags(found)
     found.health = health.read_flags(found)
-    fields = {name: getattr(found, name) for name in _COPIED}
-    flags = LaunchFlags(
-        esft_adapters=tuple(found.esft_adapters),
-        weave=not found.no_esft,
-        expert_page_bytes=_bytes_of("--expert-page-size", found.expert_page_size),
-        adapter_memory_bytes=_bytes_of("--adapter-memory", found.adapter_memory),
-        adapter_host_bytes=_bytes_of("--adapter-host-memory", found.adapter_host_memory),
-        device_memory_bytes=_bytes_of("--device-memory", found.device_memory),
-        **fields,
-    )
-    return flags, rest
+    found.esft_adapters = tuple(found.esft_adapters)
+    found.weave = not found.no_esft
+    found.expert_page_bytes = _bytes_of("--expert-page-size", found.expert_page_size)
+    found.adapter_memory_bytes = _bytes_of("--adapter-memory", found.adapter_memory)
+    found.adapter_host_bytes = _bytes_of("--adapter-host-memory", found.adapter_host_memory)
+    found.device_memory_bytes = _bytes_of("--device-memory", found.device_memory)
+    own = {each.name: getattr(found, each.name) for each in fields(LaunchFlags)}
+    return LaunchFlags(**own), rest
 
 
 def _bytes_of(flag: str, text: str | None) -> int | None:
     return None if text is None else parse_bytes(text, flag)
-
-
-_COPIED = (
-    "model_path",
-    "max_adapters",
-    "max_experts_per_adapter",
-    "expert_memory",
-    "reroute",
-    "max_overtakes",
-    "adapter_root",
-    "device_ledger",
-    "host",
-    "port",
-    "tp_size",
-    "dp_size",
-    "access",
-    "heat_every",
-    "log_format",
-    "health",
-)

@@ -20,7 +20,7 @@ from sgl_esft import env
 from sgl_esft.errors import ConfigError
 from sgl_esft.health import process
 from sgl_esft.health.engine import Engine, PlainEngine
-from sgl_esft.health.heartbeat import MAX_RANKS, HeartbeatTable
+from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.health.processes import kill_children
 from sgl_esft.health.service import Service, Times
 from sgl_esft.http.routes import Route, add_routes
@@ -111,7 +111,7 @@ def install(
         _stop_server(manager(), service.life.exit_status)
 
     times = Times(flags.ready_timeout_s, flags.drain_timeout_s, flags.hang_timeout_s)
-    service = Service(times, heartbeats, engine or _plain(heartbeats, manager), stop_server)
+    service = Service(times, heartbeats, engine or PlainEngine(heartbeats, manager), stop_server)
     process.use(service)
     add_routes(app, routes_of(service))
     return service
@@ -162,15 +162,6 @@ def routes_of(service: Service) -> tuple[Route, ...]:
             status=202,
         ),
     )
-
-
-def _plain(heartbeats: HeartbeatTable, manager: Callable[[], Any]) -> PlainEngine:
-    def num_ranks() -> int:
-        from sgl_esft import sglang_api
-
-        return min(sglang_api.num_ranks(), MAX_RANKS)
-
-    return PlainEngine(heartbeats, num_ranks, manager)
 
 
 def _stop_server(manager: Any, status: int) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from sgl_esft import env, platform, zoo
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.formats import manifest as adapter_format
+from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
+from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.platform.device_ledger import DeviceLedger
 from sgl_esft.ports import check_port_free
@@ -139,10 +140,10 @@ def _named_adapters(flags: LaunchFlags) -> dict[str, Path]:
         name, separator, folder = entry.partition("=")
         if not separator:
             raise ConfigError(f"--esft-adapters {entry!r}: write NAME=DIR")
-        adapter_format.validate_adapter_name(name)
+        validate_adapter_name(name)
         if name in adapters:
             raise ConfigError(f"--esft-adapters names {name!r} twice")
-        adapters[name] = adapter_format.resolve_adapter_path(folder, root)
+        adapters[name] = resolve_adapter_path(folder, root)
     return adapters
 
 
@@ -219,7 +220,7 @@ def base_spec(model_path: str) -> MoeSpec:
 
 
 def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec) -> int:
-    manifests = [adapter_format.read_manifest(path, spec) for path in adapters.values()]
+    manifests = [read_manifest(path, spec) for path in adapters.values()]
     return max(manifest.max_experts_per_layer for manifest in manifests)
 
 

@@ -1,51 +1,10 @@
 """Every error this package raises on purpose, and what to do about it.
 
     EsftError
-    ├── UserError                     the caller must change something; nothing was changed
-    │   ├── ConfigError               a flag, an environment variable, a port
-    │   ├── UnsupportedModelError     the base model cannot be woven
-    │   ├── UnsupportedDeviceError    a device without virtual memory management
-    │   ├── DeviceMemoryError         the base, or one adapter alone, is larger than its memory
-    │   ├── AdapterTooLargeError      one adapter alone is larger than --adapter-host-memory
-    │   ├── AdapterNameError          a name outside [A-Za-z0-9._-]{1,64}
-    │   ├── AdapterPathError          a folder that is missing or outside --adapter-root
-    │   ├── UnknownAdapterError       a request names an adapter nobody loaded (HTTP 404)
-    │   ├── AdapterExistsError        the name is taken (409)
-    │   ├── TooManyAdaptersError      a request names more adapters than are loaded at a time
-    │   ├── AdapterNotLoadedError     only a loaded adapter can be pinned or replaced (409)
-    │   ├── AdapterFormatError        the folder is not an ESFT adapter
-    │   ├── UnsupportedAdapterError   an ESFT adapter of a kind that cannot be woven
-    │   ├── AdapterMismatchError      an ESFT adapter made for another base model
-    │   ├── UndeclaredRouteError      a route of the server has no declared class (at start)
-    │   ├── AccessError               a request that was refused before it cost work
-    │   │   ├── BadBodyError          its body, or its Host header (HTTP 400)
-    │   │   │   └── EmptyPromptError  its prompt has no tokens
-    │   │   ├── NoKeyError            no key, or an unknown one (401)
-    │   │   ├── NotAllowedError       the key, or the web page's origin, may not do this (403)
-    │   │   ├── UnknownRouteError     no such route, or one that is off (404)
-    │   │   ├── UnknownMethodError    the route has no such method (405)
-    │   │   ├── SlowBodyError         the body took too long to arrive (408)
-    │   │   ├── BodyTooLargeError     (413)
-    │   │   └── HeadersTooLargeError  (431)
-    │   ├── HeatOffError              the experts are not counted on this server (404)
-    │   ├── ServerUnreachableError    (command line) nothing answers at the address
-    │   └── ServerAnswerError         (command line) what answers is not a server of this package
-    ├── RetryLaterError               correct, but not possible now
-    │   ├── NoFreeSlotError           every adapter slot is pinned or in use
-    │   ├── OutOfExpertMemoryError    the page pool is dry
-    │   ├── OutOfHostMemoryError      what could leave --adapter-host-memory is pinned or in use
-    │   ├── AdapterBusyError          the adapter is being loaded, replaced or unloaded (409)
-    │   ├── AdapterLoadTimeoutError   the request's adapter took too long to load
-    │   ├── KeyLimitError             the key's requests or tokens are used up for now (429)
-    │   ├── RequestTimeoutError       the answer took longer than --request-timeout (504)
-    │   ├── StartingError             the server starts, and cannot drain yet (409)
-    │   ├── DrainingError             the server ends, and takes no new requests
-    │   ├── DrainTimeoutError         the server ended before the answer was whole
-    │   └── EngineLostError           a process of the engine died, and the server ends
-    └── InternalError                 a defect here or in an SGLang we do not know
-        ├── HookError                 a hook is missing, or its target changed
-        ├── ExpertMemoryError         a vendor's memory call failed
-        └── InvariantError            a check of our own state failed
+    ├── UserError          the caller must change something; nothing was changed
+    │   └── AccessError    a request that was refused before it cost work
+    ├── RetryLaterError    correct, but not possible now
+    └── InternalError      a defect here or in an SGLang we do not know
 
 Messages name the thing, the value seen and the remedy. `http_status` is what a
 server answers with.
@@ -59,11 +18,14 @@ class EsftError(Exception):
 
     http_status = 500
 
+    def __init_subclass__(cls, status: int | None = None) -> None:
+        """`status`: where it is not the parent's."""
+        if status is not None:
+            cls.http_status = status
 
-class UserError(EsftError):
+
+class UserError(EsftError, status=400):
     """The caller must change something. Nothing was changed on this side."""
-
-    http_status = 400
 
 
 class ConfigError(UserError):
@@ -94,26 +56,20 @@ class AdapterPathError(UserError):
     """An adapter folder that is missing, or that lies outside the adapter root."""
 
 
-class UnknownAdapterError(UserError):
+class UnknownAdapterError(UserError, status=404):
     """A request names an adapter that is not loaded. Never answered by the base model."""
 
-    http_status = 404
 
-
-class AdapterExistsError(UserError):
+class AdapterExistsError(UserError, status=409):
     """An adapter of this name is loaded already."""
-
-    http_status = 409
 
 
 class TooManyAdaptersError(UserError):
     """One request names more adapters than can be loaded at a time."""
 
 
-class AdapterNotLoadedError(UserError):
+class AdapterNotLoadedError(UserError, status=409):
     """Only a loaded adapter can be pinned, unpinned or replaced."""
-
-    http_status = 409
 
 
 class AdapterFormatError(UserError):
@@ -144,52 +100,36 @@ class EmptyPromptError(BadBodyError, ValueError):
     """A prompt whose text has no tokens."""  # a ValueError: SGLang's routes answer that with 400
 
 
-class NoKeyError(AccessError):
+class NoKeyError(AccessError, status=401):
     """A request without a key, or with one that is not known."""
 
-    http_status = 401
 
-
-class NotAllowedError(AccessError):
+class NotAllowedError(AccessError, status=403):
     """The key, or the origin of the web page that asks, may not do this."""
 
-    http_status = 403
 
-
-class UnknownRouteError(AccessError):
+class UnknownRouteError(AccessError, status=404):
     """There is no such route, or it is off."""
 
-    http_status = 404
 
-
-class UnknownMethodError(AccessError):
+class UnknownMethodError(AccessError, status=405):
     """The route exists, with other methods."""
 
-    http_status = 405
 
-
-class SlowBodyError(AccessError):
+class SlowBodyError(AccessError, status=408):
     """The client took too long to send its body."""
 
-    http_status = 408
 
-
-class BodyTooLargeError(AccessError):
+class BodyTooLargeError(AccessError, status=413):
     """The body has more bytes than --max-body-bytes."""
 
-    http_status = 413
 
-
-class HeadersTooLargeError(AccessError):
+class HeadersTooLargeError(AccessError, status=431):
     """Too many headers, or too many bytes of them."""
 
-    http_status = 431
 
-
-class HeatOffError(UserError):
+class HeatOffError(UserError, status=404):
     """GET /v1/heat on a server that does not count its experts."""
-
-    http_status = 404
 
 
 class ServerUnreachableError(UserError):
@@ -200,10 +140,8 @@ class ServerAnswerError(UserError):
     """What answers at the address is an error, or not what this package's server says."""
 
 
-class RetryLaterError(EsftError):
+class RetryLaterError(EsftError, status=503):
     """The request is correct but cannot be met now; the same call may succeed later."""
-
-    http_status = 503
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -222,32 +160,24 @@ class OutOfHostMemoryError(RetryLaterError):
     """No room beside the loaded adapters: those that could leave are pinned or in use."""
 
 
-class AdapterBusyError(RetryLaterError):
+class AdapterBusyError(RetryLaterError, status=409):
     """The adapter is being loaded, replaced or unloaded, and something else is asked for."""
-
-    http_status = 409
 
 
 class AdapterLoadTimeoutError(RetryLaterError):
     """A request waited too long for its adapter to be loaded. The load goes on."""
 
 
-class KeyLimitError(RetryLaterError):
+class KeyLimitError(RetryLaterError, status=429):
     """A key's concurrent requests, or its tokens of this minute, are used up."""
 
-    http_status = 429
 
-
-class RequestTimeoutError(RetryLaterError):
+class RequestTimeoutError(RetryLaterError, status=504):
     """The answer took longer than --request-timeout."""
 
-    http_status = 504
 
-
-class StartingError(RetryLaterError):
+class StartingError(RetryLaterError, status=409):
     """The server still starts, and cannot be drained before it has."""
-
-    http_status = 409
 
 
 class DrainingError(RetryLaterError):

@@ -153,13 +153,8 @@ def is_in_place(hook: Hook) -> bool:
     target = hook.resolve()
     if hook.is_value:
         return bool(target is hook.function)
-    return any(_closes_over(layer, hook.function) for layer in _wrapper_chain(target))
-
-
-def _wrapper_chain(function: Any) -> Iterable[Any]:
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
+    wrapper = inspect.unwrap(target, stop=lambda layer: _closes_over(layer, hook.function))
+    return _closes_over(wrapper, hook.function)
 
 
 def _closes_over(wrapper: Any, function: Callable[..., Any]) -> bool:

@@ -42,6 +42,13 @@ from transformers import PretrainedConfig
 from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.memory.report import KvMemory
 
+# (weights, ids, router logits) -> what SGLang's router hands to the dispatcher
+make_topk_output = StandardTopKOutput
+# (gathered [num_global, ...], local rows, forward batch): all ranks' rows, as hidden states lie
+dp_gather = dp_gather_replicate
+# () -> SGLang's request that all ranks end
+make_shutdown_request = ShutdownReq
+
 
 def served_model() -> tuple[str, str | None]:
     """(path or hub name, revision) of the base model."""
@@ -68,13 +75,6 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
         experts = [child for child in children if isinstance(child, FusedMoE)]
         if len(found) == len(experts) == 1:
             yield found[0], experts[0]
-
-
-def make_topk_output(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, router_logits: torch.Tensor
-) -> Any:
-    """What SGLang's router hands to the dispatcher."""
-    return StandardTopKOutput(topk_weights, topk_ids, router_logits)
 
 
 def records_experts() -> bool:
@@ -151,11 +151,6 @@ def dp_buffer_lengths() -> tuple[int, int]:
     return get_local_dp_buffer_len(), get_global_dp_buffer_len()
 
 
-def dp_gather(gathered: torch.Tensor, local: torch.Tensor, forward_batch: Any) -> None:
-    """gathered [num_global, ...] becomes all ranks' rows, placed as hidden states are."""
-    dp_gather_replicate(gathered, local, forward_batch)
-
-
 def adapter_manager(scheduler: Any) -> Any:
     """What sits in LoRA's place on this rank."""
     return scheduler.tp_worker.model_runner.lora_manager
@@ -229,11 +224,6 @@ def num_ranks() -> int:
     parallel = get_parallel()
     replicas = 1 if parallel.enable_dp_attention else parallel.dp_size
     return int(replicas * parallel.pp_size * parallel.tp_size // parallel.nnodes)
-
-
-def make_shutdown_request() -> Any:
-    """SGLang's request that all ranks end."""
-    return ShutdownReq()
 
 
 def gather_bytes(payload: bytes) -> list[bytes]:

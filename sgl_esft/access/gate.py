@@ -135,7 +135,9 @@ class Gate:
                 await self._app(scope, receive, send)
                 return
             route_class, caller = self._admit(scope, scope["method"])
-            send = _as_seen_by(caller, scope, send)
+            path = routed_path(scope)
+            if sees_less(caller, scope["method"], path):
+                send = VisibleSend(send, caller, path)
             ticket = self._limits.enter(caller)
             if route_class is not RouteClass.PUBLIC:  # those take no body, and leave it unread
                 rules, seconds = self._policy.rules, self._policy.body_timeout_s
@@ -212,7 +214,8 @@ class Gate:
         caller = keys.find(key)
         if caller is None:
             raise NoKeyError("the key is not known")
-        _note_key(caller)
+        if (request := record.current()) is not None:
+            request.key_name = caller.name
         return caller
 
     def _check(
@@ -309,17 +312,6 @@ class _Meter:
             return told
         passed = self._ask.prompt_tokens + self._reader.num_events
         return max(passed, self._ask.tokens if told is None else told)
-
-
-def _as_seen_by(caller: Caller, scope: Scope, send: Send) -> Send:
-    path = routed_path(scope)
-    return VisibleSend(send, caller, path) if sees_less(caller, scope["method"], path) else send
-
-
-def _note_key(caller: Caller) -> None:
-    request = record.current()
-    if request is not None:
-        request.key_name = caller.name
 
 
 def _presented_key(headers: Headers) -> str:

@@ -24,7 +24,7 @@ import msgspec
 
 from sgl_esft.errors import ConfigError, EsftError
 from sgl_esft.formats import strict_json
-from sgl_esft.formats.manifest import validate_adapter_name
+from sgl_esft.formats.adapter_paths import validate_adapter_name
 
 MIN_KEY_LENGTH: Final = 16
 MAX_KEY_LENGTH: Final = 256

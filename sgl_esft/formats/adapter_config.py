@@ -16,7 +16,7 @@ from typing import Final
 
 from sgl_esft.errors import AdapterFormatError, AdapterMismatchError, UnsupportedAdapterError
 from sgl_esft.formats.model_spec import MoeSpec
-from sgl_esft.formats.strict_json import read_object
+from sgl_esft.formats.strict_json import read_object, shown
 
 EXPERT_CONFIG_NAME: Final = "expert_cfg.json"
 
@@ -47,7 +47,7 @@ def read_expert_config(path: Path) -> dict[int, tuple[int, ...]]:
     layers = config.get("experts")
     if not isinstance(layers, dict):
         raise AdapterFormatError(
-            f'{EXPERT_CONFIG_NAME} has no "experts" object, but {_shown(layers)}. '
+            f'{EXPERT_CONFIG_NAME} has no "experts" object, but {shown(layers)}. '
             'Write {"experts": {"<layer>": [<expert>, ...]}}.'
         )
     listed = {_layer_id(key): _expert_ids(key, ids) for key, ids in layers.items()}
@@ -91,7 +91,7 @@ def write_expert_config(path: Path, experts: Mapping[int, tuple[int, ...]]) -> N
 def _refuse_flag(flag: str, value: object) -> None:
     if not isinstance(value, bool):
         raise AdapterFormatError(
-            f"{EXPERT_CONFIG_NAME} has {flag} = {_shown(value)}, not true or false."
+            f"{EXPERT_CONFIG_NAME} has {flag} = {shown(value)}, not true or false."
         )
     if value:
         raise UnsupportedAdapterError(f"the adapter has {flag} = true: {_FLAG_REASONS[flag]}.")
@@ -100,7 +100,7 @@ def _refuse_flag(flag: str, value: object) -> None:
 def _layer_id(key: str) -> int:
     if not _LAYER_KEY.fullmatch(key):
         raise AdapterFormatError(
-            f"{EXPERT_CONFIG_NAME} has the layer {_shown(key)}: "
+            f"{EXPERT_CONFIG_NAME} has the layer {shown(key)}: "
             'layers are decimal strings such as "12".'
         )
     return int(key)
@@ -109,13 +109,13 @@ def _layer_id(key: str) -> int:
 def _expert_ids(layer: str, ids: object) -> tuple[int, ...]:
     if not isinstance(ids, list):
         raise AdapterFormatError(
-            f"{EXPERT_CONFIG_NAME} gives layer {layer} {_shown(ids)}, not a list of expert ids."
+            f"{EXPERT_CONFIG_NAME} gives layer {layer} {shown(ids)}, not a list of expert ids."
         )
     for expert in ids:
         # bool is a subclass of int, so `true` would pass isinstance as expert 1.
         if type(expert) is not int or expert < 0:
             raise AdapterFormatError(
-                f"{EXPERT_CONFIG_NAME} lists {_shown(expert)} in layer {layer}: "
+                f"{EXPERT_CONFIG_NAME} lists {shown(expert)} in layer {layer}: "
                 "expert ids are integers from 0."
             )
     unique = sorted(set(ids))
@@ -125,9 +125,3 @@ def _expert_ids(layer: str, ids: object) -> tuple[int, ...]:
             f"{EXPERT_CONFIG_NAME} lists expert {twice} twice in layer {layer}."
         )
     return tuple(unique)
-
-
-def _shown(value: object) -> str:
-    """The value seen, short enough for a message."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -20,7 +20,7 @@ from sgl_esft.errors import (
     UnsupportedAdapterError,
 )
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
-from sgl_esft.formats.strict_json import read_object
+from sgl_esft.formats.strict_json import read_object, shown
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
@@ -30,7 +30,7 @@ def validate_adapter_name(name: object) -> str:
     """Return `name` if it is ``[A-Za-z0-9._-]{1,64}`` and neither ``.`` nor ``..``."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in {".", ".."}:
         raise AdapterNameError(
-            f"adapter name {_shown(name)} is not allowed. "
+            f"adapter name {shown(name, 200)} is not allowed. "
             "Use 1 to 64 of the characters A-Z a-z 0-9 . _ - (not '.' or '..')."
         )
     return name
@@ -43,17 +43,17 @@ def resolve_adapter_path(path: str, root: Path | None) -> Path:
     link is followed. Without one, a relative path counts from the working directory.
     """
     if not path or "\0" in path:
-        raise AdapterPathError(f"adapter path {_shown(path)} is not a path.")
+        raise AdapterPathError(f"adapter path {shown(path, 200)} is not a path.")
     real = os.path.realpath(path if root is None else os.path.join(root, path))  # noqa: PTH118
     if root is not None and not _is_inside(real, os.path.realpath(root)):
         raise AdapterPathError(
-            f"adapter path {_shown(path)} is not inside the adapter root (--adapter-root)."
+            f"adapter path {shown(path, 200)} is not inside the adapter root (--adapter-root)."
         )
     if not os.path.exists(real):  # noqa: PTH110  # unlike Path.exists it never raises
-        raise AdapterPathError(f"adapter path {_shown(path)} does not exist.")
+        raise AdapterPathError(f"adapter path {shown(path, 200)} does not exist.")
     if not os.path.isdir(real):  # noqa: PTH112
         raise AdapterPathError(
-            f"adapter path {_shown(path)} is not a folder. Name the folder that holds "
+            f"adapter path {shown(path, 200)} is not a folder. Name the folder that holds "
             f"{EXPERT_CONFIG_NAME}."
         )
     return Path(real)
@@ -69,7 +69,7 @@ def adapter_weight_files(path: Path) -> tuple[Path, ...]:
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
-        raise AdapterPathError(f"cannot list {_shown(path.name)}: {error.strerror}.") from error
+        raise AdapterPathError(f"cannot list {shown(path.name, 200)}: {error.strerror}.") from error
     for entry in entries:
         _refuse_foreign_link(entry)
         if entry.suffix.lower() in PICKLE_SUFFIXES:
@@ -106,8 +106,3 @@ def _refuse_remote_code(config_path: Path) -> None:
 
 def _is_inside(real: str, root: str) -> bool:
     return real == root or real.startswith(root.rstrip("/") + "/")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

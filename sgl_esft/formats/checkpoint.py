@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.formats.model_spec import PROJS, MoeSpec, Proj, read_moe_spec
+from sgl_esft.formats.model_spec import MoeSpec, Proj, expert_keys, read_moe_spec
 from sgl_esft.formats.safetensors_header import SAFETENSORS_CODES, TensorInfo, read_header
 from sgl_esft.formats.strict_json import read_object
 
@@ -87,10 +87,8 @@ def expert_tensor_names(
     spec: MoeSpec, experts: Mapping[int, Collection[int]]
 ) -> Iterator[tuple[str, Proj]]:
     """The checkpoint's names of these experts' tensors, in the order of a file to write."""
-    for layer, ids in experts.items():
-        for expert in ids:
-            for proj in PROJS:
-                yield spec.expert_tensor_name(layer, expert, proj), proj
+    for key in expert_keys(experts):
+        yield spec.expert_tensor_name(*key), key[2]
 
 
 def all_experts(spec: MoeSpec) -> dict[int, Collection[int]]:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import xxhash
 
@@ -25,23 +25,9 @@ from sgl_esft.formats.adapter_paths import (
     resolve_adapter_path,
     validate_adapter_name,
 )
-from sgl_esft.formats.model_spec import PROJS, MoeSpec, Proj
+from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, Proj, expert_keys
 from sgl_esft.formats.safetensors_header import SafetensorsHeader, TensorInfo, read_header
 from sgl_esft.formats.strict_json import open_regular, read_object
-
-__all__ = [
-    "AdapterManifest",
-    "ExpertTensorKey",
-    "TensorLocation",
-    "check_fits",
-    "content_digest",
-    "read_manifest",
-    "resolve_adapter_path",
-    "validate_adapter_name",
-]
-
-ExpertTensorKey: TypeAlias = tuple[int, int, Proj]
-"""Layer id, expert id, projection."""
 
 _PREFIX: Final = "model."
 _CHUNK_BYTES: Final = 8 << 20
@@ -112,7 +98,7 @@ def read_manifest(path: Path, spec: MoeSpec) -> AdapterManifest:
     check_ids(experts, spec)
     headers = [read_header(file) for file in files]
     _check_index(path, headers)
-    wanted = {spec.expert_tensor_name(*key): key for key in _keys(experts)}
+    wanted = {spec.expert_tensor_name(*key): key for key in expert_keys(experts)}
     tensors: dict[ExpertTensorKey, TensorLocation] = {}
     num_bytes = 0
     for header, name, info in _expert_tensors(headers, wanted):
@@ -159,13 +145,6 @@ def content_digest(path: Path) -> str:
                 reason = error.strerror
                 raise AdapterFormatError(f"{file.name} cannot be read: {reason}.") from error
     return digest.hexdigest()
-
-
-def _keys(experts: Mapping[int, tuple[int, ...]]) -> Iterator[ExpertTensorKey]:
-    for layer, ids in experts.items():
-        for expert in ids:
-            for proj in PROJS:
-                yield layer, expert, proj
 
 
 def _canonical(name: str) -> str:

@@ -13,16 +13,18 @@ a config is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.formats.strict_json import read_object
 
 Proj = Literal["gate", "up", "down"]
 PROJS: Final[tuple[Proj, ...]] = get_args(Proj)
+ExpertTensorKey: TypeAlias = tuple[int, int, Proj]
+"""Layer id, expert id, projection."""
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -97,6 +99,14 @@ class MoeSpec:
         """Bytes of one routed expert (gate, up and down) in the checkpoint's dtype."""
         elements = len(PROJS) * self.hidden_size * self.expert_intermediate_size
         return elements * DTYPE_BYTES[self.dtype]
+
+
+def expert_keys(experts: Mapping[int, Collection[int]]) -> Iterator[ExpertTensorKey]:
+    """The tensors of these experts (layer id -> expert ids), in the order of a file to write."""
+    for layer, ids in experts.items():
+        for expert in ids:
+            for proj in PROJS:
+                yield layer, expert, proj
 
 
 def read_moe_spec(model_dir: Path) -> MoeSpec:
@@ -187,10 +197,6 @@ def _qwen_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ..
     return tuple(range(num_layers))
 
 
-def _all_layers(_config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
-    return tuple(range(num_layers))
-
-
 @dataclass(frozen=True)
 class _Family:
     """Where one architecture's config.json keeps what `MoeSpec` needs."""
@@ -206,7 +212,9 @@ _DEEPSEEK = _Family(_MLP_NAMES, ("n_routed_experts",), "moe_intermediate_size", 
 _QWEN = _Family(
     _MLP_NAMES, ("num_experts", "num_local_experts"), "moe_intermediate_size", _qwen_layers
 )
-_MIXTRAL = _Family(_MIXTRAL_NAMES, ("num_local_experts",), "intermediate_size", _all_layers)
+_MIXTRAL = _Family(
+    _MIXTRAL_NAMES, ("num_local_experts",), "intermediate_size", lambda _, n: tuple(range(n))
+)
 
 _FAMILIES: Final[Mapping[str, _Family]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,

@@ -24,6 +24,12 @@ JsonObject: TypeAlias = dict[str, object]
 MAX_JSON_BYTES: Final = 16 << 20
 
 
+def shown(value: object, max_chars: int = 100) -> str:
+    """The value seen, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+
+
 def open_regular(path: Path, error: type[UserError]) -> BinaryIO:
     """Open a regular file for reading; `error` if it is missing or anything else.
 

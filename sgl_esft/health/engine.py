@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
+from sgl_esft.health.heartbeat import MAX_RANKS, HeartbeatTable, rank_slot
 from sgl_esft.health.processes import is_there
 from sgl_esft.health.readiness import Loop
 
@@ -41,25 +41,19 @@ class Engine(Protocol):
 
 
 class PlainEngine:
-    """SGLang's own schedulers.
-
-    `num_ranks()` is known, and `manager()`, SGLang's tokenizer manager, there when it has started.
-    """
+    """SGLang's own schedulers. `manager()` is its tokenizer manager, once it has started."""
 
     replaces_ranks = False
 
-    def __init__(
-        self, heartbeats: HeartbeatTable, num_ranks: Callable[[], int], manager: Callable[[], Any]
-    ) -> None:
+    def __init__(self, heartbeats: HeartbeatTable, manager: Callable[[], Any]) -> None:
         self._heartbeats = heartbeats
-        self._num_ranks = num_ranks
         self._manager = manager
 
     def ranks(self) -> Sequence[Loop]:
-        return [
-            Loop(f"rank {rank}", self._heartbeats.read(rank_slot(rank)))
-            for rank in range(self._num_ranks())
-        ]
+        from sgl_esft import sglang_api
+
+        ranks = range(min(sglang_api.num_ranks(), MAX_RANKS))
+        return [Loop(f"rank {rank}", self._heartbeats.read(rank_slot(rank))) for rank in ranks]
 
     def trouble(self) -> str | None:
         return None

@@ -86,7 +86,6 @@ class Service:
         stop_server: Callable[[], None],
         *,
         exit_: Callable[[int], None] = os._exit,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.life = Life()
         self._times = times
@@ -94,7 +93,6 @@ class Service:
         self._engine = engine
         self._stop_server = stop_server
         self._exit = exit_
-        self._clock_ns = clock_ns
         self._fault = ""
         self._closed = threading.Event()
         self._deadline_ns = 0  # of the drain
@@ -126,7 +124,7 @@ class Service:
             return None
         if self.life.phase is Phase.FAILED:
             return EngineLostError(f"the server ends: {self._fault}")
-        left_s = max((self._deadline_ns - self._clock_ns()) / 1e9, 1.0)
+        left_s = max((self._deadline_ns - time.monotonic_ns()) / 1e9, 1.0)
         return DrainingError("the server is draining: ask another one, or again later", left_s)
 
     def in_flight(self) -> AbstractContextManager[asyncio.Future[EsftError]]:
@@ -143,7 +141,7 @@ class Service:
             trouble,
             self._engine.ranks(),
             detokenizer_loop(self._heartbeats),
-            self._clock_ns(),
+            time.monotonic_ns(),
             self._times.ready_s,
         )
 
@@ -156,7 +154,7 @@ class Service:
         """Seconds until what is in flight is cut; 0 when the server does not drain."""
         if self.life.phase is not Phase.DRAINING:
             return 0.0
-        return max((self._deadline_ns - self._clock_ns()) / 1e9, 0.0)
+        return max((self._deadline_ns - time.monotonic_ns()) / 1e9, 0.0)
 
     # ---- events ----
 
@@ -221,7 +219,7 @@ class Service:
     def _begin_drain(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         is_first = self._deadline_ns == 0
-        self._deadline_ns = self._clock_ns() + int(timeout_s * 1e9)
+        self._deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         if is_first:
             self._run(self._wait_until_idle())
 
@@ -229,7 +227,7 @@ class Service:
         while self.life.phase is Phase.DRAINING:
             if self.num_in_flight == 0:
                 self._take(Event.IDLE)
-            elif self._clock_ns() >= self._deadline_ns:
+            elif time.monotonic_ns() >= self._deadline_ns:
                 self._take(Event.TIMED_OUT)
             else:
                 await asyncio.sleep(_POLL_S)

@@ -24,6 +24,7 @@ from sgl_esft.errors import (
 from sgl_esft.http.answers import as_response
 from sgl_esft.http.routes import Endpoint, Route, add_routes
 from sgl_esft.lifecycle.api import ROUTES, WAIT_TIMEOUT_S, AsciiJson, Backing, backing
+from sgl_esft.lifecycle.jobs import Job
 from sgl_esft.lifecycle.library import AdapterLibrary
 from sgl_esft.lifecycle.schemas import (
     SglangLoadBody,
@@ -40,12 +41,9 @@ async def vllm_load(request: Request, body: VllmLoadBody) -> Response:
     library = backing(request).library
     try:
         if body.load_inplace and body.lora_name in library.known.loaded():
-            job = await library.replace(body.lora_name, body.lora_path)
+            await _ended(await library.replace(body.lora_name, body.lora_path))
         else:
-            _refuse_loaded(library, body.lora_name)
-            job = await library.load(body.lora_name, body.lora_path)
-        if job is not None:
-            await job.wait(WAIT_TIMEOUT_S)
+            await _load(library, body.lora_name, body.lora_path, pinned=False)
     except EsftError as error:
         return as_response(error, _vllm_status(error))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -64,10 +62,7 @@ async def sglang_load(request: Request, body: SglangLoadBody) -> Response:
     """As SGLang: 200 or 400, with all that is loaded."""
     library = backing(request).library
     try:
-        _refuse_loaded(library, body.lora_name)
-        job = await library.load(body.lora_name, body.lora_path, pinned=bool(body.pinned))
-        if job is not None:
-            await job.wait(WAIT_TIMEOUT_S)
+        await _load(library, body.lora_name, body.lora_path, pinned=bool(body.pinned))
     except EsftError as error:
         return _sglang_answer(library, error)
     return _sglang_answer(library)
@@ -83,19 +78,23 @@ async def sglang_unload(request: Request, body: UnloadBody) -> Response:
     return _sglang_answer(library)
 
 
-def _refuse_loaded(library: AdapterLibrary, name: str) -> None:
+async def _load(library: AdapterLibrary, name: str, path: str, *, pinned: bool) -> None:
     """These clients do not expect a second load of a name to succeed."""
     if name in library.known.loaded():
         raise AdapterExistsError(
             f"adapter {name!r} is loaded already: unload it first, or choose another name"
         )
+    await _ended(await library.load(name, path, pinned=pinned))
 
 
 async def _unload(library: AdapterLibrary, name: str) -> None:
     """Of what is not loaded, only what was evicted is still there to be unloaded."""
     if library.known.situation(name) in (Situation.ABSENT, Situation.ON_DISK):
         raise UnknownAdapterError(f"adapter {name!r} is not loaded")
-    job = library.unload(name)
+    await _ended(library.unload(name))
+
+
+async def _ended(job: Job | None) -> None:
     if job is not None:
         await job.wait(WAIT_TIMEOUT_S)
 

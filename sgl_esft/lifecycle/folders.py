@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
+from sgl_esft.errors import EsftError
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
 from sgl_esft.formats.adapter_paths import PICKLE_SUFFIXES
 from sgl_esft.formats.manifest import content_digest
@@ -101,8 +102,6 @@ class DigestCache:
 
     async def _read_quietly(self, folder: Path) -> str | None:
         """A folder that cannot be read has no digest: whoever loads it gets the error."""
-        from sgl_esft.errors import EsftError
-
         try:
             return await self.read(folder)
         except (EsftError, OSError):

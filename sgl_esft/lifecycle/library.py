@@ -52,13 +52,12 @@ class AdapterLibrary:
         self,
         engine: AdapterEngine,
         catalogue: Catalogue,
-        digests: DigestCache | None = None,
         *,
         ensure_timeout_s: float = DEFAULT_ENSURE_TIMEOUT_S,
     ) -> None:
         self.engine = engine
         self.known = KnownAdapters(engine, catalogue)
-        self.digests = DigestCache() if digests is None else digests
+        self.digests = DigestCache()
         self._ensure_timeout_s = ensure_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -197,16 +196,14 @@ class AdapterLibrary:
             if action is Action.JOIN or is_same:
                 return job
         if action is Action.UNKNOWN:
-            raise UnknownAdapterError(f"adapter {name!r} is not known; loaded: {self._listed()}")
+            listed = ", ".join(sorted(self.known.loaded())[:20]) or "none"
+            raise UnknownAdapterError(f"adapter {name!r} is not known; loaded: {listed}")
         situation = self.known.situation(name).value
         if action is Action.NOT_LOADED:
             raise AdapterNotLoadedError(
                 f"adapter {name!r} is {situation}, not loaded: load it by POST /v1/adapters first"
             )
         raise AdapterBusyError(f"adapter {name!r} is {situation}: ask again when that has ended")
-
-    def _listed(self) -> str:
-        return ", ".join(sorted(self.known.loaded())[:20]) or "none"
 
     def _start(self, job: Job) -> Job:
         """Begin now: nothing may come between a decision and this."""

@@ -76,12 +76,15 @@ class ForeignBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
 
+_FOLDER_EXAMPLE = ConfigDict(
+    json_schema_extra={"examples": [{"lora_name": "math", "lora_path": "math"}]}
+)
+
+
 class VllmLoadBody(ForeignBody):
     """vLLM's body."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"lora_name": "math", "lora_path": "math"}]}
-    )
+    model_config = _FOLDER_EXAMPLE
 
     lora_name: Name
     lora_path: FolderPath
@@ -91,9 +94,7 @@ class VllmLoadBody(ForeignBody):
 class SglangLoadBody(ForeignBody):
     """SGLang's body."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"lora_name": "math", "lora_path": "math"}]}
-    )
+    model_config = _FOLDER_EXAMPLE
 
     lora_name: Name
     lora_path: FolderPath

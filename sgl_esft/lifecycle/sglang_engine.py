@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -49,6 +49,7 @@ from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
 from sgl_esft.lifecycle.room import HostLimits, LoadTimeouts, Room
 from sgl_esft.lifecycle.tenants import Tenants, log_failure, start
 from sgl_esft.lifecycle.transfer import transfer
+from sgl_esft.observe.tier_metrics import EngineCounters
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +62,6 @@ _DRAIN_POLL_S = 0.1
 Check = Callable[[str, str, Sequence[str]], AdapterManifest]
 # Returns once a request may use all these adapters. Raises EsftError.
 Ensure = Callable[[Collection[str]], Awaitable[None]]
-
-
-@dataclass
-class EngineCounters:
-    """What the host tier did since the start."""
-
-    num_loads: int = 0
-    num_failed_loads: int = 0
-    load_seconds: float = 0.0  # of loads that succeeded, all together
-    num_replacements: int = 0
-    num_evictions: int = 0  # adapters that left host memory for others
-    num_reloads: int = 0  # loads of adapters that had left: misses of the host tier
 
 
 def _to_the_end(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:

@@ -43,6 +43,14 @@ class Stage:
     is_abandoned: bool = False
     is_over: threading.Event = field(default_factory=threading.Event)
 
+    def expect(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def note(self, num_bytes: int) -> None:
+        if self.is_abandoned:
+            raise _AbandonedError
+        self.num_bytes_read += num_bytes
+
 
 class Stager:
     """The stages of one rank; at most one is being read, by the front's order."""
@@ -82,11 +90,7 @@ class Stager:
     def _run(self, stage: Stage) -> None:
         try:
             _yield_to_others()
-            stage.adapter = self._read(
-                stage.source,
-                lambda num_bytes: _set_num_bytes(stage, num_bytes),
-                lambda num_bytes: _note(stage, num_bytes),
-            )
+            stage.adapter = self._read(stage.source, stage.expect, stage.note)
         except _AbandonedError:
             logger.info("adapter %s: reading was given up", stage.source.name)
         except EsftError as error:
@@ -98,16 +102,6 @@ class Stager:
             )
         finally:
             stage.is_over.set()
-
-
-def _set_num_bytes(stage: Stage, num_bytes: int) -> None:
-    stage.num_bytes = num_bytes
-
-
-def _note(stage: Stage, num_bytes: int) -> None:
-    if stage.is_abandoned:
-        raise _AbandonedError
-    stage.num_bytes_read += num_bytes
 
 
 def _yield_to_others() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import Final
 
 
@@ -64,64 +63,23 @@ class Action(Enum):
     BUSY = "busy"  # AdapterBusyError
 
 
-_S, _C, _A = Situation, Command, Action
+_S, _A = Situation, Action
 
-_ACTIONS: Final[Mapping[Command, Mapping[Situation, Action]]] = MappingProxyType(
-    {
-        _C.LOAD: {
-            _S.ABSENT: _A.START,
-            _S.ON_DISK: _A.START,
-            _S.EVICTED: _A.START,
-            _S.LOADING: _A.JOIN_IF_SAME,
-            _S.LOADED: _A.COMPARE,
-            _S.REPLACING: _A.JOIN_IF_SAME,
-            _S.LEAVING: _A.BUSY,
-            _S.DRAINING: _A.BUSY,
-        },
-        _C.REPLACE: {
-            _S.ABSENT: _A.UNKNOWN,
-            _S.ON_DISK: _A.NOT_LOADED,
-            _S.EVICTED: _A.BRING_BACK,
-            _S.LOADING: _A.BUSY,
-            _S.LOADED: _A.START,
-            _S.REPLACING: _A.JOIN_IF_SAME,
-            _S.LEAVING: _A.BUSY,
-            _S.DRAINING: _A.BUSY,
-        },
-        _C.PIN: {
-            _S.ABSENT: _A.UNKNOWN,
-            _S.ON_DISK: _A.NOT_LOADED,
-            _S.EVICTED: _A.BRING_BACK,
-            _S.LOADING: _A.BUSY,
-            _S.LOADED: _A.START,
-            _S.REPLACING: _A.BUSY,
-            _S.LEAVING: _A.BUSY,
-            _S.DRAINING: _A.BUSY,
-        },
-        _C.UNLOAD: {
-            _S.ABSENT: _A.UNKNOWN,
-            _S.ON_DISK: _A.FORGET,
-            _S.EVICTED: _A.FORGET,
-            _S.LOADING: _A.QUEUE,
-            _S.LOADED: _A.START,
-            _S.REPLACING: _A.QUEUE,
-            _S.LEAVING: _A.JOIN,
-            _S.DRAINING: _A.JOIN,
-        },
-        _C.USE: {
-            _S.ABSENT: _A.UNKNOWN,
-            _S.ON_DISK: _A.START,
-            _S.EVICTED: _A.START,
-            _S.LOADING: _A.JOIN,
-            _S.LOADED: _A.NOTHING,
-            _S.REPLACING: _A.NOTHING,  # the old version answers until the new one is there
-            _S.LEAVING: _A.UNKNOWN,
-            _S.DRAINING: _A.UNKNOWN,
-        },
-    }
-)
+# A row for each situation; its actions stand in the order of the commands.
+_ACTIONS: Final[Mapping[Situation, tuple[Action, ...]]] = {
+    # LOAD, REPLACE, PIN, UNLOAD, USE
+    _S.ABSENT: (_A.START, _A.UNKNOWN, _A.UNKNOWN, _A.UNKNOWN, _A.UNKNOWN),
+    _S.ON_DISK: (_A.START, _A.NOT_LOADED, _A.NOT_LOADED, _A.FORGET, _A.START),
+    _S.EVICTED: (_A.START, _A.BRING_BACK, _A.BRING_BACK, _A.FORGET, _A.START),
+    _S.LOADING: (_A.JOIN_IF_SAME, _A.BUSY, _A.BUSY, _A.QUEUE, _A.JOIN),
+    _S.LOADED: (_A.COMPARE, _A.START, _A.START, _A.START, _A.NOTHING),
+    # The old version answers until the new one is there.
+    _S.REPLACING: (_A.JOIN_IF_SAME, _A.JOIN_IF_SAME, _A.BUSY, _A.QUEUE, _A.NOTHING),
+    _S.LEAVING: (_A.BUSY, _A.BUSY, _A.BUSY, _A.JOIN, _A.UNKNOWN),
+    _S.DRAINING: (_A.BUSY, _A.BUSY, _A.BUSY, _A.JOIN, _A.UNKNOWN),
+}
 
 
 def decide(command: Command, situation: Situation) -> Action:
     """What to do about a command. Total: every pair has an answer."""
-    return _ACTIONS[command][situation]
+    return _ACTIONS[situation][list(Command).index(command)]

@@ -43,7 +43,6 @@ class Observer:
         metrics: RequestMetrics | None = None,
         log: AccessLog | None = None,
         refresh: Sequence[Callable[[], None]] = (),
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """refresh: called before GET /metrics is answered."""
         self._app = app
@@ -51,13 +50,12 @@ class Observer:
         self._metrics = metrics
         self._log = log
         self._refresh = refresh
-        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = RequestRecord(record.request_id_of(scope["headers"]), self._clock())
+        request = RequestRecord(record.request_id_of(scope["headers"]), time.perf_counter())
         record.begin(request)
         if routed_path(scope) == "/metrics":
             for publish in self._refresh:
@@ -95,7 +93,7 @@ class Observer:
                 prompt_tokens=request.prompt_tokens,
                 generated_tokens=request.generated_tokens,
                 ttft_s=_rounded(request.ttft_s),
-                duration_s=_rounded(self._clock() - request.started_s),
+                duration_s=_rounded(time.perf_counter() - request.started_s),
             )
 
 

@@ -8,25 +8,39 @@ What is counted elsewhere is published as differences: a Prometheus counter can 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter
 
-    from sgl_esft.lifecycle.sglang_engine import EngineCounters
     from sgl_esft.weave.slot_table import SlotUses
 
 
-class _Total:
-    """A counter that follows a total."""
+@dataclass
+class EngineCounters:
+    """What the host tier did since the start."""
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._published = 0.0
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    load_seconds: float = 0.0  # of loads that succeeded, all together
+    num_replacements: int = 0
+    num_evictions: int = 0  # adapters that left host memory for others
+    num_reloads: int = 0  # loads of adapters that had left: misses of the host tier
 
-    def follow(self, total: float) -> None:
-        self._counter.inc(total - self._published)
-        self._published = total
+
+class _Totals:
+    """Counters that follow the fields of a value, from its `set` to the next."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Counter] = {}  # by field
+        self._published: dict[str, float] = {}
+
+    def _publish(self, totals: object) -> None:
+        for field, child in self._counters.items():
+            total: float = getattr(totals, field)
+            child.inc(total - self._published.get(field, 0.0))
+            self._published[field] = total
 
 
 def _counter(name: str, what: str, registry: Any, *labels: str) -> Counter:
@@ -37,44 +51,42 @@ def _counter(name: str, what: str, registry: Any, *labels: str) -> Counter:
     return Counter(f"sgl_esft:{name}", what, labels, registry=registry or REGISTRY)
 
 
-class DeviceTierMetrics:
+class DeviceTierMetrics(_Totals):
     """One rank's adapter slots."""
 
     def __init__(self, rank: int, registry: CollectorRegistry | None = None) -> None:
-        def total(name: str, what: str) -> _Total:
-            return _Total(_counter(name, what, registry, "rank").labels(str(rank)))
-
-        self._hits = total("device_cache_hits", "Adapters of a new batch that had a slot.")
-        self._misses = total("device_cache_misses", "Adapters of a new batch that had none.")
-        self._evictions = total("device_cache_evictions", "Adapters that lost their slot.")
+        super().__init__()
+        for event, what in (
+            ("hits", "Adapters of a new batch that had a slot."),
+            ("misses", "Adapters of a new batch that had none."),
+            ("evictions", "Adapters that lost their slot."),
+        ):
+            made = _counter(f"device_cache_{event}", what, registry, "rank")
+            self._counters[f"num_{event}"] = made.labels(str(rank))
 
     def set(self, uses: SlotUses) -> None:
         """Publish what the slots did so far."""
-        self._hits.follow(uses.num_hits)
-        self._misses.follow(uses.num_misses)
-        self._evictions.follow(uses.num_evictions)
+        self._publish(uses)
 
 
-class HostTierMetrics:
+class HostTierMetrics(_Totals):
     """Loads, and adapters that left host memory and came back; of the process that serves HTTP."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        def total(name: str, what: str) -> _Total:
-            return _Total(_counter(name, what, registry))
-
+        super().__init__()
         loads = _counter("adapter_loads", "Loads from disk, by how.", registry, "outcome")
-        self._loads = _Total(loads.labels("ok"))
-        self._failed_loads = _Total(loads.labels("failed"))
-        self._load_seconds = total("adapter_load_seconds", "Seconds of loads that succeeded.")
-        self._replacements = total("adapter_replacements", "Adapters replaced in place.")
-        self._evictions = total("host_cache_evictions", "Idle adapters that left host memory.")
-        self._misses = total("host_cache_misses", "Loads of adapters that had left host memory.")
+        self._counters = {
+            "num_loads": loads.labels("ok"),
+            "num_failed_loads": loads.labels("failed"),
+        }
+        for field, name, what in (
+            ("load_seconds", "adapter_load_seconds", "Seconds of loads that succeeded."),
+            ("num_replacements", "adapter_replacements", "Adapters replaced in place."),
+            ("num_evictions", "host_cache_evictions", "Idle adapters that left host memory."),
+            ("num_reloads", "host_cache_misses", "Loads of adapters that had left host memory."),
+        ):
+            self._counters[field] = _counter(name, what, registry)
 
     def set(self, counters: EngineCounters) -> None:
         """Publish what the engine did so far."""
-        self._loads.follow(counters.num_loads)
-        self._failed_loads.follow(counters.num_failed_loads)
-        self._load_seconds.follow(counters.load_seconds)
-        self._replacements.follow(counters.num_replacements)
-        self._evictions.follow(counters.num_evictions)
-        self._misses.follow(counters.num_reloads)
+        self._publish(counters)

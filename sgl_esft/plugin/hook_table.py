@@ -7,6 +7,9 @@ installs them and refuses to serve when one is not in place.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from sgl_esft import ports
 from sgl_esft.health import heartbeat, process
 from sgl_esft.hook_ledger import Hook, HookKind
@@ -14,7 +17,21 @@ from sgl_esft.lifecycle import registry
 from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
 from sgl_esft.plugin import engine_hooks, memory_hooks, registry_hooks, schedule_hooks, weave_hooks
-from sgl_esft.plugin import registry_hooks as request_hooks
+
+
+def _hook(
+    kind: HookKind, target: str, function: Any, names: str = "", *, why: str, remove_when: str
+) -> Hook:
+    """One entry; `names` are the target's parameters, in order."""
+    return Hook(target, kind, function, why, remove_when, tuple(names.split()))
+
+
+_before = partial(_hook, HookKind.BEFORE)
+_after = partial(_hook, HookKind.AFTER)
+_around = partial(_hook, HookKind.AROUND)
+_replace = partial(_hook, HookKind.REPLACE)
+_constant = partial(_hook, HookKind.CONSTANT)
+_add = partial(_hook, HookKind.ADD)
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
@@ -23,116 +40,98 @@ _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 CPU_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="sglang.srt.models.deepseek_common.attention_backend_handler"
+    _around(
+        "sglang.srt.models.deepseek_common.attention_backend_handler"
         ".AttentionBackendRegistry.get_handler",
-        kind=HookKind.AROUND,
-        function=cpu_hooks.mla_handler_for_torch_native,
-        parameters=("backend_name",),
+        cpu_hooks.mla_handler_for_torch_native,
+        "backend_name",
         why="SGLang has no MLA handler for torch_native; the fallback takes the MHA path in "
         "prefill, whose shapes torch's attention refuses",
         remove_when="SGLang registers a torch_native handler",
     ),
-    Hook(
-        target=f"{_TORCH_NATIVE}.get_cpu_graph_seq_len_fill_value",
-        kind=HookKind.ADD,
-        function=cpu_hooks.seq_len_fill_value,
+    _add(
+        f"{_TORCH_NATIVE}.get_cpu_graph_seq_len_fill_value",
+        cpu_hooks.seq_len_fill_value,
         why="DP attention pads a batch with this many tokens a row; torch_native does not say",
         remove_when="TorchNativeAttnBackend implements it",
     ),
-    Hook(
-        target="sglang.srt.model_executor.forward_batch_info._is_cpu",
-        kind=HookKind.CONSTANT,
-        function=True,
+    _constant(
+        "sglang.srt.model_executor.forward_batch_info._is_cpu",
+        True,
         why="otherwise prepare_mlp_sync_batch asks for pinned memory, which needs an accelerator",
         remove_when="it asks the platform's is_pin_memory_available, as its neighbours do",
     ),
-    Hook(
-        target=f"{_DP_ATTENTION}.memcpy_func",
-        kind=HookKind.REPLACE,
-        function=cpu_hooks.memcpy,
-        parameters=("dst", "src", "dim", "offset", "sz", "offset_src"),
+    _replace(
+        f"{_DP_ATTENTION}.memcpy_func",
+        cpu_hooks.memcpy,
+        "dst src dim offset sz offset_src",
         why="DP attention copies rows by a Triton kernel unless SGLang's own CPU engine is on",
         remove_when="the choice is made by the tensor's device",
     ),
-    Hook(
-        target=f"{_GROUP}.all_gather_into_tensor",
-        kind=HookKind.REPLACE,
-        function=collectives.all_gather_into_tensor,
-        parameters=("self", "output", "input"),
-        why="goes through a custom operator registered for accelerators only",
-        remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
+    *(
+        _replace(
+            f"{_GROUP}.{function.__name__}",
+            function,
+            "self output input",
+            why="goes through a custom operator registered for accelerators only",
+            remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
+        )
+        for function in (collectives.all_gather_into_tensor, collectives.reduce_scatter_tensor)
     ),
-    Hook(
-        target=f"{_GROUP}.reduce_scatter_tensor",
-        kind=HookKind.REPLACE,
-        function=collectives.reduce_scatter_tensor,
-        parameters=("self", "output", "input"),
-        why="goes through a custom operator registered for accelerators only",
-        remove_when="GroupCoordinator treats out-of-tree CPU platforms as it treats CPU",
-    ),
-    Hook(
-        target=f"{_GROUP}.reduce_scatterv",
-        kind=HookKind.REPLACE,
-        function=collectives.reduce_scatterv,
-        parameters=("self", "input_", "output", "sizes"),
+    _replace(
+        f"{_GROUP}.reduce_scatterv",
+        collectives.reduce_scatterv,
+        "self input_ output sizes",
         why="SGLang's version needs pynccl",
         remove_when="it has a gloo path",
     ),
-    Hook(
-        target=f"{_GROUP}.all_gatherv",
-        kind=HookKind.REPLACE,
-        function=collectives.all_gatherv,
-        parameters=("self", "input_", "sizes", "output"),
+    _replace(
+        f"{_GROUP}.all_gatherv",
+        collectives.all_gatherv,
+        "self input_ sizes output",
         why="SGLang's version needs pynccl",
         remove_when="it has a gloo path",
     ),
-    Hook(
-        target="sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
-        kind=HookKind.REPLACE,
-        function=cpu_hooks.moe_forward,
-        parameters=("layer", "x", "topk_output", "moe_runner_config"),
+    _replace(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        cpu_hooks.moe_forward,
+        "layer x topk_output moe_runner_config",
         why="SGLang's native MoE fails on expert id -1, which expert parallelism produces, and "
         "takes the number of experts from the layer rather than from the weight",
         remove_when="SGLang's native MoE skips id -1 and sizes itself by the weight",
     ),
-    Hook(
-        target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
-        kind=HookKind.REPLACE,
-        function=cpu_hooks.add_gated_shared_expert,
-        parameters=("hidden_states", "gate_weight", "shared_output", "final_hidden_states"),
+    _replace(
+        "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        cpu_hooks.add_gated_shared_expert,
+        "hidden_states gate_weight shared_output final_hidden_states",
         why="Qwen2-MoE launches a Triton kernel here whatever the device",
         remove_when="it has a native path",
     ),
-    Hook(
-        target="sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
-        kind=HookKind.AROUND,
-        function=cpu_hooks.wait_for_request,
-        parameters=("self",),
+    _around(
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
+        cpu_hooks.wait_for_request,
+        "self",
         why="the loop spins a whole core with non-blocking receives; ranks need that core",
         remove_when="SGLang's controller polls its socket",
     ),
-    Hook(
-        target="sglang.srt.utils.common.get_available_gpu_memory",
-        kind=HookKind.AROUND,
-        function=cpu_hooks.available_memory,
-        parameters=("device", "gpu_id", "distributed", "empty_cache", "cpu_group"),
+    _around(
+        "sglang.srt.utils.common.get_available_gpu_memory",
+        cpu_hooks.available_memory,
+        "device gpu_id distributed empty_cache cpu_group",
         why="with --device-memory the KV cache is sized by what the device has left",
         remove_when="SGLang asks the platform for a CPU's free memory, per device",
     ),
-    Hook(
-        target=f"{_RUNNER}.load_model",
-        kind=HookKind.AROUND,
-        function=cpu_hooks.load_model_on_device,
-        parameters=("self",),
+    _around(
+        f"{_RUNNER}.load_model",
+        cpu_hooks.load_model_on_device,
+        "self",
         why="with --device-memory the books must know the model, and refuse one that does not fit",
         remove_when="allocations on the platform's device go through the platform",
     ),
-    Hook(
-        target=f"{_RUNNER}.alloc_memory_pool",
-        kind=HookKind.AROUND,
-        function=cpu_hooks.alloc_memory_pool_on_device,
-        parameters=("self", "memory_pool_config"),
+    _around(
+        f"{_RUNNER}.alloc_memory_pool",
+        cpu_hooks.alloc_memory_pool_on_device,
+        "self memory_pool_config",
         why="with --device-memory the books must know the KV pool",
         remove_when="allocations on the platform's device go through the platform",
     ),
@@ -140,36 +139,32 @@ CPU_HOOKS: tuple[Hook, ...] = (
 
 # Wherever our launcher runs: with and without weaving, on any device.
 LAUNCHER_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="sglang.srt.server_args.PortArgs.init_new",
-        kind=HookKind.AFTER,
-        function=ports.choose_rendezvous,
-        parameters=("server_args", "dp_rank", "worker_ports"),
+    _after(
+        "sglang.srt.server_args.PortArgs.init_new",
+        ports.choose_rendezvous,
+        "server_args dp_rank worker_ports",
         why="SGLang lets the kernel choose where ranks will meet, from the range of outgoing "
         "connections: one of those may have the port by then, and the server does not start",
         remove_when="SGLang holds the port until its ranks listen there",
     ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
-        kind=HookKind.BEFORE,
-        function=heartbeat.beat_rank,
-        parameters=("self",),
+    _before(
+        "sglang.srt.managers.scheduler.Scheduler.ingest_requests",
+        heartbeat.beat_rank,
+        "self",
         why="GET /readyz says whether the loop of every rank turns",
         remove_when="SGLang shows the progress of its loops without running the model",
     ),
-    Hook(
-        target=f"{_SIGNALS}.sigterm_handler",
-        kind=HookKind.REPLACE,
-        function=process.on_sigterm,
-        parameters=("self", "signum", "frame"),
+    _replace(
+        f"{_SIGNALS}.sigterm_handler",
+        process.on_sigterm,
+        "self signum frame",
         why="SGLang takes new requests while it drains, waits for ever, and hears no SIGINT",
         remove_when="SGLang's drain refuses new requests and has a time-out",
     ),
-    Hook(
-        target=f"{_SIGNALS}.running_phase_sigquit_handler",
-        kind=HookKind.REPLACE,
-        function=process.on_sigquit,
-        parameters=("self", "signum", "frame"),
+    _replace(
+        f"{_SIGNALS}.running_phase_sigquit_handler",
+        process.on_sigquit,
+        "self signum frame",
         why="SGLang kills itself when a process has failed; its clients see broken connections",
         remove_when="SGLang ends its streams with an error before it exits",
     ),
@@ -179,128 +174,106 @@ _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _UNQUANT = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 
 WEAVE_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        kind=HookKind.BEFORE,
-        function=request_hooks.refuse_empty,
-        parameters=("self", "obj", "input_ids"),
+    _before(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        registry_hooks.refuse_empty,
+        "self obj input_ids",
         why="a prompt without tokens, from a text or as ids, ends the scheduler and so the server",
         remove_when="SGLang refuses it",
     ),
-    Hook(
-        target=f"{_UNQUANT}.create_weights",
-        kind=HookKind.AROUND,
-        function=weave_hooks.create_weights_with_adapter_slots,
-        parameters=(
-            "self",
-            "layer",
-            "num_experts",
-            "hidden_size",
-            "intermediate_size_per_partition",
-            "params_dtype",
-            "with_bias",
-            "extra_weight_attrs",
-        ),
+    _around(
+        f"{_UNQUANT}.create_weights",
+        weave_hooks.create_weights_with_adapter_slots,
+        "self layer num_experts hidden_size intermediate_size_per_partition params_dtype with_bias "
+        "extra_weight_attrs",
         why="the engine finds an expert by its row in the weight; adapters need rows",
         remove_when="SGLang lets a plugin reserve physical expert slots",
     ),
-    Hook(
-        target="sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.dispatch",
-        kind=HookKind.AROUND,
-        function=weave_hooks.reroute_before_dispatch,
-        parameters=("self", "hidden_states", "topk_output"),
+    _around(
+        "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.dispatch",
+        weave_hooks.reroute_before_dispatch,
+        "self hidden_states topk_output",
         why="rerouting stands between top-k and dispatch (ExpertWeave section 4.3)",
         remove_when="SGLang lets a plugin map top-k ids to physical ids per token",
     ),
-    Hook(
-        target="sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",
-        kind=HookKind.REPLACE,
-        function=weave_hooks.install_esft_manager,
-        parameters=("self",),
+    _replace(
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",
+        weave_hooks.install_esft_manager,
+        "self",
         why="the ESFT manager takes LoRA's place in SGLang's adapter machinery",
         remove_when="SGLang lets a plugin supply the adapter manager class",
     ),
-    Hook(
-        target="sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
-        kind=HookKind.AFTER,
-        function=schedule_hooks.prefer_running_adapters,
-        parameters=("self", "waiting_queue", "running_batch", "processed_tokens"),
+    _after(
+        "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
+        schedule_hooks.prefer_running_adapters,
+        "self waiting_queue running_batch processed_tokens",
         why="a step reads the experts of every adapter in it; requests of adapters that run "
         "already go ahead of others, within --max-overtakes",
         remove_when="SGLang lets a plugin supply a scheduling policy",
     ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req",
-        kind=HookKind.AROUND,
-        function=schedule_hooks.hold_back_for_the_oldest,
-        parameters=("self", "req", "running_loras"),
+    _around(
+        "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req",
+        schedule_hooks.hold_back_for_the_oldest,
+        "self req running_loras",
         why="SGLang admits requests of running adapters past one whose adapter has no slot, for as "
         "long as they come",
         remove_when="SGLang bounds how long a request waits for an adapter's slot",
     ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler._set_or_validate_priority",
-        kind=HookKind.AROUND,
-        function=schedule_hooks.refuse_unknown_adapter,
-        parameters=("self", "req"),
+    _around(
+        "sglang.srt.managers.scheduler.Scheduler._set_or_validate_priority",
+        schedule_hooks.refuse_unknown_adapter,
+        "self req",
         why="a batch with an adapter that the rank does not have ends the rank",
         remove_when="SGLang refuses such a request where it queues it",
     ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        kind=HookKind.AFTER,
-        function=memory_hooks.add_report,
-        parameters=("self", "recv_req"),
+    _after(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        memory_hooks.add_report,
+        "self recv_req",
         why="GET /v1/memory asks every rank for its expert memory, GET /v1/heat for the heat",
         remove_when="SGLang lets a plugin add to a scheduler's internal state",
     ),
-    Hook(
-        target="sglang.srt.lora.lora_registry.LoRARef.deterministic_id",
-        kind=HookKind.AROUND,
-        function=weave_hooks.adapter_id_with_content,
-        parameters=("lora_name", "lora_path"),
+    _around(
+        "sglang.srt.lora.lora_registry.LoRARef.deterministic_id",
+        weave_hooks.adapter_id_with_content,
+        "lora_name lora_path",
         why="the id keys the prefix cache; other weights in the same folder need another id",
         remove_when="SGLang derives the id from the adapter's content",
     ),
-    Hook(
-        target=f"{_CONTROL}.load_lora_adapter",
-        kind=HookKind.REPLACE,
-        function=registry_hooks.load,
-        parameters=("self", "obj", "_"),
+    _replace(
+        f"{_CONTROL}.load_lora_adapter",
+        registry_hooks.load,
+        "self obj _",
         why="loads go through lifecycle/sglang_engine.py, which validates a folder before any rank "
         "hears of it, and makes room by idle adapters",
         remove_when="SGLang lets a plugin supply the way an adapter is loaded",
     ),
-    Hook(
-        target=f"{_CONTROL}.load_lora_adapter_from_tensors",
-        kind=HookKind.REPLACE,
-        function=registry_hooks.refuse_tensors,
-        parameters=("self", "obj", "_"),
+    _replace(
+        f"{_CONTROL}.load_lora_adapter_from_tensors",
+        registry_hooks.refuse_tensors,
+        "self obj _",
         why="the ranks would unpickle what a client sent; a malformed body ends the server",
         remove_when="SGLang lets a server leave the route out",
     ),
-    Hook(
-        target=f"{_CONTROL}.unload_lora_adapter",
-        kind=HookKind.REPLACE,
-        function=registry_hooks.unload,
-        parameters=("self", "obj", "_"),
+    _replace(
+        f"{_CONTROL}.unload_lora_adapter",
+        registry_hooks.unload,
+        "self obj _",
         why="SGLang keeps the path of an unloaded adapter and loads it again when it is asked for",
         remove_when="an explicit unload clears lora_ref_cache",
     ),
-    Hook(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
-        kind=HookKind.REPLACE,
-        function=registry_hooks.resolve,
-        parameters=("self", "obj"),
+    _replace(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
+        registry_hooks.resolve,
+        "self obj",
         why="an adapter may leave host memory between its load for a request and its use by it; "
         "SGLang would load it beside whoever loads it, and name all adapters to who asks for one",
         remove_when="SGLang holds an adapter from its load to its use",
     ),
-    Hook(
-        target="sglang.srt.lora.lora_registry.LoRARegistry.acquire",
-        kind=HookKind.REPLACE,
-        function=registry.acquire,
-        parameters=("self", "lora_name"),
+    _replace(
+        "sglang.srt.lora.lora_registry.LoRARegistry.acquire",
+        registry.acquire,
+        "self lora_name",
         why="SGLang looks a name up and counts the request in two steps, and an adapter that is "
         "replaced or leaves between them ends the rank",
         remove_when="SGLang counts a request under the registry's lock",
@@ -312,35 +285,24 @@ _LOGGING = "sglang.srt.utils.common"
 
 # With weaving too.
 OBSERVE_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target=f"{_TOKENIZER}._init_req_state",
-        kind=HookKind.AFTER,
-        function=engine_hooks.note_sequences,
-        parameters=("self", "obj", "request"),
+    _after(
+        f"{_TOKENIZER}._init_req_state",
+        engine_hooks.note_sequences,
+        "self obj request",
         why="the log says which adapters a request used, and its tokens, which answers need not",
         remove_when="SGLang's states of a request's sequences know its x-request-id",
     ),
-    Hook(
-        target=f"{_TOKENIZER}._create_tokenized_object",
-        kind=HookKind.AFTER,
-        function=engine_hooks.note_prompt,
-        parameters=(
-            "self",
-            "obj",
-            "input_text",
-            "input_ids",
-            "input_embeds",
-            "mm_inputs",
-            "token_type_ids",
-        ),
+    _after(
+        f"{_TOKENIZER}._create_tokenized_object",
+        engine_hooks.note_prompt,
+        "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
         why="the log says how many prompt tokens a request has, which answers need not",
         remove_when="SGLang's states of a request's sequences have their prompts' lengths",
     ),
-    Hook(
-        target=f"{_TOKENIZER}.collect_metrics",
-        kind=HookKind.BEFORE,
-        function=engine_hooks.observe_output,
-        parameters=("self", "state", "recv_obj", "i"),
+    _before(
+        f"{_TOKENIZER}.collect_metrics",
+        engine_hooks.observe_output,
+        "self state recv_obj i",
         why="metrics by adapter; SGLang's are of the whole server",
         remove_when="SGLang's request metrics have a label for the adapter",
     ),
@@ -348,27 +310,24 @@ OBSERVE_HOOKS: tuple[Hook, ...] = (
 
 # Only with --log-format json.
 JSON_LOG_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target=f"{_LOGGING}.configure_logger",
-        kind=HookKind.AFTER,
-        function=json_logs.use_json,
-        parameters=("server_args", "prefix"),
+    _after(
+        f"{_LOGGING}.configure_logger",
+        json_logs.use_json,
+        "server_args prefix",
         why="every process of SGLang sets up its own logging, as text",
         remove_when="SGLang has a flag for JSON logs",
     ),
-    Hook(
-        target=f"{_LOGGING}.set_uvicorn_logging_configs",
-        kind=HookKind.AFTER,
-        function=json_logs.use_json_in_uvicorn,
-        parameters=("server_args",),
+    _after(
+        f"{_LOGGING}.set_uvicorn_logging_configs",
+        json_logs.use_json_in_uvicorn,
+        "server_args",
         why="the HTTP server's lines are text, and its access lines have no request id",
         remove_when="SGLang has a flag for JSON logs",
     ),
-    Hook(
-        target=f"{_TOKENIZER}.auto_create_handle_loop",
-        kind=HookKind.AROUND,
-        function=json_logs.start_loop_for_nobody,
-        parameters=("self",),
+    _around(
+        f"{_TOKENIZER}.auto_create_handle_loop",
+        json_logs.start_loop_for_nobody,
+        "self",
         why="the first request starts the loop for all, and every line of it would have that "
         "request's id",
         remove_when="SGLang starts its loop before it serves",
@@ -377,19 +336,11 @@ JSON_LOG_HOOKS: tuple[Hook, ...] = (
 
 # Only with --reroute router: the hook is called in every layer.
 ROUTER_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="sglang.srt.layers.moe.topk.select_experts",
-        kind=HookKind.AROUND,
-        function=weave_hooks.route_to_slots,
-        parameters=(
-            "hidden_states",
-            "router_logits",
-            "topk_config",
-            "layer_id",
-            "num_token_non_padded",
-            "expert_location_dispatch_info",
-            "dynamic_expert_bias",
-        ),
+    _around(
+        "sglang.srt.layers.moe.topk.select_experts",
+        weave_hooks.route_to_slots,
+        "hidden_states router_logits topk_config layer_id num_token_non_padded "
+        "expert_location_dispatch_info dynamic_expert_bias",
         why="top-k and rerouting are one kernel",
         remove_when="SGLang lets a plugin supply the router of a layer",
     ),

@@ -12,26 +12,16 @@ SGLang's word for "adapter".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sgl_esft.errors import EsftError, UnsupportedModelError
-from sgl_esft.lifecycle.commands import RankCommand, decode, is_command, named, reply_table
+from sgl_esft.lifecycle.commands import decode, is_command, named, reply_table
 from sgl_esft.lifecycle.rank_command_handler import ALONE, RankCommandHandler, RankGroup
 from sgl_esft.weave.batch_tags import BASE, BatchTags, tag_tokens
 from sgl_esft.weave.heat import HeatSampler
 from sgl_esft.weave.plane import AdapterPlane, AdapterSource
-
-
-class AdapterRef(Protocol):
-    """SGLang's LoRARef."""
-
-    lora_id: str
-    lora_name: str | None
-    lora_path: str | None
-    pinned: bool | None
-
 
 # (success, error message, loaded name -> path) -> SGLang's LoRAUpdateOutput
 MakeResult = Callable[[bool, str, dict[str, str]], Any]
@@ -78,45 +68,39 @@ class EsftManager:
 
     # ---- loading ----
 
-    def load_initial(self, refs: Iterable[AdapterRef]) -> None:
+    def load_initial(self, refs: Iterable[Any]) -> None:
         """Load what the server was started with. Raises EsftError: do not start without it."""
         for ref in refs:
             self.plane.load(_source_of(ref))
         self._publish_changes()
 
-    def load_lora_adapter(self, lora_ref: AdapterRef) -> Any:
+    def load_lora_adapter(self, lora_ref: Any) -> Any:
         """Load, pin or unpin what is loaded, or carry out a command (lifecycle/commands.py).
 
         A failure is reported to the caller by name and changes nothing.
         """
         if is_command(lora_ref.lora_path):
-            return self._carry_out(decode(lora_ref.lora_path or ""))
+            command = decode(lora_ref.lora_path or "")
+            return self._report(lambda: reply_table(command, self._command_handler.answer(command)))
         return self._report(lambda: self._command_handler.take_in(_source_of(lora_ref)))
 
-    def _carry_out(self, command: RankCommand) -> Any:
-        try:
-            reply = self._command_handler.answer(command)
-        except EsftError as error:
-            return self._make_result(False, named(error), self.plane.names)
-        self._publish_changes()
-        return self._make_result(True, "", reply_table(command, reply))
-
-    def unload_lora_adapter(self, lora_ref: AdapterRef) -> Any:
+    def unload_lora_adapter(self, lora_ref: Any) -> Any:
         return self._report(lambda: self.plane.unload(lora_ref.lora_id))
 
-    def load_lora_adapter_from_tensors(self, lora_ref: AdapterRef, *_: Any, **__: Any) -> Any:
+    def load_lora_adapter_from_tensors(self, lora_ref: Any, *_: Any, **__: Any) -> Any:
         message = (
             "UnsupportedAdapterError: an ESFT adapter is loaded from a folder, not from tensors"
         )
         return self._make_result(False, message, self.plane.names)
 
-    def _report(self, action: Callable[[], None]) -> Any:
+    def _report(self, action: Callable[[], dict[str, str] | None]) -> Any:
+        """SGLang's answer: `action`'s own table of adapters, or if it has none what is loaded."""
         try:
-            action()
+            table = action()
         except EsftError as error:
             return self._make_result(False, named(error), self.plane.names)
         self._publish_changes()
-        return self._make_result(True, "", self.plane.names)
+        return self._make_result(True, "", self.plane.names if table is None else table)
 
     def _publish_changes(self) -> None:
         now = (self.plane.uses.num_changes, self.plane.uses.num_hits)
@@ -180,7 +164,7 @@ class EsftManager:
         return False
 
 
-def _source_of(ref: AdapterRef) -> AdapterSource:
+def _source_of(ref: Any) -> AdapterSource:
     return AdapterSource(
         adapter_id=ref.lora_id,
         name=ref.lora_name or "",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,7 @@ from sgl_esft.http.record import BASE, NO_ADAPTER, OTHERS
 # which is made between two steps, has all of them: 64 names of DeepSeek-V3 are 1 M numbers.
 MAX_NAMES: Final = 64
 
+LayerHeat = Callable[[torch.Tensor, torch.Tensor], None]  # `HeatSampler.count` of one layer
 OnDistinct = Callable[[int, int], None]  # (layer id, experts that the step read)
 
 
@@ -85,7 +87,7 @@ class HeatSampler:
 
     def layer(self, layer_id: int) -> LayerHeat:
         """What a layer's rerouting calls."""
-        return LayerHeat(self, self.layer_ids.index(layer_id))
+        return partial(self.count, self.layer_ids.index(layer_id))
 
     def begin_step(self, real_tokens: int | torch.Tensor) -> None:
         """A forward pass is about to run.
@@ -183,18 +185,6 @@ class HeatSampler:
         if self._on_distinct is not None:
             for layer_id, number in zip(self.layer_ids, distinct.tolist(), strict=True):
                 self._on_distinct(layer_id, number)
-
-
-@dataclass(frozen=True)
-class LayerHeat:
-    """One layer's part of a sampler."""
-
-    sampler: HeatSampler
-    layer_idx: int
-
-    def __call__(self, topk_ids: torch.Tensor, tags: torch.Tensor) -> None:
-        """As `HeatSampler.count`."""
-        self.sampler.count(self.layer_idx, topk_ids, tags)
 
 
 def distinct_experts(used: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:

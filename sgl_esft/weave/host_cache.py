@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 
 from sgl_esft.errors import AdapterFormatError, InvariantError
 from sgl_esft.formats.manifest import AdapterManifest
-from sgl_esft.formats.model_spec import Proj
+from sgl_esft.formats.model_spec import DTYPE_BYTES, Proj
 from sgl_esft.formats.safetensors_header import SafetensorsHeader, read_header
 from sgl_esft.formats.strict_json import open_regular
 from sgl_esft.weave.moe_layer import ExpertShard, ExpertWeights
@@ -57,7 +56,8 @@ def read_adapter(
     shards: layer id -> what this rank holds of that layer. pin_memory: for copies to an
     accelerator. Raises AdapterFormatError when a file changed or broke after it was validated.
     """
-    with _ExpertFiles(manifest, on_read, pin_memory=pin_memory) as files:
+    with ExitStack() as stack:
+        files = _ExpertFiles(manifest, on_read, stack, pin_memory=pin_memory)
         experts = {
             layer_id: {
                 expert_id: _read_expert(files, layer_id, expert_id, shards[layer_id])
@@ -78,7 +78,7 @@ def num_bytes_to_read(manifest: AdapterManifest, shards: Mapping[int, ExpertShar
             rows, columns = location.shape
             if proj != "down":
                 rows = len(shard.intermediate)
-            num_bytes += rows * columns * _item_bytes(manifest.dtype)
+            num_bytes += rows * columns * DTYPE_BYTES[manifest.dtype]
     return num_bytes
 
 
@@ -103,24 +103,16 @@ def _read_expert(
 class _ExpertFiles:
     """The open files of one adapter, read by ranges of rows."""
 
-    def __init__(self, manifest: AdapterManifest, on_read: OnRead, *, pin_memory: bool) -> None:
+    def __init__(
+        self, manifest: AdapterManifest, on_read: OnRead, stack: ExitStack, *, pin_memory: bool
+    ) -> None:
+        """stack: closes them."""
         self._manifest = manifest
         self._on_read = on_read
         self._pin_memory = pin_memory
         self._dtype: torch.dtype = getattr(torch, manifest.dtype)
         self._files: dict[Path, tuple[int, SafetensorsHeader]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+        self._stack = stack
 
     def empty(self, num_rows: int, num_columns: int) -> torch.Tensor:
         """Host memory for experts, page-locked where the device copies from it."""
@@ -173,8 +165,3 @@ class _ExpertFiles:
             file = self._stack.enter_context(open_regular(path, AdapterFormatError))
             self._files[path] = (file.fileno(), header)
         return self._files[path]
-
-
-def _item_bytes(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize

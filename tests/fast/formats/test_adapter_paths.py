@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sgl_esft.errors import AdapterNameError, AdapterPathError
-from sgl_esft.formats.manifest import resolve_adapter_path, validate_adapter_name
+from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
 
 
 @pytest.mark.parametrize("name", ["a", "math-v1.2_x", "...", "A" * 64])

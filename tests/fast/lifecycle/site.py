@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Site:
         self.engine = FakeEngine(holds=holds)
         self.catalogue = Catalogue(root, check)
         self.catalogue.refresh()
+        self.num_asked = 0  # requests that asked the library for adapters
         self.library = AdapterLibrary(self.engine, self.catalogue, ensure_timeout_s=timeout_s)
         self.lister = Lister(self.library, num_slots=3)
         self.running: asyncio.Event | None = None  # a request waits for it, if it is there
@@ -78,7 +79,7 @@ class Site:
 
         compat.install(app, lambda: Backing(self.library, self.lister))
         names = lambda: KnownNames(self.library.known.usable, frozenset({"demo"}))  # noqa: E731
-        stack.install(app, names=names, ensure=self.library.ensure)
+        stack.install(app, names=names, ensure=self._ensure)
         return app
 
     async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +109,16 @@ class Site:
         assert self.root is not None
         shutil.rmtree(self.root / name)
         self.catalogue.refresh()
+
+    async def _ensure(self, names: Collection[str]) -> None:
+        self.num_asked += 1
+        await self.library.ensure(names)
+
+    async def until_asked_for(self, num_requests: int) -> None:
+        """Until so many requests have asked the library for their adapters, and it waits."""
+        while self.num_asked < num_requests:
+            await asyncio.sleep(0.001)
+        await self.settle()
 
     async def settle(self) -> None:
         """Until everything that can go on without the test has."""

@@ -95,16 +95,13 @@ async def test_wait_answers_with_the_end(site: Site) -> None:
 async def test_a_hundred_requests_cause_one_load_and_share_its_failure(site: Site) -> None:
     site.engine.holds = True
     asked = [asyncio.create_task(site.generate("math")) for _ in range(100)]
-    while len(site.library.known.jobs) < 1:
-        await asyncio.sleep(0.001)
-    await site.settle()
+    await site.until_asked_for(100)
     site.engine.finish("math")
     answers = await asyncio.gather(*asked)
     assert {each.status_code for each in answers} == {200}
     assert site.engine.num_loads == 1
     failing = [asyncio.create_task(site.generate("law")) for _ in range(20)]
-    await asyncio.sleep(0.01)
-    await site.settle()
+    await site.until_asked_for(120)
     site.engine.finish("law", NoFreeSlotError("all are pinned"))
     answers = await asyncio.gather(*failing)
     assert {each.status_code for each in answers} == {503}

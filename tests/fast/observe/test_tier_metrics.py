@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from sgl_esft.lifecycle.sglang_engine import EngineCounters
-from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
+from sgl_esft.observe.tier_metrics import DeviceTierMetrics, EngineCounters, HostTierMetrics
 from sgl_esft.weave.slot_table import SlotUses
 
 
