@@ -1,24 +1,10 @@
 """Every error the elastic runtime raises on purpose, and what to do about it.
 
     ElasticError
-    ├── RequestError              the caller must change something; nothing was changed
-    │   ├── ElasticConfigError    a flag that cannot work
-    │   ├── BadScaleError         a scale request that makes no sense (HTTP 400)
-    │   ├── DoesNotFitError       the wanted configuration does not fit its devices (HTTP 400)
-    │   ├── UnknownOperationError (HTTP 404)
-    │   └── KeyReusedError        an idempotency key that came with another request (HTTP 409)
-    ├── MemoryLostError           a device's memory worker has died (HTTP 503)
-    ├── BusyError                 another scale is running (HTTP 409); try again later
-    ├── ClosingError              the server ends and scales no more (HTTP 503)
-    ├── StepFailedError           one step of a scale failed; the scale was rolled back
-    │   ├── MemoryWorkerError     a memory worker refused or failed
-    │   ├── EngineFailedError     an engine rank failed, died or did not answer in time
-    │   ├── PeerCopyError         bytes did not arrive
-    │   └── NodeLostError         a machine of the cluster, or the way to it, is gone
-    └── ElasticInternalError      a defect
-        ├── WireError             a message that our own side would not write
-        ├── IllegalTransitionError a state that cannot follow
-        └── PlanError             a plan that breaks its own invariants
+    ├── RequestError            the caller must change something; nothing was changed
+    ├── MemoryLost-, Busy-, ClosingError    not now: try again later, or another server
+    ├── StepFailedError         one step of a scale failed; the scale was rolled back
+    └── ElasticInternalError    a defect
 
 Messages name the thing, the value seen and the remedy. `http_status` is what REST answers with.
 """
@@ -27,15 +13,19 @@ from __future__ import annotations
 
 
 class ElasticError(Exception):
-    """Root of the tree; never raised itself."""
+    """Root of the tree; never raised itself. `status` of a class differs from its base's."""
 
     http_status = 500
 
+    def __init_subclass__(cls, status: int | None = None) -> None:
+        """`status` is the class's own `http_status`."""
+        super().__init_subclass__()
+        if status is not None:
+            cls.http_status = status
 
-class RequestError(ElasticError):
+
+class RequestError(ElasticError, status=400):
     """The caller must change something. Nothing was changed on this side."""
-
-    http_status = 400
 
 
 class ElasticConfigError(RequestError):
@@ -50,34 +40,24 @@ class DoesNotFitError(RequestError):
     """The wanted configuration needs more memory than its devices have."""
 
 
-class UnknownOperationError(RequestError):
+class UnknownOperationError(RequestError, status=404):
     """No scale operation has this id."""
 
-    http_status = 404
 
-
-class KeyReusedError(RequestError):
+class KeyReusedError(RequestError, status=409):
     """An idempotency key came a second time, with another request."""
 
-    http_status = 409
 
-
-class BusyError(ElasticError):
+class BusyError(ElasticError, status=409):
     """Another scale is running; try again when it has ended."""
 
-    http_status = 409
 
-
-class ClosingError(ElasticError):
+class ClosingError(ElasticError, status=503):
     """The server ends and scales no more; another one may."""
 
-    http_status = 503
 
-
-class MemoryLostError(ElasticError):
+class MemoryLostError(ElasticError, status=503):
     """The memory worker of a serving device has died: nothing can be copied from there any more."""
-
-    http_status = 503
 
 
 class StepFailedError(ElasticError):

@@ -245,8 +245,6 @@ class Runtime:
         return LoadSample(
             num_devices=placement.dp_size,
             attainment=self.router.attainment(now_s),
-            num_running=self.router.num_running(),
-            max_running=0,
             kv_used_tokens=self.router.num_tokens(),
             kv_capacity_tokens=sum(placement.kv_tokens),
             is_scaling=coordinator.running() is not None,

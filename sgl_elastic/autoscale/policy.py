@@ -93,13 +93,8 @@ class LoadSample:
 
     num_devices: int
     attainment: Attainment
-    num_running: int  # requests, those that wait at a rank included
-    max_running: int  # requests that run at once; 0 = no bound known
     kv_used_tokens: int
     kv_capacity_tokens: int
-    # KV tokens that one device fewer would have, as the planner says; -1 = in proportion. Fewer
-    # devices hold more experts each, so it is less than in proportion.
-    kv_smaller_tokens: int = -1
     is_scaling: bool = False  # a scale is under way, whoever asked for it
 
 
@@ -200,20 +195,12 @@ def step_up(policy: AutoscalePolicy, sample: LoadSample) -> int:
 
 
 def utilisation_when_smaller(sample: LoadSample) -> float:
-    """Utilisation with one device fewer: running over what may run, or KV used, the larger.
+    """KV used over what one device fewer would have, in proportion.
 
     Infinite on one device, and where nothing is known of the KV.
     """
-    share = (sample.num_devices - 1) / sample.num_devices
-    kv_tokens = float(sample.kv_smaller_tokens)
-    if kv_tokens < 0:
-        kv_tokens = sample.kv_capacity_tokens * share
-    if share <= 0 or kv_tokens <= 0:
-        return math.inf
-    used = sample.kv_used_tokens / kv_tokens
-    if sample.max_running > 0:
-        used = max(used, sample.num_running / (sample.max_running * share))
-    return used
+    kv_tokens = sample.kv_capacity_tokens * (sample.num_devices - 1) / sample.num_devices
+    return sample.kv_used_tokens / kv_tokens if kv_tokens > 0 else math.inf
 
 
 def down_wait_s(policy: AutoscalePolicy, state: AutoscaleState) -> float:

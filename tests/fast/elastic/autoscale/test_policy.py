@@ -44,13 +44,11 @@ def seen(share: float, num_finished: int = 100) -> Attainment:
 def metrics(
     share: float = 0.95, num_devices: int = 4, busy: float = 0.5, num_finished: int = 100
 ) -> LoadSample:
-    """busy: running requests and KV used, over what there is."""
-    slots, tokens = 64 * num_devices, 10_000 * num_devices
+    """busy: KV used, over what there is."""
+    tokens = 10_000 * num_devices
     return LoadSample(
         num_devices=num_devices,
         attainment=seen(share, num_finished),
-        num_running=round(busy * slots),
-        max_running=slots,
         kv_used_tokens=round(busy * tokens),
         kv_capacity_tokens=tokens,
     )
@@ -143,21 +141,17 @@ def test_what_one_window_tells_the_next() -> None:
     assert after([CALM, CALM, replace(CALM, is_scaling=True)])[1] == FRESH
 
 
-def test_room_is_the_scarcer_of_running_requests_and_kv() -> None:
+def test_room_is_what_one_device_fewer_would_have() -> None:
     base = metrics(1.0, busy=0.3)
     for changed, expected in (
-        ({}, 77 / 192),
+        ({}, 0.4),
         ({"kv_used_tokens": 30_000}, 1.0),
-        ({"num_running": 192}, 1.0),
-        ({"num_running": 192, "max_running": 0}, 0.4),
-        # Fewer devices hold more experts each: KV shrinks by more than a device's share.
-        ({"kv_smaller_tokens": 15_000}, 0.8),
-        ({"kv_smaller_tokens": 0}, math.inf),
+        ({"kv_capacity_tokens": 0}, math.inf),
         ({"num_devices": 1}, math.inf),
     ):
         found = utilisation_when_smaller(replace(base, **changed))  # type: ignore[arg-type]
         assert found == pytest.approx(expected), changed
-    assert after([replace(base, kv_smaller_tokens=15_000)] * 3)[2] is Reason.STEADY
+    assert after([replace(base, kv_used_tokens=30_000)] * 3)[2] is Reason.STEADY
     assert after([metrics(1.0, num_devices=1, busy=0.0)] * 5)[2] is Reason.AT_MIN
 
 
