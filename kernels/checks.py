@@ -1,12 +1,25 @@
-"""Checks at the boundary of an operator, each with the tensor's name."""
+"""Checks at the boundary of an operator, each with the tensor's name.
+
+With SGL_ESFT_DEBUG_KERNELS=1 kernels check the values that they read, too.
+"""
 
 from __future__ import annotations
+
+import functools
+import os
 
 import torch
 
 from sgl_esft_kernels.errors import KernelInputError
 
 ID_DTYPES = (torch.int32, torch.int64)
+DEBUG_VARIABLE = "SGL_ESFT_DEBUG_KERNELS"
+
+
+@functools.cache
+def is_debug() -> bool:
+    """Whether this process runs a debug build; read once."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
 def check_tensor(

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_esft_kernels.checks import check_reroute_inputs, check_values
-from sgl_esft_kernels.debug import is_debug
+from sgl_esft_kernels.checks import check_reroute_inputs, check_values, is_debug
 
 
 def reroute_unfused(

@@ -17,8 +17,7 @@ import functools
 
 import torch
 
-from sgl_esft_kernels.checks import check_reroute_inputs
-from sgl_esft_kernels.debug import is_debug
+from sgl_esft_kernels.checks import check_reroute_inputs, is_debug
 from sgl_esft_kernels.errors import KernelUnavailableError
 from sgl_esft_kernels.op import RerouteFunction, implement, reroute
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from sgl_esft_kernels.checks import check_reroute_inputs, check_values
-from sgl_esft_kernels.debug import is_debug
+from sgl_esft_kernels.checks import check_reroute_inputs, check_values, is_debug
 from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
 from sgl_esft_kernels.op import RerouteFunction, implement, reroute
 

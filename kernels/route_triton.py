@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from sgl_esft_kernels.debug import is_debug
+from sgl_esft_kernels.checks import is_debug
 from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
 from sgl_esft_kernels.route_spec import (
     LOWEST_CHOICE,

@@ -1,4 +1,1 @@
-"""From command line to running server.
-
-flags.py (what was asked) -> plan.py (what will be started, checked) -> serve.py (start it)
-"""
+"""From command line to running server; the only place that knows both packages (server.py)."""

@@ -119,7 +119,7 @@ def make_router(
     """Where requests wait or go."""
 
     def make() -> RequestRouter:
-        return RequestRouter(wire, policy=policy, window=window)
+        return RequestRouter(wire, window, policy=policy)
 
     return ReplicaRouter(wire, make, window) if options.strategy is _S.HORIZONTAL else make()
 

@@ -29,7 +29,7 @@ from bench.gpu.moe import experts_here
 from sgl_esft.weave.moe_layer import WovenLayer
 from sgl_esft.weave.slot_layout import SlotLayout
 from sgl_esft_kernels import RerouteFunction, choose, reroute_unfused
-from sgl_esft_kernels.debug import VARIABLE as DEBUG_VARIABLE
+from sgl_esft_kernels.checks import DEBUG_VARIABLE
 from sgl_esft_kernels.route_ref import route_and_reroute as route_by_definition
 from sgl_esft_kernels.route_spec import RouterSpec
 from sgl_esft_kernels.route_triton import route_and_reroute

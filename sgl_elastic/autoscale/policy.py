@@ -8,10 +8,11 @@ unless a policy is given. docs/autoscaling.md explains the numbers.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+
+import msgspec
 
 from sgl_elastic.autoscale.slo import Attainment, check_above_zero
 from sgl_elastic.errors import ElasticConfigError
@@ -68,23 +69,13 @@ def parse_policy(text: str | None) -> AutoscalePolicy | None:
     """
     if text is None:
         return None
-    known = [field.name for field in fields(AutoscalePolicy)]
     try:
-        given = json.loads(text)
-        if not isinstance(given, dict) or not all(_is_number(n) for n in given.values()):
-            raise ElasticConfigError(
-                f"the autoscale policy is {text[:200]!r}: not an object of numbers."
-            )
-        return AutoscalePolicy(**given)
-    except (ValueError, TypeError, RecursionError) as cause:
+        return AutoscalePolicy(**msgspec.json.decode(text, type=dict[str, int | float]))
+    except (msgspec.MsgspecError, TypeError) as cause:
         raise ElasticConfigError(
-            f"the autoscale policy is {text[:200]!r}: {cause}. Give a JSON object with "
-            f"min_devices, max_devices and any of {', '.join(known[2:])}."
+            f"the autoscale policy is {text[:200]!r}: {cause}. Give a JSON object of numbers with "
+            f"min_devices, max_devices and any of {', '.join(each.name for each in fields(AutoscalePolicy)[2:])}."
         ) from cause
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class _Request:
 class InFlight:
     """By request id. `window` hears of arrivals, first tokens and ends."""
 
-    def __init__(self, policy: RankPolicy, window: SloWindow | None) -> None:
+    def __init__(self, policy: RankPolicy, window: SloWindow) -> None:
         self._policy = policy
         self._window = window
         self._requests: dict[str, _Request] = {}
@@ -63,8 +63,7 @@ class InFlight:
             rank = choose(loads, request.lora_id, num_tokens, self._policy, turn=turn)
         self._requests[request.rid] = _Request(copy.copy(request), int(rank))
         self._book.add(request.rid, int(rank), request.lora_id, num_tokens)
-        if self._window is not None:
-            self._window.arrived(request.rid, now_s)
+        self._window.arrived(request.rid, now_s)
         return int(rank)
 
     def move(self, handed: HandedOver, placement: Placement, *, has_kv: bool) -> None:
@@ -79,8 +78,7 @@ class InFlight:
         self._book.rebase(moves, placement.dp_size, placement.kv_tokens)
         for rid, request in self._requests.items():
             request.rank = handed.ranks.get(rid, moves[request.rank])
-        if self._window is not None:
-            self._window.forget_finished()
+        self._window.forget_finished()
 
     def to_send(self) -> Iterator[tuple[Any, int]]:
         """(message, rank) of each, in the order of their arrival."""
@@ -97,14 +95,13 @@ class InFlight:
         if len(new_ids) > 0:
             self.last_output_s = now_s
             request.output_ids.extend(new_ids)
-        if self._window is not None and request.num_seen == 0 and num_tokens > 0:
+        if request.num_seen == 0 and num_tokens > 0:
             self._window.first_token(rid, now_s)
         request.num_seen = max(request.num_seen, num_tokens)
         if is_finished:
             del self._requests[rid]
             self._book.finish(rid)
-            if self._window is not None:
-                self._window.finished(rid, now_s, num_tokens)
+            self._window.finished(rid, now_s, num_tokens)
 
     def states(self) -> list[tuple[int, RequestState]]:
         """(rank, state) of each request that has tokens."""

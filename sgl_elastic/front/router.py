@@ -20,7 +20,7 @@ from typing import Any
 
 from sgl_elastic.autoscale.slo import Attainment, SloWindow
 from sgl_elastic.coordinator.ports import Wire
-from sgl_elastic.errors import ElasticInternalError, EngineFailedError, IllegalTransitionError
+from sgl_elastic.errors import EngineFailedError, IllegalTransitionError
 from sgl_elastic.front.adapter_changes import AdapterChanges
 from sgl_elastic.front.in_flight import InFlight
 from sgl_elastic.front.instance_links import InstanceLinks
@@ -44,9 +44,9 @@ class RequestRouter(InstanceLinks):
     def __init__(
         self,
         wire: Wire,
+        window: SloWindow,
         *,
         policy: RankPolicy | None = None,
-        window: SloWindow | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(wire, clock)
@@ -126,9 +126,7 @@ class RequestRouter(InstanceLinks):
             return self._in_flight.num_tokens
 
     def attainment(self, now_s: float) -> Attainment:
-        """How the window's requests met their targets. Raises ElasticInternalError without one."""
-        if self._window is None:
-            raise ElasticInternalError("the router has no SLO window")
+        """How the window's requests met their targets."""
         with self._lock:
             return self._window.attainment(now_s)
 

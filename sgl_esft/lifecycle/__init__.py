@@ -1,4 +1,1 @@
-"""Adapters as a managed resource: what lies on disk, what is loaded, what is on the device.
-
-/v1/adapters, a request's adapter -> library.py -> AdapterEngine (engine.py) -> SGLang, ranks
-"""
+"""Adapters as a managed resource: what lies on disk, what is loaded, what is on the device."""

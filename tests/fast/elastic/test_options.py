@@ -59,7 +59,7 @@ def test_values() -> None:
         ("--max-total-tokens -1", "--max-total-tokens -1"),
         ("--standby-ranks -1", "--standby-ranks -1"),
         ("--autoscale {", "autoscale policy is '{'"),
-        ("--autoscale []", "not an object of numbers"),
+        ("--autoscale []", "Give a JSON object of numbers"),
         ("--ray-address h:1", "they need --nodes ray"),
         ("--devices-per-node 2", "they need --nodes ray"),
         ("--nodes ray --devices-per-node 0", "--devices-per-node 0"),

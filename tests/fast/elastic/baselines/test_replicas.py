@@ -212,7 +212,7 @@ class Two:
         policy = RankPolicy(strategy=RankStrategy.ROUND_ROBIN)
 
         def make() -> RequestRouter:
-            return RequestRouter(self.wire, policy=policy, window=window)
+            return RequestRouter(self.wire, window, policy=policy)
 
         self.router = ReplicaRouter(self.wire, make, window)
         self.router.listen(self.sizes.append, lambda seconds: None)
