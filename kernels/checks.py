@@ -1,7 +1,4 @@
-"""Checks at the boundary of an operator, each with the tensor's name.
-
-With SGL_ESFT_DEBUG_KERNELS=1 kernels check the values that they read, too.
-"""
+"""Checks at the boundary of an operator, each with the tensor's name."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ DEBUG_VARIABLE = "SGL_ESFT_DEBUG_KERNELS"
 
 @functools.cache
 def is_debug() -> bool:
-    """Whether this process runs a debug build; read once."""
+    """Whether kernels of this process check the values that they read, too; read once."""
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 

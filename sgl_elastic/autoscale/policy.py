@@ -72,9 +72,10 @@ def parse_policy(text: str | None) -> AutoscalePolicy | None:
     try:
         return AutoscalePolicy(**msgspec.json.decode(text, type=dict[str, int | float]))
     except (msgspec.MsgspecError, TypeError) as cause:
+        optional = ", ".join(each.name for each in fields(AutoscalePolicy)[2:])
         raise ElasticConfigError(
             f"the autoscale policy is {text[:200]!r}: {cause}. Give a JSON object of numbers with "
-            f"min_devices, max_devices and any of {', '.join(each.name for each in fields(AutoscalePolicy)[2:])}."
+            f"min_devices, max_devices and any of {optional}."
         ) from cause
 
 
