@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -70,7 +71,8 @@ def parse_policy(text: str | None) -> AutoscalePolicy | None:
     if text is None:
         return None
     try:
-        return AutoscalePolicy(**msgspec.json.decode(text, type=dict[str, int | float]))
+        given: dict[str, Any] = msgspec.json.decode(text, type=dict[str, int | float])
+        return AutoscalePolicy(**given)
     except (msgspec.MsgspecError, TypeError) as cause:
         optional = ", ".join(each.name for each in fields(AutoscalePolicy)[2:])
         raise ElasticConfigError(
