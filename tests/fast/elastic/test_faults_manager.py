@@ -155,6 +155,12 @@ class Scene:
         return [(1, STATE)]
 
     # what tests ask
+    def park(self, device_ids: tuple[int, ...]) -> str:
+        """As `keep_standbys` does with each."""
+        name = self.manager._start_parked(device_ids)
+        self.manager._put_away(self.manager._running[name])
+        return name
+
     def first(self, placement: Placement = TWO) -> str:
         return self.manager.start_first(placement.device_ids, lambda shape: placement)
 
@@ -285,7 +291,7 @@ def test_a_standby_that_dies_or_hangs_is_replaced(scene: Scene) -> None:
 def test_a_standby_of_no_use_is_replaced_by_a_fresh_one(scene: Scene, fault: str) -> None:
     """Not where a memory worker hangs: another instance would wait for the same one in vain."""
     scene.first(ONE)
-    standby = scene.manager._park_new((0, 1))
+    standby = scene.park((0, 1))
     rank = scene.ranks[standby][0]
     rank.mutes = {m.Attach}
     if fault == "died":
@@ -308,7 +314,7 @@ def test_a_standby_that_is_being_started_is_waited_for(scene: Scene) -> None:
     scene.first(ONE)
     go_on = threading.Event()
     scene.warm_up = lambda instance, num_ranks, timeout_s: go_on.wait(5)  # type: ignore[method-assign]
-    starting = threading.Thread(target=scene.manager._park_new, args=((0, 1),))
+    starting = threading.Thread(target=scene.park, args=((0, 1),))
     starting.start()
     deadline = time.monotonic() + 5
     while len(scene.names()) < 2:
@@ -434,7 +440,7 @@ def test_a_rank_that_may_still_be_copying_ends_before_the_old_instance_goes_on(
 ) -> None:
     """It would write KV into slots that are free again. Ranks that have all answered are parked."""
     old = scene.first(ONE)
-    scene.manager._park_new((0, 1))
+    scene.park((0, 1))
     new = scene.manager.prepare(TWO)
     frozen, pid = scene.manager.freeze(old), scene.pid_of(new)
     failing, slow = scene.ranks[new]

@@ -28,7 +28,6 @@ from sgl_elastic.nodes.remote import Node
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import LocalProcess, giving_way, is_stopped
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
-from tests.fast.elastic.instance.test_engine_config import settings as settings_at
 from tests.fast.elastic.memory_workers import until
 from tests.support.processes import stop_process
 
@@ -79,7 +78,9 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
         cluster = Cluster(nodes, 2, Tunnels(SECRET, "127.0.0.1"), directory)
         stack.callback(cluster.close)
         engines = SpreadEngines(cluster, directory)
-        scene = Scene(cluster, engines, engines.settings(settings_at(directory)), direct, stack)
+        argv = ("--model-path", "base")
+        settings = EngineSettings(directory, argv, "ipc://t", "ipc://d", "host", 4096, 64, 32)
+        scene = Scene(cluster, engines, engines.settings(settings), direct, stack)
 
         def sleep(spec: InstanceSpec, environment: dict[str, str]) -> LocalProcess:
             scene.told.append((spec, environment))
