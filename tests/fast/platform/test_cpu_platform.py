@@ -20,13 +20,7 @@ from tests.support.random_layers import RandomExperts
 NUM_EXPERTS, HIDDEN, WIDTH = 8, 12, 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices on shared cores: OpenMP's threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def dense(

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -34,13 +33,7 @@ if TYPE_CHECKING:
 ADAPTERS = sorted(zoo.adapter_paths())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small a model is no faster on two threads, and far slower where they are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
