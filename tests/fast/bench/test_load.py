@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 from bench.common import load
 from bench.common.load import Arrival, LoadError, LoadFigures, Target, Workload
+from tests.support.loopback import JsonHandler, served, url_of
 
 NAMES = [f"a{i:02}" for i in range(20)]
 MANY = Workload(num_requests=4000)
@@ -84,37 +83,28 @@ def test_runs_take_turns_and_are_compared_within_their_round() -> None:
     assert ratios["tpot"] == dict.fromkeys(("min", "q1", "median", "q3", "max"), 2.0)
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(JsonHandler):
     """A server of SGLang's stream format: `x` at each token asked for, or what goes wrong."""
 
     bodies: list[dict[str, object]]
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         self.bodies.append(body)
         if body["lora_path"] == "missing":
             self.send_error(404, "not loaded")
             return
         tokens = 1 if body["lora_path"] == "short" else body["sampling_params"]["max_new_tokens"]
-        self.send_response(200)
-        self.end_headers()
-        for i in range(1, tokens + 1):
-            line = {"text": "x" * i, "meta_info": {"completion_tokens": i}}
-            self.wfile.write(b"data: " + json.dumps(line).encode() + b"\n\n")
-            self.wfile.flush()
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def log_message(self, *args: object) -> None:
-        pass
+        self.send_events(
+            {"text": "x" * i, "meta_info": {"completion_tokens": i}} for i in range(1, tokens + 1)
+        )
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
     Answers.bodies = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as server:
+        yield url_of(server)
 
 
 def tokenizer_folder(folder: Path) -> Path:

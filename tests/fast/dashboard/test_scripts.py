@@ -162,11 +162,7 @@ def polled(page: Page, script: str) -> Any:
 
 
 def test_a_late_answer_of_busy_ranks_stops_nothing_else(page: Page) -> None:
-    found = polled(
-        page,
-        """failing.heat = late;
-        return [await round(), await round(), reach];""",
-    )
+    found = polled(page, "failing.heat = late; return [await round(), await round(), reach];")
     everything = ["routes", "ready", "heat", "metrics"]
     assert found == [everything, ["ready", "metrics"], [""] * 5]
 

@@ -19,11 +19,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def h(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
     async with serving(**getattr(request, "param", {})) as harness:
         yield harness

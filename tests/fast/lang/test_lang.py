@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import sglang
 from sgl_esft import lang as sgl
 from sgl_esft.errors import AdapterNameError, HookError, UnknownAdapterError, UserError
 from sgl_esft.lang import endpoint as endpoint_module
+from tests.support.loopback import JsonHandler, served, url_of
 
 # SGLang's word about a failed call, beside the error itself.
 pytestmark = [
@@ -33,45 +33,38 @@ LOADED = {"law", "math", "intent"}
 class FakeServer(ThreadingHTTPServer):
     """Answers as SGLang does; `bodies` are the requests to /generate so far."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
         self.unknown_status = 400
-        self.url = f"http://127.0.0.1:{self.server_port}"
 
     def asked(self) -> list[tuple[Any, str | None]]:
         """(prompt, adapter) of every request that generates."""
-        return [
-            (body.get("text"), body.get("lora_path"))
-            for body in self.bodies
-            if body["sampling_params"]["max_new_tokens"]
-        ]
+        return self._sent(generates)
 
     def prepared(self) -> list[tuple[Any, str | None]]:
         """(prompt, adapter) of every request that only fills the cache."""
-        return [
-            (body.get("text"), body.get("lora_path"))
-            for body in self.bodies
-            if not body["sampling_params"]["max_new_tokens"] and "return_logprob" not in body
-        ]
+        return self._sent(lambda body: not generates(body) and "return_logprob" not in body)
+
+    def _sent(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[tuple[Any, str | None]]:
+        return [(each.get("text"), each.get("lora_path")) for each in self.bodies if is_meant(each)]
 
 
-class Handler(BaseHTTPRequestHandler):
+def generates(body: dict[str, Any]) -> bool:
+    return bool(body["sampling_params"]["max_new_tokens"])
+
+
+class Handler(JsonHandler):
     server: FakeServer
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def do_GET(self) -> None:
         if self.path == "/get_model_info":
-            self.send(200, {"model_path": "base"})
+            self.send_json(200, {"model_path": "base"})
         else:
-            self.send(404, {"detail": "Not Found"})
+            self.send_json(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         self.server.bodies.append(body)
         adapter = body.get("lora_path")
         if adapter is None or adapter in LOADED:
@@ -82,25 +75,13 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("stream"):
             self.send_stream(reply)
         else:
-            self.send(self.server.unknown_status if "error" in reply else 200, reply)
-
-    def send(self, status: int, reply: Any) -> None:
-        content = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+            self.send_json(self.server.unknown_status if "error" in reply else 200, reply)
 
     def send_stream(self, reply: dict[str, Any]) -> None:
         """An error is a chunk of a stream that began well, as in SGLang."""
-        self.send_response(200)
-        self.end_headers()
         text = reply.get("text", "")
         parts = [text[:i] for i in range(1, len(text) + 1)]
-        chunks = [reply | {"text": part} for part in parts] or [reply]
-        for chunk in chunks:
-            self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        self.wfile.write(b"data: [DONE]\n\n")
+        self.send_events([reply | {"text": part} for part in parts] or [reply])
 
 
 def answer(body: dict[str, Any]) -> Any:
@@ -123,20 +104,13 @@ def answer(body: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    server = FakeServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with served(FakeServer()) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.fixture
 def backend(server: FakeServer) -> sgl.RuntimeEndpoint:
-    return sgl.RuntimeEndpoint(server.url)
+    return sgl.RuntimeEndpoint(url_of(server))
 
 
 @sgl.function
@@ -168,7 +142,7 @@ def test_the_nearest_name_decides(
     def program(s: Any) -> None:
         s += "Q " + sgl.gen("a", **call)
 
-    backend = sgl.RuntimeEndpoint(server.url, adapter=of_backend)
+    backend = sgl.RuntimeEndpoint(url_of(server), adapter=of_backend)
     assert program.run(backend=backend, **run)["a"] == f"<{expected}>"
     assert server.asked() == [("Q ", None if expected == "base" else expected)]
 
@@ -186,7 +160,7 @@ def test_without_adapters_requests_are_sglangs(
         forks[1] += sgl.select("c", ["base", "law"])
         s += forks[0]["b"] + forks[1]["c"]
 
-    plain = sglang.function(program).run(q="why", backend=sglang.RuntimeEndpoint(server.url))
+    plain = sglang.function(program).run(q="why", backend=sglang.RuntimeEndpoint(url_of(server)))
     text, bodies = plain.text(), server.bodies[:]
     server.bodies.clear()
     ours = sgl.function(program).run(q="why", backend=backend)
@@ -199,7 +173,7 @@ def test_plain_sglang_programs_run_on_our_backend(server: FakeServer) -> None:
     def program(s: Any) -> None:
         s += "Q " + sglang.gen("a")
 
-    assert program.run(backend=sgl.RuntimeEndpoint(server.url, adapter="law"))["a"] == "<law>"
+    assert program.run(backend=sgl.RuntimeEndpoint(url_of(server), adapter="law"))["a"] == "<law>"
 
 
 def test_default_backend(server: FakeServer, backend: sgl.RuntimeEndpoint) -> None:
@@ -393,7 +367,7 @@ def test_streams(
 def picky(request: pytest.FixtureRequest, server: FakeServer) -> sgl.RuntimeEndpoint:
     """A server that answers an unknown adapter as SGLang does, and as ours."""
     server.unknown_status = request.param
-    return sgl.RuntimeEndpoint(server.url)
+    return sgl.RuntimeEndpoint(url_of(server))
 
 
 def unknown() -> Any:
@@ -451,6 +425,8 @@ def test_unknown_adapter_within_a_program(
 ) -> None:
     with unknown():
         sgl.function(program).run(backend=picky)
+    with unknown():
+        forking.run(adapter="nope", backend=picky)
 
 
 @pytest.mark.parametrize("read", [collect, collect_async, lambda state: state["a"]])
@@ -485,11 +461,6 @@ def test_unknown_adapter_in_a_fork(picky: sgl.RuntimeEndpoint, join: bool) -> No
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_unknown_adapter_of_a_run_that_forks(picky: sgl.RuntimeEndpoint) -> None:
-    with unknown():
-        forking.run(adapter="nope", backend=picky)
-
-
 def test_rows_of_a_batch_fail_each_for_itself(picky: sgl.RuntimeEndpoint) -> None:
     @sgl.function
     def program(s: Any, which: str) -> None:
@@ -515,19 +486,19 @@ def test_bad_names(server: FakeServer, backend: sgl.RuntimeEndpoint, name: Any) 
     with pytest.raises(AdapterNameError):
         ask.run(adapter=name, backend=backend)
     with pytest.raises(AdapterNameError):
-        sgl.RuntimeEndpoint(server.url, adapter=name)
+        sgl.RuntimeEndpoint(url_of(server), adapter=name)
     assert server.bodies == []
 
 
 def test_other_errors_stay_sglangs(server: FakeServer) -> None:
-    backend = sgl.RuntimeEndpoint(server.url, adapter="law")
+    backend = sgl.RuntimeEndpoint(url_of(server), adapter="law")
     with pytest.raises(RuntimeError, match="Not Found"):
         backend.get_server_info()
 
 
 @pytest.mark.parametrize("call", [sgl.gen, sgl.gen_int, sgl.select])
 def test_sglangs_own_backend_refuses_adapters(server: FakeServer, call: Callable[..., Any]) -> None:
-    plain = sglang.RuntimeEndpoint(server.url)
+    plain = sglang.RuntimeEndpoint(url_of(server))
     choices = {"choices": ["x", "y"]} if call is sgl.select else {}
 
     @sgl.function
@@ -562,13 +533,11 @@ def test_an_sglang_that_drops_adapters_is_refused(
 
 
 def test_an_interpreter_that_drops_adapters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = endpoint_module.interpreter.StreamExecutor
-    monkeypatch.setattr(
-        executor, "_resolve_sampling_params", lambda self, _: self.default_sampling_para
-    )
+    executor, method = endpoint_module.interpreter.StreamExecutor, "_resolve_sampling_params"
+    monkeypatch.setattr(executor, method, lambda self, _: self.default_sampling_para)
     with pytest.raises(HookError, match="would drop adapters"):
         endpoint_module._check_sglang()
-    monkeypatch.delattr(executor, "_resolve_sampling_params")
+    monkeypatch.delattr(executor, method)
     with pytest.raises(HookError, match="would drop adapters"):
         endpoint_module._check_sglang()
 

@@ -89,13 +89,7 @@ each_rank = pytest.mark.parametrize("rank", [r for ranks in RANKS.values() for r
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices on shared cores: OpenMP's threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=[VIRTUAL, PADDED], ids=lambda config: config.expert_memory)

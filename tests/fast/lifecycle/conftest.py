@@ -1,4 +1,4 @@
-"""Tests that are coroutines, and the library that most of them ask."""
+"""The adapters and the library that most tests ask."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from tests.fast.lifecycle.site import Site
 from tests.support.adapter_factory import write_random_adapter, write_random_base
 
 SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="session")

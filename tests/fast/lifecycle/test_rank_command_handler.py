@@ -141,6 +141,10 @@ def test_a_batch_may_take_the_slot_of_what_is_half_placed(root: Path) -> None:
     assert ranks.devices[0].slots() == {"law": 0}
 
 
+def no_page(*_: object) -> None:
+    raise errors.OutOfExpertMemoryError("no page")
+
+
 @pytest.mark.parametrize("is_resident", [False, True])
 def test_a_rank_without_pages_decides_for_all(
     root: Path, is_resident: bool, monkeypatch: pytest.MonkeyPatch
@@ -151,10 +155,7 @@ def test_a_rank_without_pages_decides_for_all(
     last = list(ranks.devices[1].layers.values())[-1]
     place = last.place
 
-    def fail(*args: Any) -> None:
-        raise errors.OutOfExpertMemoryError("no page")
-
-    monkeypatch.setattr(last, "place", fail)
+    monkeypatch.setattr(last, "place", no_page)
     states = [ranks.ask("place") for _ in ranks.devices[0].layers]
     assert bool(states[-1]["error"]) is is_resident
     assert [device.slots() for device in ranks.devices] == [{}, {}]
@@ -179,11 +180,8 @@ def test_a_rank_that_cannot_take_it_in_speaks_for_all(
         for _ in range(num_pieces):
             ranks.ask("place")
 
-    def fail(*args: Any) -> None:
-        raise errors.OutOfExpertMemoryError("no page")
-
     last = list(ranks.devices[1].layers.values())[-1]
-    monkeypatch.setattr(last, "place", fail)
+    monkeypatch.setattr(last, "place", no_page)
     source = AdapterSource("id", "math", str(root / "math"))
     for told in [ranks._pool.submit(handler.take_in, source) for handler in ranks.handlers]:
         with pytest.raises(errors.OutOfExpertMemoryError, match="no page"):

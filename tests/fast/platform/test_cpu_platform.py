@@ -20,13 +20,7 @@ from tests.support.random_layers import RandomExperts
 NUM_EXPERTS, HIDDEN, WIDTH = 8, 12, 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices on shared cores: OpenMP's threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def dense(
@@ -165,11 +159,9 @@ def test_memcpy_copies_rows(
     assert torch.equal(dst, dst[:, :1].expand(5, 3))
 
 
-def test_padding_rows_attend_to_one_token() -> None:
+def test_padding_rows_attend_to_one_token_and_torch_native_takes_the_absorbed_mla_path() -> None:
     assert cpu_hooks.seq_len_fill_value(object()) == 1
 
-
-def test_torch_native_takes_the_absorbed_mla_path() -> None:
     def original(registry: type, backend_name: str) -> str:
         return f"{registry.__name__}:{backend_name}"
 
@@ -297,14 +289,11 @@ def allocator(page_size: int) -> Any:
     )
 
 
-def test_kv_allocator_hands_out_tokens() -> None:
+def test_kv_allocator_hands_out_tokens_and_refuses_pages_at_start() -> None:
+    """SGLang's paged allocator would end the server at the first request, in a Triton kernel."""
     pool = allocator(page_size=1)
     assert pool.available_size() == 8
     assert pool.alloc(3).tolist() == [1, 2, 3], "slot 0 is for padding"
-
-
-def test_kv_pages_are_refused_at_start() -> None:
-    """SGLang's paged allocator would end the server at the first request, in a Triton kernel."""
     with pytest.raises(ConfigError, match="--page-size 16"):
         allocator(page_size=16)
 

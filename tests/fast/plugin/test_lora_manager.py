@@ -88,28 +88,25 @@ def tags_after(manager: EsftManager, forward_batch: SimpleNamespace, num_tokens:
     return manager.tags.token_adapter_slots(num_tokens).tolist()
 
 
-def test_decode_has_one_token_a_request(manager: EsftManager) -> None:
-    ids = ["id-law", None, "id-math", "id-law"]
-    assert tags_after(manager, batch("DECODE", ids), 4) == [1, -1, 0, 1]
+MIX = ["id-math", None, "id-law"]
 
 
-@pytest.mark.parametrize("mode", ["EXTEND", "MIXED"])
-def test_prefill_has_the_requests_new_tokens(manager: EsftManager, mode: str) -> None:
-    """Chunked prefill mixes in decoding requests as extensions by one token."""
-    prefill = batch(mode, ["id-math", None, "id-law"], extend_seq_lens_cpu=[3, 2, 1])
-    assert tags_after(manager, prefill, 6) == [0, 0, 0, -1, -1, 1]
-
-
-def test_lengths_beyond_the_requests_are_padding(manager: EsftManager) -> None:
-    prefill = batch("EXTEND", ["id-law"], extend_seq_lens_cpu=[2, 4])
-    assert tags_after(manager, prefill, 6) == [1, 1, -1, -1, -1, -1]
-
-
-@pytest.mark.parametrize("ids", [None, [], [None, None]])
-def test_a_batch_without_adapters_is_base(manager: EsftManager, ids: list[None] | None) -> None:
+@pytest.mark.parametrize(
+    ("mode", "ids", "lengths", "expected"),
+    [
+        ("DECODE", ["id-law", None, "id-math", "id-law"], None, [1, -1, 0, 1]),
+        ("EXTEND", MIX, [3, 2, 1], [0, 0, 0, -1, -1, 1]),
+        ("MIXED", MIX, [3, 2, 1], [0, 0, 0, -1, -1, 1]),  # decoding requests extend by one token
+        ("EXTEND", ["id-law"], [2, 4], [1, 1, -1, -1, -1, -1]),  # beyond the requests: padding
+        *(("DECODE", ids, None, [-1] * len(ids or ())) for ids in (None, [], [None, None])),
+    ],
+)
+def test_each_token_has_the_slot_of_its_request(
+    manager: EsftManager, mode: str, ids: Any, lengths: list[int] | None, expected: list[int]
+) -> None:
     manager.prepare_lora_batch(batch("DECODE", ["id-math", "id-math"]))
-    num_tokens = len(ids or ())
-    assert tags_after(manager, batch("DECODE", ids), num_tokens) == [-1] * num_tokens
+    tokens = batch(mode, ids, extend_seq_lens_cpu=lengths)
+    assert tags_after(manager, tokens, len(expected)) == expected
 
 
 def test_idle_and_reset_forget_the_last_batch(manager: EsftManager) -> None:
@@ -188,15 +185,11 @@ def test_without_dp_attention_all_that_is_tagged_is_tokens(manager: EsftManager)
     assert not manager.enable_dp_attention
 
 
-def test_the_scheduler_asks_what_fits(manager: EsftManager, root: Path) -> None:
+def test_the_scheduler_asks_what_fits_and_brings_it_in(manager: EsftManager, root: Path) -> None:
     assert manager.load_lora_adapter(ref(root, "code")).success
     assert manager.validate_lora_batch({None, "id-math", "id-law"})
     assert manager.validate_lora_batch({None})
     assert not manager.validate_lora_batch({"id-math", "id-law", "id-code"})
-
-
-def test_the_scheduler_brings_a_batch_in(manager: EsftManager, root: Path) -> None:
-    assert manager.load_lora_adapter(ref(root, "code")).success
     manager.fetch_new_loras({"id-math"})
     manager.fetch_new_loras({"id-code", None}, {"id-math", None})
     assert tags_after(manager, batch("DECODE", ["id-math", "id-code"]), 2) == [0, 1]

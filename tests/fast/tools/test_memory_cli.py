@@ -5,7 +5,7 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from socket import create_server
 from threading import Thread
@@ -15,6 +15,7 @@ import pytest
 from sgl_esft.memory.report import MemoryReport
 from sgl_esft.tools.cli import main
 from tests.support import memory_reports
+from tests.support.loopback import JsonHandler, served, url_of
 
 DATA = Path(__file__).parents[2] / "data"
 PLAN = ["plan", "--model-config", str(DATA / "deepseek-v2-lite.json"), "--device-memory", "64GiB"]
@@ -26,25 +27,12 @@ Capture = pytest.CaptureFixture[str]
 def answering(body: bytes, status: int = 200) -> Iterator[str]:
     """A server that answers GET /v1/memory with `body`, everything else with 404; its address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_GET(self) -> None:
-            self.send_response(status if self.path == "/v1/memory" else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.send_bytes(status if self.path == "/v1/memory" else 404, body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        yield url_of(server)
 
 
 def fails(capsys: Capture, *argv: str) -> str:

@@ -15,7 +15,6 @@ from sgl_esft.errors import (
     ConfigError,
     UnsupportedAdapterError,
     UnsupportedModelError,
-    UserError,
 )
 from sgl_esft.formats import checkpoint
 from sgl_esft.formats.manifest import read_manifest
@@ -217,9 +216,6 @@ def test_extract_returns_what_merge_wrote(
     before, after = load(adapter), load(tmp_path / "extracted")
     assert {n: bits(t) for n, t in before.items()} == {n: bits(t) for n, t in after.items()}
 
-
-def test_merging_the_extract_gives_the_same_files(base: Path, merged: Path, tmp_path: Path) -> None:
-    extract_adapter(base, merged, tmp_path / "extracted")
     merge_adapter(base, tmp_path / "extracted", tmp_path / "again")
     for file in merged.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
@@ -228,14 +224,15 @@ def test_merging_the_extract_gives_the_same_files(base: Path, merged: Path, tmp_
 def test_one_bit_in_one_projection_is_a_difference(base: Path, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.experts.7.down_proj.weight"
 
-    def minus_zero(tensors: Tensors) -> None:
-        tensors[name][0, 0] = 0.0
-
-    def plus_zero(tensors: Tensors) -> None:
-        tensors[name][0, 0] = -0.0
-
-    one = retune(base, tmp_path / "one", minus_zero)
-    two = retune(base, tmp_path / "two", plus_zero, shards=1)
+    one, two = (
+        retune(
+            base,
+            tmp_path / f"{shards}",
+            lambda tensors, z=zero: tensors[name][0, 0].fill_(z),
+            shards,
+        )
+        for shards, zero in ((2, 0.0), (1, -0.0))
+    )
     assert extract_adapter(one, two, tmp_path / "out").experts == {2: (7,)}
 
 
@@ -253,34 +250,29 @@ def _touch_norms(tensors: Tensors) -> None:
             tensors[name] += 1
 
 
-BAD_TUNED: dict[str, tuple[Callable[[Tensors], object], type[UserError], str]] = {
-    "nothing changed": (lambda _: None, UnsupportedAdapterError, "nothing to extract"),
+BAD_TUNED: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "nothing changed": (lambda _: None, "nothing to extract"),
     "router": (
         lambda tensors: tensors["model.layers.1.mlp.gate.weight"].zero_(),
-        UnsupportedAdapterError,
         r"model\.layers\.1\.mlp\.gate\.weight",
     ),
     "shared expert": (
         lambda tensors: tensors["model.layers.1.mlp.shared_experts.up_proj.weight"].zero_(),
-        UnsupportedAdapterError,
         "shared_experts",
     ),
-    "many": (_touch_norms, UnsupportedAdapterError, r"^13 tensors .*(norm.*){5} and 8 more"),
+    "many": (_touch_norms, r"^13 tensors .*(norm.*){5} and 8 more"),
     "lost": (
         lambda tensors: tensors.pop("lm_head.weight"),
-        UnsupportedAdapterError,
         r"one of the checkpoints only: lm_head\.weight",
     ),
     "new": (
         lambda tensors: tensors.update(extra=torch.zeros(1)),
-        UnsupportedAdapterError,
         "one of the checkpoints only: extra",
     ),
     "reshaped": (
         lambda tensors: tensors.update(
             {"lm_head.weight": tensors["lm_head.weight"].T.contiguous()}
         ),
-        UnsupportedAdapterError,
         r"lm_head\.weight",
     ),
 }
@@ -288,9 +280,9 @@ BAD_TUNED: dict[str, tuple[Callable[[Tensors], object], type[UserError], str]] =
 
 @pytest.mark.parametrize("case", BAD_TUNED)
 def test_bad_tuned_checkpoint(case: str, base: Path, tmp_path: Path) -> None:
-    edit, error, message = BAD_TUNED[case]
+    edit, message = BAD_TUNED[case]
     tuned = retune(base, tmp_path / "tuned", edit)
-    with pytest.raises(error, match=message):
+    with pytest.raises(UnsupportedAdapterError, match=message):
         extract_adapter(base, tuned, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

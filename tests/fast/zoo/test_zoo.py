@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -34,13 +33,7 @@ if TYPE_CHECKING:
 ADAPTERS = sorted(zoo.adapter_paths())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small a model is no faster on two threads, and far slower where they are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -248,12 +241,9 @@ def test_the_balancing_loss_is_one_when_even_and_more_when_not() -> None:
 # --- the committed checkpoints -----------------------------------------------------------
 
 
-def test_there_is_an_adapter_for_every_task() -> None:
+def test_there_is_an_adapter_for_every_task_and_the_zoo_is_small() -> None:
     assert list(zoo.tasks()) == ADAPTERS
     assert len(ADAPTERS) >= 4
-
-
-def test_the_zoo_is_small() -> None:
     folder = zoo.base_path().parent
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert 1e6 < size < 25e6
@@ -336,11 +326,8 @@ def test_score_ends_an_answer_at_the_newline() -> None:
         evaluate.score(["a"], examples)
 
 
-def test_agreement_is_the_share_of_equal_answers() -> None:
+def test_agreement_is_a_share_and_the_table_shows_percent_and_dashes() -> None:
     assert evaluate.agreement(["a", "b", "c", "d"], ["a", "b", "c", "x"]) == 0.75
-
-
-def test_the_table_shows_percent_and_dashes() -> None:
     rows = [evaluate.Row("sum", 0.0, 0.985, 0.985, 1.0), evaluate.Row("date", 0.01, 1.0)]
     table = evaluate.format_table(rows, 200).splitlines()
     assert table[2] == "| sum | 0.0 | 98.5 | 98.5 | 100.0 |"

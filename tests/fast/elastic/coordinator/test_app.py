@@ -102,13 +102,10 @@ def test_a_scale_is_accepted_and_can_be_followed(site: Site) -> None:
     assert listed == {"running": None, "operations": [shown]}
 
 
-def test_a_dry_run_answers_the_plan(site: Site) -> None:
+def test_a_dry_run_answers_the_plan_and_all_fields_reach_the_request(site: Site) -> None:
     answer = site.scale(dp_size=3, dry_run=True)
     assert (answer.status_code, answer.json()) == (200, {"copied_bytes": 14})
     assert site.client.get("/v1/scale").json()["operations"] == []
-
-
-def test_all_fields_reach_the_request(site: Site) -> None:
     site.scale(dp_size=2, device_ids=[0, 3], leave=[1], drain=True, key="k")
     request = site.coordinator.journal.get("op1").request
     assert request == ScaleRequest(2, (0, 3), (1,), drain=True, key="k")
@@ -118,17 +115,9 @@ def test_all_fields_reach_the_request(site: Site) -> None:
     "body",
     [
         {},
-        {"dp_size": 0},
-        {"dp_size": 1025},
-        {"dp_size": "3"},
-        {"dp_size": 3.0},
-        {"dp_size": True},
-        {"dp_size": None},
-        {"dp_size": 10**400},
+        *({"dp_size": size} for size in (0, 1025, "3", 3.0, True, None, 10**400)),
         {"dp_size": 3, "size": 3},
-        {"dp_size": 3, "device_ids": [-1]},
-        {"dp_size": 3, "device_ids": [1024]},
-        {"dp_size": 3, "device_ids": "012"},
+        *({"dp_size": 3, "device_ids": ids} for ids in ([-1], [1024], "012")),
         {"dp_size": 3, "leave": [0] * 1025},
         {"dp_size": 3, "key": "k" * 129},
         {"dp_size": 3, "dry_run": 1},
@@ -143,30 +132,23 @@ def test_bodies_that_are_refused(site: Site, body: Any) -> None:
     assert site.coordinator.journal.last(1) == ()
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe\xff", b"[" * 5000, b'{"dp_size":3}x'])
-def test_bytes_that_are_no_json_are_refused(site: Site, raw: bytes) -> None:
+def test_bytes_that_are_no_json_are_refused_and_a_huge_body_is_not_read(site: Site) -> None:
     headers = {"content-type": "application/json"}
-    answer = site.client.post("/v1/scale", content=raw, headers=headers)
-    assert error_of(answer) == (400, "BadScaleError")
-
-
-def test_a_huge_body_is_not_read(site: Site) -> None:
+    for raw in (b"", b"{", b"\xff\xfe\xff", b"[" * 5000, b'{"dp_size":3}x'):
+        answer = site.client.post("/v1/scale", content=raw, headers=headers)
+        assert error_of(answer) == (400, "BadScaleError")
     raw = b'{"dp_size": 3, "key": "' + b"k" * 100000
     in_pieces = iter([raw[:50000], raw[50000:]])  # without a Content-Length
     for content in (raw, in_pieces):
-        headers = {"content-type": "application/json"}
         answer = site.client.post("/v1/scale", content=content, headers=headers)
         assert answer.status_code == 413
     assert site.coordinator.journal.last(1) == ()
 
 
-def test_what_does_not_fit_is_a_400(site: Site) -> None:
+def test_what_does_not_fit_is_a_400_and_a_second_scale_meanwhile_a_409(site: Site) -> None:
     answer = site.scale(dp_size=9)
     assert error_of(answer) == (400, "DoesNotFitError")
     assert answer.json()["error"]["message"] == "9 are too many"
-
-
-def test_a_second_scale_meanwhile_is_a_409(site: Site) -> None:
     site.go_on.clear()
     site.scale(dp_size=3)
     answer = site.scale(dp_size=4)
@@ -279,12 +261,9 @@ def test_is_scaling(site: Site, method: str) -> None:
     "body",
     [
         {},
-        {"new_ep_size": 0},
-        {"new_ep_size": True},
+        *({"new_ep_size": size} for size in (0, True)),
         {"new_ep_size": 2, "new_data_parallel_size": 2},
-        {"new_data_parallel_size": 2, "drain_timeout": -1},
-        {"new_data_parallel_size": 2, "drain_timeout": 1e9},
-        {"new_data_parallel_size": 2, "drain_timeout": "nan"},
+        *({"new_data_parallel_size": 2, "drain_timeout": t} for t in (-1, 1e9, "nan")),
     ],
 )
 def test_other_clients_bodies_that_are_refused(site: Site, body: Any) -> None:
@@ -309,10 +288,7 @@ def test_every_route_is_described_and_protected(site: Site) -> None:
     schema = site.client.get("/openapi.json").json()["components"]["schemas"]
     assert schema[body["$ref"].rpartition("/")[2]]["examples"]
     assert site.protected == [route.endpoint.__name__ for route in ROUTES]
-
-
-def test_access_control_finds_the_endpoints(site: Site) -> None:
-    """As SGLang 0.5.21 looks for them: the first of the application's routes that matches."""
+    # As SGLang 0.5.21's access control looks for them: the first route that matches.
     for route in ROUTES:
         scope = {"type": "http", "method": route.method, "path": route.path, "root_path": ""}
         found = [each.matches(scope) for each in site.app.router.routes]

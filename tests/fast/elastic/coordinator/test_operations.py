@@ -58,16 +58,13 @@ def life() -> Iterator[Operation]:
     yield replace(operation, state=OperationState.SUCCEEDED, finished_s=9.0)
 
 
-def test_snapshots_are_new_values() -> None:
+def test_snapshots_are_new_values_and_their_json_has_only_what_json_has() -> None:
     later = OPERATION.with_step(1, StepState.DONE, 0.25).with_phase("memory").with_phase_ended(2.0)
     assert OPERATION.steps[1].state is StepState.PENDING
     assert later.steps[0] == OPERATION.steps[0]
     assert later.steps[1] == replace(StepRecord.of(STEP), state=StepState.DONE, seconds=0.25)
     assert later.phases == (PhaseRecord("memory", 2.0),)
     assert (OPERATION.phase, later.phase) == ("pending", "memory")
-
-
-def test_json_has_only_what_json_has() -> None:
     failed = replace(OPERATION, error=ErrorRecord.of(StepFailedError("no page")))
     shown = json.loads(json.dumps(failed.to_json()))
     assert shown["id"] == "op"
