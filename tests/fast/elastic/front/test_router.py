@@ -108,8 +108,8 @@ class Bench:
         self.held_s: list[float] = []
         self.woken: list[str] = []
         policy = RankPolicy(strategy=RankStrategy.ROUND_ROBIN)
-        window = more.pop("window", None) or SloWindow(SloTargets(1.0, 0.1))
-        self.router = RequestRouter(self.wire, window, policy=policy, **more)
+        more.setdefault("window", SloWindow(SloTargets(1.0, 0.1)))
+        self.router = RequestRouter(self.wire, policy=policy, **more)
         self.router.listen(self.sizes.append, self.held_s.append)
         for name in ("i1", "i2"):
             self.connect(name)
