@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgl_elastic.baselines.strategies import ScaleStrategy
-from sgl_elastic.errors import ElasticConfigError, ElasticError
+from sgl_elastic.coordinator.schemas import MAX_BODY_BYTES
+from sgl_elastic.errors import BadScaleError, ElasticConfigError, ElasticError
 from sgl_elastic.front.readiness import ElasticEngine
 from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.runtime import Runtime
@@ -22,10 +24,17 @@ from sgl_esft import hook_ledger, platform
 from sgl_esft.errors import EsftError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
+from sgl_esft.http.routes import Endpoint, ErrorAnswers, Route, add_routes
 from sgl_esft.memory import metrics
 from sgl_esft.weave.expert_memory import choose_page_bytes
 from sgl_esft_launch import flags, observe, plan, serve
 from sgl_esft_launch.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from sgl_elastic.coordinator.coordinator import Coordinator
+    from sgl_elastic.instance.state import Instance
 
 _ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
 # A CPU computes a batch before the call returns. Nothing overlaps, but each token would come a step
@@ -252,12 +261,31 @@ def _ready(runtime: Runtime) -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from sgl_elastic.coordinator.app import add_routes
-
     manager = http_server._global_state.tokenizer_manager
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    add_routes(http_server.app, runtime.parts.coordinator, runtime.instances, protect)
+    add_scale_routes(http_server.app, runtime.parts.coordinator, runtime.instances, protect)
     runtime.serve(manager.update_control_communicator_fan_out, _zero_departed_ranks())
+
+
+def add_scale_routes(
+    app: FastAPI,
+    coordinator: Coordinator,
+    list_instances: Callable[[], Iterable[Instance]],
+    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+) -> None:
+    """Add the routes of scaling to an application, in place of SGLang's of the same paths.
+
+    Their errors are the elastic runtime's own; `protect` is as in sgl_esft.http.routes.add_routes.
+    """
+    from sgl_elastic.coordinator import app as scaling
+
+    added = [
+        Route(**vars(route), tag="elastic", max_body_bytes=MAX_BODY_BYTES)
+        for route in scaling.ROUTES
+    ]
+    errors = ErrorAnswers(ElasticError, scaling.answer_error, BadScaleError)
+    add_routes(app, added, protect, errors)
+    app.state.elastic = scaling.Backing(coordinator, list_instances)
 
 
 def _zero_departed_ranks() -> Callable[[int], None]:

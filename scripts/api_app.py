@@ -13,11 +13,10 @@ from typing import Any, cast
 
 from fastapi import FastAPI
 
-from sgl_elastic.coordinator import app as elastic
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.ports import pick_free_port
-from sgl_esft_launch import flags, plan, serve
+from sgl_esft_launch import elastic, flags, plan, serve
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -27,7 +26,7 @@ def openapi() -> dict[str, Any]:
     app = FastAPI(title="sgl-esft", version="1", docs_url=None, redoc_url=None, openapi_url=None)
     _run_without_engine(app)
     # It needs its coordinator when it is called, and it is not.
-    elastic.add_routes(app, cast("Coordinator", None), lambda: ())
+    elastic.add_scale_routes(app, cast("Coordinator", None), lambda: ())
     return app.openapi()
 
 

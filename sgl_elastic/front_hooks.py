@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_esft.hook_ledger import Hook, HookKind
+from sgl_esft.hook_ledger import Hook, after, around, replace
 
 if TYPE_CHECKING:
     from sgl_elastic.runtime import Runtime
@@ -79,25 +79,18 @@ def note_who_asks(result: None, communicator: Any, *arguments: Any, **named: Any
 
 
 FRONT_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
-        kind=HookKind.REPLACE,
-        function=launch_instances,
-        parameters=(
-            "server_args",
-            "port_args",
-            "run_scheduler_process_func",
-            "placement_group",
-        ),
+    replace(
+        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        launch_instances,
+        "server_args port_args run_scheduler_process_func placement_group",
         why="ranks belong to instances that come and go while the HTTP server stays",
         remove_when="SGLang lets a plugin supply the engine class",
     ),
     *(
-        Hook(
-            target=f"{_MANAGER}.{method}",
-            kind=HookKind.REPLACE,
-            function=function,
-            parameters=("self", "obj"),
+        replace(
+            f"{_MANAGER}.{method}",
+            function,
+            "self obj",
             why="which instance gets a request is decided for each request",
             remove_when="SGLang lets a plugin supply the way to the scheduler",
         )
@@ -106,19 +99,17 @@ FRONT_HOOKS: tuple[Hook, ...] = (
             ("_async_dispatch_to_scheduler", dispatch_async),  # where SGLang sends from a coroutine
         )
     ),
-    Hook(
-        target=f"{_MANAGER}._handle_batch_output",
-        kind=HookKind.AROUND,
-        function=note_outputs,
-        parameters=("self", "recv_obj"),
+    around(
+        f"{_MANAGER}._handle_batch_output",
+        note_outputs,
+        "self recv_obj",
         why="a request that is handed over goes on only after its last tokens have come by",
         remove_when="SGLang tells a plugin of outputs",
     ),
-    Hook(
-        target="sglang.srt.managers.communicator.FanOutCommunicator.__init__",
-        kind=HookKind.AFTER,
-        function=note_who_asks,
-        parameters=("self", "send", "fan_out", "mode"),
+    after(
+        "sglang.srt.managers.communicator.FanOutCommunicator.__init__",
+        note_who_asks,
+        "self send fan_out mode",
         why="a control message that is held during a switch is answered by another number of "
         "ranks than when it was asked: too few for ever, or one too many for the next question",
         remove_when="SGLang's communicator counts the answers of those it was sent to",

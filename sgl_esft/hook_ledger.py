@@ -16,6 +16,7 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -69,6 +70,21 @@ class Hook:
         if found is _MISSING:
             raise HookError(f"{self.target}: SGLang has no such name")
         return found
+
+
+def _hook(
+    kind: HookKind, target: str, function: Any, names: str = "", *, why: str, remove_when: str
+) -> Hook:
+    """One entry; `names` are the target's parameters, in order."""
+    return Hook(target, kind, function, why, remove_when, tuple(names.split()))
+
+
+before = partial(_hook, HookKind.BEFORE)
+after = partial(_hook, HookKind.AFTER)
+around = partial(_hook, HookKind.AROUND)
+replace = partial(_hook, HookKind.REPLACE)
+constant = partial(_hook, HookKind.CONSTANT)
+add = partial(_hook, HookKind.ADD)
 
 
 def check_version(hooks: Iterable[Hook], sglang_version: str) -> None:

@@ -3,28 +3,25 @@
     operator, autoscaler --HTTP--> [ROUTES] --ScaleRequest--> Coordinator.submit
                                       └<-- Operation.to_json <-- Journal
 
-Errors are `{"error": {"type": class name, "message": ...}}` with the class's `http_status`. They
-are made by the routes' own class, so that the application's handlers for its other routes stay.
+Routes are data here; the launcher adds them to the application that it serves, and they answer from
+its `state.elastic`. Errors are `{"error": {"type": class name, "message": ...}}` with the class's
+`http_status` (answer_error).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from fastapi import FastAPI, Header, Query, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Header, Query, Request
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation, PhaseRecord, StepRecord, StepState
 from sgl_elastic.coordinator.schemas import (
-    MAX_BODY_BYTES,
     MAX_KEY_LENGTH,
     ScaleBody,
     SglangScaleBody,
@@ -32,7 +29,7 @@ from sgl_elastic.coordinator.schemas import (
     error_example,
     example,
 )
-from sgl_elastic.errors import BadScaleError, BusyError, ElasticError
+from sgl_elastic.errors import BusyError, ElasticError
 from sgl_elastic.instance.state import Instance
 from sgl_elastic.types import OperationState, ScaleRequest, StepKind
 
@@ -51,8 +48,8 @@ class Backing:
 
 
 @dataclass(frozen=True)
-class Route:
-    """One route."""
+class ScaleRoute:
+    """One route, as the launcher adds it."""
 
     method: str
     path: str
@@ -149,83 +146,37 @@ _OPERATION = example("The operation", _SHOWN)
 _STARTED = example("Started; Location says where to look", _SHOWN)
 _PLAN = example("The plan of a dry run", {"copied_bytes": 0, "before": [], "after": []})
 
-ROUTES: tuple[Route, ...] = (
-    Route(
+ROUTES: tuple[ScaleRoute, ...] = (
+    ScaleRoute(
         "POST",
         "/v1/scale",
         start_scale,
         "Scale to another number of ranks, or to other devices",
         {200: _PLAN, 202: _STARTED, 400: _BAD, 409: _BUSY},
     ),
-    Route("GET", "/v1/scale", list_scales, "The last scale operations"),
-    Route(
+    ScaleRoute("GET", "/v1/scale", list_scales, "The last scale operations"),
+    ScaleRoute(
         "GET",
         "/v1/scale/{operation_id}",
         show_scale,
         "One scale operation",
         {200: _OPERATION, 404: _UNKNOWN},
     ),
-    Route("GET", "/v1/instances", list_instances, "The engine instances"),
-    Route(
+    ScaleRoute("GET", "/v1/instances", list_instances, "The engine instances"),
+    ScaleRoute(
         "POST",
         "/scale_elastic_ep",
         scale_elastic_ep,
         "Scale, as vLLM's and SGLang's clients ask",
         {400: _BAD, 408: {"description": "Not ended yet; it goes on"}, 409: _BUSY},
     ),
-    Route("POST", "/is_scaling_elastic_ep", is_scaling_elastic_ep, "Whether a scale runs (vLLM)"),
-    Route("GET", "/is_scaling_elastic_ep", is_scaling_elastic_ep, "Whether a scale runs (SGLang)"),
+    ScaleRoute(
+        "POST", "/is_scaling_elastic_ep", is_scaling_elastic_ep, "Whether a scale runs (vLLM)"
+    ),
+    ScaleRoute(
+        "GET", "/is_scaling_elastic_ep", is_scaling_elastic_ep, "Whether a scale runs (SGLang)"
+    ),
 )
-
-
-class ElasticRoute(APIRoute):
-    """A route whose errors have our shape, whatever handlers the application has."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, with errors turned into answers."""
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except ElasticError as error:
-                return answer_error(error)
-            except RequestValidationError as error:
-                return answer_error(BadScaleError(_first_fault(error)))
-            except HTTPException as error:
-                return _error_json(error.status_code, "BadScaleError", str(error.detail))
-
-        return handler
-
-
-def add_routes(
-    app: FastAPI,
-    coordinator: Coordinator,
-    list_instances: Callable[[], Iterable[Instance]],
-    protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
-) -> None:
-    """Add ROUTES to an application, before those of the same path that it has.
-
-    Of a path that both have, the application's OpenAPI page goes on showing the former route.
-    `protect` marks an endpoint for the application's own access control.
-    """
-    # Routes of the application itself, not an included router's: SGLang's access control asks each
-    # of `app.router.routes` for its endpoint, and an included router has none.
-    app.router.routes[:0] = [
-        ElasticRoute(
-            route.path,
-            protect(route.endpoint),
-            methods=[route.method],
-            summary=route.summary,
-            responses=route.responses,
-            response_class=JSONResponse,
-            operation_id=f"elastic_{route.method.lower()}_{route.endpoint.__name__}",
-            tags=["elastic"],
-            max_body_size=MAX_BODY_BYTES,
-        )
-        for route in ROUTES
-    ]
-    app.state.elastic = Backing(coordinator, list_instances)
 
 
 def _backing(request: Request) -> Backing:
@@ -258,18 +209,10 @@ def _vllm_answer(operation: Operation, new_size: int, timeout_s: float) -> Respo
     return JSONResponse({**said, "id": operation.operation_id, "state": operation.state})
 
 
-def _first_fault(error: RequestValidationError) -> str:
-    """Where the body is wrong and how, without repeating what a client sent."""
-    faults = error.errors()
-    first = faults[0]
-    where = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{where}: {first['msg']}{more}; GET /openapi.json describes the body"
-
-
-def answer_error(error: ElasticError) -> JSONResponse:
-    """The answer to a request that raised."""
-    answer = _error_json(error.http_status, type(error).__name__, str(error))
+def answer_error(error: ElasticError, status: int | None = None) -> JSONResponse:
+    """The answer to a request that raised; `status` if it is not the error's own."""
+    status = error.http_status if status is None else status
+    answer = _error_json(status, type(error).__name__, str(error))
     if isinstance(error, BusyError):
         answer.headers["Retry-After"] = "1"
     return answer

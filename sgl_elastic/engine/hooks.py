@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_elastic.engine import loader, rank, sglang_api
 from sgl_elastic.instance.rank_messages import PAUSE_TO_PARK
-from sgl_esft.hook_ledger import Hook, HookKind
+from sgl_esft.hook_ledger import Hook, after, around, before, constant, replace
 from sgl_esft.lifecycle.commands import is_command
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -111,97 +111,81 @@ def report_after_load(result: Any, scheduler: Any, recv_req: Any) -> None:
 
 
 ENGINE_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="sglang.srt.model_loader.loader.get_model_loader",
-        kind=HookKind.AROUND,
-        function=elastic_loader,
-        parameters=("load_config", "model_config"),
+    around(
+        "sglang.srt.model_loader.loader.get_model_loader",
+        elastic_loader,
+        "load_config model_config",
         why="weights belong to the HMM; an engine binds its parameters to them",
         remove_when="SGLang lets a plugin supply a loader class by --load-format",
     ),
     *(
-        Hook(
-            target=f"{_MOE}.{module}.get_parallel",
-            kind=HookKind.CONSTANT,
-            function=whole_experts,
+        constant(
+            f"{_MOE}.{module}.get_parallel",
+            whole_experts,
             why="every expert has a row on every rank, so that EP sizes need not divide the "
             "experts and scaling moves no row; rerouting decides which rank computes one",
             remove_when="SGLang lets a plugin place physical experts",
         )
         for module in ("fused_moe_triton.layer", "token_dispatcher.standard")
     ),
-    Hook(
-        target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
-        kind=HookKind.REPLACE,
-        function=unchanged_config,
-        parameters=("model_config", "load_config", "tp_size"),
+    replace(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        unchanged_config,
+        "model_config load_config tp_size",
         why="on a CPU, SGLang pads the model for any number of ranks, though attention is whole",
         remove_when="it asks for the size of attention's own group",
     ),
     *(
-        Hook(
-            target=f"{_POOLS}.{pool}._create_buffers",
-            kind=HookKind.REPLACE,
-            function=function,
-            parameters=("self",),
+        replace(
+            f"{_POOLS}.{pool}._create_buffers",
+            function,
+            "self",
             why="KV belongs to the HMM",
             remove_when="SGLang lets a pool take its buffers from outside",
         )
         for pool, function in (("MLATokenToKVPool", mla_buffers), ("MHATokenToKVPool", mha_buffers))
     ),
-    Hook(
-        target=f"{_SCHEDULER}.run_event_loop",
-        kind=HookKind.BEFORE,
-        function=start_loop,
-        parameters=("self",),
+    before(
+        f"{_SCHEDULER}.run_event_loop",
+        start_loop,
+        "self",
         why="the rank's KV capacity comes from its placement",
         remove_when="SGLang has a hook for the end of start-up",
     ),
-    Hook(
-        target=f"{_SCHEDULER}.process_input_requests",
-        kind=HookKind.BEFORE,
-        function=poll,
-        parameters=("self", "recv_reqs"),
+    before(
+        f"{_SCHEDULER}.process_input_requests",
+        poll,
+        "self recv_reqs",
         why="freed expert pages become KV while the rank serves",
         remove_when="SGLang lets a plugin add an input source to the loop",
     ),
-    Hook(
-        target=f"{_SCHEDULER}.pause_generation",
-        kind=HookKind.AROUND,
-        function=park_in_pause,
-        parameters=("self", "recv_req"),
+    around(
+        f"{_SCHEDULER}.pause_generation",
+        park_in_pause,
+        "self recv_req",
         why="the one message that stops all ranks at the same step; they hand over or wait there",
         remove_when="SGLang has a hand-over of its own",
     ),
-    Hook(
-        target="sglang.srt.managers.schedule_batch.retract_all",
-        kind=HookKind.AROUND,
-        function=retract_into_cache,
-        parameters=(
-            "reqs",
-            "req_to_token_pool",
-            "token_to_kv_pool_allocator",
-            "tree_cache",
-            "hisparse_coordinator",
-            "offload_kv",
-        ),
+    around(
+        "sglang.srt.managers.schedule_batch.retract_all",
+        retract_into_cache,
+        "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache hisparse_coordinator "
+        "offload_kv",
         why="SGLang drops the KV of retracted requests and computes it again",
         remove_when="retract_all can insert into the prefix cache",
     ),
-    Hook(
-        target=f"{_SCHEDULER}._add_request_to_queue",
-        kind=HookKind.BEFORE,
-        function=resume_request,
-        parameters=("self", "req", "is_retracted"),
+    before(
+        f"{_SCHEDULER}._add_request_to_queue",
+        resume_request,
+        "self req is_retracted",
         why="a handed-over request continues with the tokens it has emitted",
         remove_when="SGLang has a hand-over of its own",
     ),
     *(
-        Hook(
-            target=f"{_SCHEDULER}.{method}",
-            kind=HookKind.AFTER,
-            function=report_after_load,
-            parameters=("self", "recv_req"),
+        after(
+            f"{_SCHEDULER}.{method}",
+            report_after_load,
+            "self recv_req",
             why="adapters outlive the engine that loaded them",
             remove_when="SGLang tells a plugin of loads and unloads",
         )

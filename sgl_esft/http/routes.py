@@ -1,7 +1,7 @@
 """One way to declare a route of ours, and what the errors of any route are answered with.
 
     Route --[add_routes]--> the application, in place of SGLang's of the same method and path
-      endpoint raises --> [_OurRoute] --> the error's own status, in our shape
+      endpoint raises --> [_OurRoute, ErrorAnswers] --> the error's own status, in our shape
     SGLang's route raises ValueError --[answer_invalid_value]--> 400, or 500 where it is our defect
                       anything else --[answer_defect]--> 500, traceback in the log
 
@@ -30,7 +30,6 @@ from sgl_esft.http.answers import as_response
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES: Final = 16 << 10  # of a route of ours
 Endpoint: TypeAlias = Callable[..., Any]
 
 _SGLANG = "sglang"
@@ -46,7 +45,7 @@ _DEFECT = InternalError(
 
 @dataclass(frozen=True)
 class Route:
-    """One route of ours; its endpoint may raise EsftError."""
+    """One route of ours; its endpoint may raise what the ErrorAnswers it is added with know."""
 
     method: str
     path: str
@@ -55,26 +54,42 @@ class Route:
     responses: dict[int | str, dict[str, Any]] = field(default_factory=dict)
     tag: str = "adapters"  # of the OpenAPI page
     status: int = 200  # of an answer that the endpoint gives as a value
+    max_body_bytes: int = 16 << 10
+
+
+@dataclass(frozen=True)
+class ErrorAnswers:
+    """How the errors that a set of routes raises are answered."""
+
+    root: type[Exception]
+    answer: Callable[[Any, int | None], Response]  # the error, and a status if not its own
+    refuse: Callable[[str], Exception]  # the error of a body or an address that is refused
+
+
+ESFT_ERRORS: Final = ErrorAnswers(EsftError, as_response, BadBodyError)
 
 
 def add_routes(
     app: FastAPI,
     routes: Iterable[Route],
     protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+    errors: ErrorAnswers = ESFT_ERRORS,
 ) -> None:
-    """Add routes to an application, before those of the same path that it has.
+    """Add routes to an application, in place of those of the same path that it has.
 
     `protect` marks an endpoint for the application's own access control.
     """
     routes = tuple(routes)
     replaced = {(route.path, route.method) for route in routes}
+    # Routes of the application itself, not an included router's: SGLang's access control asks each
+    # of `app.router.routes` for its endpoint, and an included router has none.
     app.router.routes[:] = [
-        *(_made(route, protect) for route in routes),
+        *(_made(route, protect, errors) for route in routes),
         *(each for each in app.router.routes if not _is_one_of(each, replaced)),
     ]
 
 
-def _made(route: Route, protect: Callable[[Endpoint], Endpoint]) -> APIRoute:
+def _made(route: Route, protect: Callable[[Endpoint], Endpoint], errors: ErrorAnswers) -> APIRoute:
     return _OurRoute(
         route.path,
         protect(route.endpoint),
@@ -85,7 +100,8 @@ def _made(route: Route, protect: Callable[[Endpoint], Endpoint]) -> APIRoute:
         response_class=JSONResponse,
         operation_id=f"{route.tag}_{route.method.lower()}_{route.endpoint.__name__}",
         tags=[route.tag],
-        max_body_size=MAX_BODY_BYTES,
+        max_body_size=route.max_body_bytes,
+        errors=errors,
     )
 
 
@@ -97,19 +113,25 @@ def _is_one_of(route: Any, replaced: set[tuple[str, str]]) -> bool:
 class _OurRoute(APIRoute):
     """A route whose errors have our shape, whatever handlers the application has."""
 
+    def __init__(
+        self, path: str, endpoint: Endpoint, *, errors: ErrorAnswers, **options: Any
+    ) -> None:
+        self._errors = errors
+        super().__init__(path, endpoint, **options)
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler, with errors turned into answers."""
-        handle = super().get_route_handler()
+        handle, errors = super().get_route_handler(), self._errors
 
         async def handler(request: Request) -> Response:
             try:
                 return await handle(request)
-            except EsftError as error:
-                return as_response(error)
+            except errors.root as error:
+                return errors.answer(error, None)
             except RequestValidationError as error:
-                return as_response(BadBodyError(_first_fault(error)))
+                return errors.answer(errors.refuse(_first_fault(error)), None)
             except HTTPException as error:
-                return as_response(BadBodyError(str(error.detail)), error.status_code)
+                return errors.answer(errors.refuse(str(error.detail)), error.status_code)
 
         return handler
 

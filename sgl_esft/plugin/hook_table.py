@@ -7,31 +7,13 @@ installs them and refuses to serve when one is not in place.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 from sgl_esft import ports
 from sgl_esft.health import heartbeat, process
-from sgl_esft.hook_ledger import Hook, HookKind
+from sgl_esft.hook_ledger import Hook, add, after, around, before, constant, replace
 from sgl_esft.lifecycle import registry
 from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
 from sgl_esft.plugin import engine_hooks, memory_hooks, registry_hooks, schedule_hooks, weave_hooks
-
-
-def _hook(
-    kind: HookKind, target: str, function: Any, names: str = "", *, why: str, remove_when: str
-) -> Hook:
-    """One entry; `names` are the target's parameters, in order."""
-    return Hook(target, kind, function, why, remove_when, tuple(names.split()))
-
-
-_before = partial(_hook, HookKind.BEFORE)
-_after = partial(_hook, HookKind.AFTER)
-_around = partial(_hook, HookKind.AROUND)
-_replace = partial(_hook, HookKind.REPLACE)
-_constant = partial(_hook, HookKind.CONSTANT)
-_add = partial(_hook, HookKind.ADD)
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
@@ -40,7 +22,7 @@ _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 CPU_HOOKS: tuple[Hook, ...] = (
-    _around(
+    around(
         "sglang.srt.models.deepseek_common.attention_backend_handler"
         ".AttentionBackendRegistry.get_handler",
         cpu_hooks.mla_handler_for_torch_native,
@@ -49,19 +31,19 @@ CPU_HOOKS: tuple[Hook, ...] = (
         "prefill, whose shapes torch's attention refuses",
         remove_when="SGLang registers a torch_native handler",
     ),
-    _add(
+    add(
         f"{_TORCH_NATIVE}.get_cpu_graph_seq_len_fill_value",
         cpu_hooks.seq_len_fill_value,
         why="DP attention pads a batch with this many tokens a row; torch_native does not say",
         remove_when="TorchNativeAttnBackend implements it",
     ),
-    _constant(
+    constant(
         "sglang.srt.model_executor.forward_batch_info._is_cpu",
         True,
         why="otherwise prepare_mlp_sync_batch asks for pinned memory, which needs an accelerator",
         remove_when="it asks the platform's is_pin_memory_available, as its neighbours do",
     ),
-    _replace(
+    replace(
         f"{_DP_ATTENTION}.memcpy_func",
         cpu_hooks.memcpy,
         "dst src dim offset sz offset_src",
@@ -69,7 +51,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
         remove_when="the choice is made by the tensor's device",
     ),
     *(
-        _replace(
+        replace(
             f"{_GROUP}.{function.__name__}",
             function,
             "self output input",
@@ -78,21 +60,21 @@ CPU_HOOKS: tuple[Hook, ...] = (
         )
         for function in (collectives.all_gather_into_tensor, collectives.reduce_scatter_tensor)
     ),
-    _replace(
+    replace(
         f"{_GROUP}.reduce_scatterv",
         collectives.reduce_scatterv,
         "self input_ output sizes",
         why="SGLang's version needs pynccl",
         remove_when="it has a gloo path",
     ),
-    _replace(
+    replace(
         f"{_GROUP}.all_gatherv",
         collectives.all_gatherv,
         "self input_ sizes output",
         why="SGLang's version needs pynccl",
         remove_when="it has a gloo path",
     ),
-    _replace(
+    replace(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         cpu_hooks.moe_forward,
         "layer x topk_output moe_runner_config",
@@ -100,35 +82,35 @@ CPU_HOOKS: tuple[Hook, ...] = (
         "takes the number of experts from the layer rather than from the weight",
         remove_when="SGLang's native MoE skips id -1 and sizes itself by the weight",
     ),
-    _replace(
+    replace(
         "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
         cpu_hooks.add_gated_shared_expert,
         "hidden_states gate_weight shared_output final_hidden_states",
         why="Qwen2-MoE launches a Triton kernel here whatever the device",
         remove_when="it has a native path",
     ),
-    _around(
+    around(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
         cpu_hooks.wait_for_request,
         "self",
         why="the loop spins a whole core with non-blocking receives; ranks need that core",
         remove_when="SGLang's controller polls its socket",
     ),
-    _around(
+    around(
         "sglang.srt.utils.common.get_available_gpu_memory",
         cpu_hooks.available_memory,
         "device gpu_id distributed empty_cache cpu_group",
         why="with --device-memory the KV cache is sized by what the device has left",
         remove_when="SGLang asks the platform for a CPU's free memory, per device",
     ),
-    _around(
+    around(
         f"{_RUNNER}.load_model",
         cpu_hooks.load_model_on_device,
         "self",
         why="with --device-memory the books must know the model, and refuse one that does not fit",
         remove_when="allocations on the platform's device go through the platform",
     ),
-    _around(
+    around(
         f"{_RUNNER}.alloc_memory_pool",
         cpu_hooks.alloc_memory_pool_on_device,
         "self memory_pool_config",
@@ -139,7 +121,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
 
 # Wherever our launcher runs: with and without weaving, on any device.
 LAUNCHER_HOOKS: tuple[Hook, ...] = (
-    _after(
+    after(
         "sglang.srt.server_args.PortArgs.init_new",
         ports.choose_rendezvous,
         "server_args dp_rank worker_ports",
@@ -147,21 +129,21 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
         "connections: one of those may have the port by then, and the server does not start",
         remove_when="SGLang holds the port until its ranks listen there",
     ),
-    _before(
+    before(
         "sglang.srt.managers.scheduler.Scheduler.ingest_requests",
         heartbeat.beat_rank,
         "self",
         why="GET /readyz says whether the loop of every rank turns",
         remove_when="SGLang shows the progress of its loops without running the model",
     ),
-    _replace(
+    replace(
         f"{_SIGNALS}.sigterm_handler",
         process.on_sigterm,
         "self signum frame",
         why="SGLang takes new requests while it drains, waits for ever, and hears no SIGINT",
         remove_when="SGLang's drain refuses new requests and has a time-out",
     ),
-    _replace(
+    replace(
         f"{_SIGNALS}.running_phase_sigquit_handler",
         process.on_sigquit,
         "self signum frame",
@@ -174,14 +156,14 @@ _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _UNQUANT = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 
 WEAVE_HOOKS: tuple[Hook, ...] = (
-    _before(
+    before(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         registry_hooks.refuse_empty,
         "self obj input_ids",
         why="a prompt without tokens, from a text or as ids, ends the scheduler and so the server",
         remove_when="SGLang refuses it",
     ),
-    _around(
+    around(
         f"{_UNQUANT}.create_weights",
         weave_hooks.create_weights_with_adapter_slots,
         "self layer num_experts hidden_size intermediate_size_per_partition params_dtype with_bias "
@@ -189,21 +171,21 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         why="the engine finds an expert by its row in the weight; adapters need rows",
         remove_when="SGLang lets a plugin reserve physical expert slots",
     ),
-    _around(
+    around(
         "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.dispatch",
         weave_hooks.reroute_before_dispatch,
         "self hidden_states topk_output",
         why="rerouting stands between top-k and dispatch (ExpertWeave section 4.3)",
         remove_when="SGLang lets a plugin map top-k ids to physical ids per token",
     ),
-    _replace(
+    replace(
         "sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",
         weave_hooks.install_esft_manager,
         "self",
         why="the ESFT manager takes LoRA's place in SGLang's adapter machinery",
         remove_when="SGLang lets a plugin supply the adapter manager class",
     ),
-    _after(
+    after(
         "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
         schedule_hooks.prefer_running_adapters,
         "self waiting_queue running_batch processed_tokens",
@@ -211,7 +193,7 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         "already go ahead of others, within --max-overtakes",
         remove_when="SGLang lets a plugin supply a scheduling policy",
     ),
-    _around(
+    around(
         "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req",
         schedule_hooks.hold_back_for_the_oldest,
         "self req running_loras",
@@ -219,28 +201,28 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         "long as they come",
         remove_when="SGLang bounds how long a request waits for an adapter's slot",
     ),
-    _around(
+    around(
         "sglang.srt.managers.scheduler.Scheduler._set_or_validate_priority",
         schedule_hooks.refuse_unknown_adapter,
         "self req",
         why="a batch with an adapter that the rank does not have ends the rank",
         remove_when="SGLang refuses such a request where it queues it",
     ),
-    _after(
+    after(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         memory_hooks.add_report,
         "self recv_req",
         why="GET /v1/memory asks every rank for its expert memory, GET /v1/heat for the heat",
         remove_when="SGLang lets a plugin add to a scheduler's internal state",
     ),
-    _around(
+    around(
         "sglang.srt.lora.lora_registry.LoRARef.deterministic_id",
         weave_hooks.adapter_id_with_content,
         "lora_name lora_path",
         why="the id keys the prefix cache; other weights in the same folder need another id",
         remove_when="SGLang derives the id from the adapter's content",
     ),
-    _replace(
+    replace(
         f"{_CONTROL}.load_lora_adapter",
         registry_hooks.load,
         "self obj _",
@@ -248,21 +230,21 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         "hears of it, and makes room by idle adapters",
         remove_when="SGLang lets a plugin supply the way an adapter is loaded",
     ),
-    _replace(
+    replace(
         f"{_CONTROL}.load_lora_adapter_from_tensors",
         registry_hooks.refuse_tensors,
         "self obj _",
         why="the ranks would unpickle what a client sent; a malformed body ends the server",
         remove_when="SGLang lets a server leave the route out",
     ),
-    _replace(
+    replace(
         f"{_CONTROL}.unload_lora_adapter",
         registry_hooks.unload,
         "self obj _",
         why="SGLang keeps the path of an unloaded adapter and loads it again when it is asked for",
         remove_when="an explicit unload clears lora_ref_cache",
     ),
-    _replace(
+    replace(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
         registry_hooks.resolve,
         "self obj",
@@ -270,7 +252,7 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         "SGLang would load it beside whoever loads it, and name all adapters to who asks for one",
         remove_when="SGLang holds an adapter from its load to its use",
     ),
-    _replace(
+    replace(
         "sglang.srt.lora.lora_registry.LoRARegistry.acquire",
         registry.acquire,
         "self lora_name",
@@ -285,21 +267,21 @@ _LOGGING = "sglang.srt.utils.common"
 
 # With weaving too.
 OBSERVE_HOOKS: tuple[Hook, ...] = (
-    _after(
+    after(
         f"{_TOKENIZER}._init_req_state",
         engine_hooks.note_sequences,
         "self obj request",
         why="the log says which adapters a request used, and its tokens, which answers need not",
         remove_when="SGLang's states of a request's sequences know its x-request-id",
     ),
-    _after(
+    after(
         f"{_TOKENIZER}._create_tokenized_object",
         engine_hooks.note_prompt,
         "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
         why="the log says how many prompt tokens a request has, which answers need not",
         remove_when="SGLang's states of a request's sequences have their prompts' lengths",
     ),
-    _before(
+    before(
         f"{_TOKENIZER}.collect_metrics",
         engine_hooks.observe_output,
         "self state recv_obj i",
@@ -310,21 +292,21 @@ OBSERVE_HOOKS: tuple[Hook, ...] = (
 
 # Only with --log-format json.
 JSON_LOG_HOOKS: tuple[Hook, ...] = (
-    _after(
+    after(
         f"{_LOGGING}.configure_logger",
         json_logs.use_json,
         "server_args prefix",
         why="every process of SGLang sets up its own logging, as text",
         remove_when="SGLang has a flag for JSON logs",
     ),
-    _after(
+    after(
         f"{_LOGGING}.set_uvicorn_logging_configs",
         json_logs.use_json_in_uvicorn,
         "server_args",
         why="the HTTP server's lines are text, and its access lines have no request id",
         remove_when="SGLang has a flag for JSON logs",
     ),
-    _around(
+    around(
         f"{_TOKENIZER}.auto_create_handle_loop",
         json_logs.start_loop_for_nobody,
         "self",
@@ -336,7 +318,7 @@ JSON_LOG_HOOKS: tuple[Hook, ...] = (
 
 # Only with --reroute router: the hook is called in every layer.
 ROUTER_HOOKS: tuple[Hook, ...] = (
-    _around(
+    around(
         "sglang.srt.layers.moe.topk.select_experts",
         weave_hooks.route_to_slots,
         "hidden_states router_logits topk_config layer_id num_token_non_padded "

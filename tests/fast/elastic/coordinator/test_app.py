@@ -13,11 +13,12 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Match
 from starlette.testclient import TestClient
 
-from sgl_elastic.coordinator.app import ROUTES, add_routes
+from sgl_elastic.coordinator.app import ROUTES
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.errors import DoesNotFitError
 from sgl_elastic.instance.state import Instance
 from sgl_elastic.types import Placement, Plan, ScaleRequest
+from sgl_esft_launch.elastic import add_scale_routes
 from tests.fast.elastic.scale_fakes import PLAN, WAIT_S, World, always, make_coordinator
 
 
@@ -46,7 +47,7 @@ class Site:
             return JSONResponse("their error", status_code=418)
 
         self.protected: list[str] = []
-        add_routes(self.app, self.coordinator, self.instances, self._protect)
+        add_scale_routes(self.app, self.coordinator, self.instances, self._protect)
         self.client = TestClient(self.app)
 
     def _gate(self, name: str) -> None:
@@ -281,7 +282,7 @@ def test_the_applications_own_routes_and_handlers_stay(site: Site) -> None:
 
 def test_every_route_is_described_and_protected(site: Site) -> None:
     paths = site.client.get("/openapi.json").json()["paths"]
-    for route in [each for each in ROUTES if each.path != "/scale_elastic_ep"]:
+    for route in ROUTES:
         described = paths[route.path][route.method.lower()]
         assert described["summary"] == route.summary
     body = paths["/v1/scale"]["post"]["requestBody"]["content"]["application/json"]["schema"]
