@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from sgl_esft.health.heartbeat import DETOKENIZER, HeartbeatTable, rank_slot
 from sgl_esft.health.readiness import Loop
@@ -87,17 +86,6 @@ async def serving(drain_s: float = 30.0, *, has_started: bool = True) -> AsyncIt
         service.close()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
             asyncio.get_running_loop().remove_signal_handler(number)
-
-
-def run(test: Callable[[Harness], Coroutine[Any, Any, None]], **options: Any) -> Harness:
-    """Run a test's coroutine with such a service."""
-
-    async def main() -> Harness:
-        async with serving(**options) as harness:
-            await test(harness)
-        return harness
-
-    return asyncio.run(main())
 
 
 def send(number: int) -> None:

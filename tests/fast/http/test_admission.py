@@ -18,7 +18,9 @@ from sgl_esft.http.admission import Admission
 from sgl_esft.http.routes import add_routes
 from sgl_esft_launch.health import routes_of
 from tests.fast.access.asgi import raw_call as ask
-from tests.fast.health.fakes import Harness, run
+from tests.fast.health.fakes import serving
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,8 @@ def _nothing_real_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "FAIL_S", 60.0)
 
 
-def test_a_stream_is_finished_and_new_work_refused() -> None:
-    async def scenario(h: Harness) -> None:
+async def test_a_stream_is_finished_and_new_work_refused() -> None:
+    async with serving() as h:
         inner = App()
         app = Admission(inner, h.service)
         stream = asyncio.ensure_future(ask(app, "POST", "/generate", []))
@@ -94,12 +96,11 @@ def test_a_stream_is_finished_and_new_work_refused() -> None:
         assert answer is not None
         assert answer.body == b"data: 1\n\ndata: 2\n\n"
         await h.stopped()
+    assert h.service.life.exit_status == 0
 
-    assert run(scenario).service.life.exit_status == 0
 
-
-def test_a_stream_whose_engine_is_lost_ends_with_an_error() -> None:
-    async def scenario(h: Harness) -> None:
+async def test_a_stream_whose_engine_is_lost_ends_with_an_error() -> None:
+    async with serving() as h:
         inner = App()
         stream = asyncio.ensure_future(ask(Admission(inner, h.service), "POST", "/generate", []))
         await inner.has_begun.wait()
@@ -113,8 +114,6 @@ def test_a_stream_whose_engine_is_lost_ends_with_an_error() -> None:
         assert "the detokenizer has died" in error["message"]
         await h.stopped()
 
-    run(scenario)
-
 
 def client_of(service: Service) -> TestClient:
     app = FastAPI()
@@ -122,8 +121,8 @@ def client_of(service: Service) -> TestClient:
     return TestClient(app)
 
 
-def test_routes() -> None:
-    async def scenario(h: Harness) -> None:
+async def test_routes() -> None:
+    async with serving() as h:
         client = client_of(h.service)
         assert client.get("/healthz").json() == {"status": "alive"}
         ready = client.get("/readyz")
@@ -137,13 +136,10 @@ def test_routes() -> None:
         assert (ready.status_code, ready.json()["reason"]) == (503, "the server is draining")
         await h.stopped()
 
-    run(scenario)
 
-
-def test_a_server_that_starts_cannot_be_drained_yet() -> None:
+async def test_a_server_that_starts_cannot_be_drained_yet() -> None:
     """Its warm-up would be refused or cut, at which SGLang kills the process."""
-
-    async def scenario(h: Harness) -> None:
+    async with serving(has_started=False) as h:
         answer = client_of(h.service).post("/v1/drain", json={"timeout_s": 5})
         assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
         assert answer.json()["error"]["type"] == "StartingError"
@@ -153,5 +149,4 @@ def test_a_server_that_starts_cannot_be_drained_yet() -> None:
         await h.until(lambda: h.service.life.phase is Phase.SERVING)
         h.service.drain()
         await h.stopped()
-
-    assert run(scenario, has_started=False).service.life.exit_status == 0
+    assert h.service.life.exit_status == 0
