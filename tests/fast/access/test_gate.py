@@ -428,29 +428,26 @@ def test_probes_of_the_model_do_not_use_up_the_other_probes(inner: Inner) -> Non
     assert call(app, "GET", "/health").status == 200
 
 
-def test_events_pass_as_they_come(inner: Inner) -> None:
-    app = gate(inner)
+@pytest.mark.anyio
+async def test_events_pass_as_they_come(inner: Inner) -> None:
     sent: list[dict[str, Any]] = []
     waiting = [{"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}]
 
-    async def run() -> None:
-        async def receive() -> dict[str, Any]:
-            if waiting:
-                return waiting.pop()
-            await asyncio.sleep(60)
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, Any]:
+        if waiting:
+            return waiting.pop()
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
 
-        headers = [HOST, ("x-api-key", SLOW_KEY)]
-        task = asyncio.create_task(app(scope_of("POST", "/v1/completions", headers), receive, send))
-        await asyncio.sleep(0.05)
-        assert [m.get("body") for m in sent[1:]] == [b"data: 1\n\n"]
-        inner.go_on.set()
-        await task
-
-    asyncio.run(run())
+    scope = scope_of("POST", "/v1/completions", [HOST, ("x-api-key", SLOW_KEY)])
+    task = asyncio.create_task(gate(inner)(scope, receive, send))
+    await asyncio.sleep(0.05)
+    assert [m.get("body") for m in sent[1:]] == [b"data: 1\n\n"]
+    inner.go_on.set()
+    await task
     assert b"".join(m["body"] for m in sent[1:]) == b"data: 1\n\ndata: 2\n\n"
 
 

@@ -12,6 +12,8 @@ from sgl_esft.access.gate import Policy
 from sgl_esft.http import deadline
 from tests.fast.access.asgi import Inner, call, gate, gone, unread
 
+pytestmark = pytest.mark.anyio
+
 SHORT = Policy(request_timeout_s=0.05)
 BODY = {"text": "x"}
 
@@ -45,15 +47,15 @@ def test_a_stream_ends_with_an_error_event(inner: Inner, monkeypatch: pytest.Mon
     assert events[2:] == [b""]
 
 
-def test_an_error_of_the_application_is_its_own() -> None:
+async def test_an_error_of_the_application_is_its_own() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        asyncio.run(deadline.run_within(1.0, app, {}, unread, unread))
+        await deadline.run_within(1.0, app, {}, unread, unread)
 
 
-def test_a_cancelled_request_cancels_the_application() -> None:
+async def test_a_cancelled_request_cancels_the_application() -> None:
     ended: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -63,14 +65,11 @@ def test_a_cancelled_request_cancels_the_application() -> None:
             ended.append("cancelled")
             raise
 
-    async def run() -> None:
-        task = asyncio.create_task(deadline.run_within(60.0, app, {}, unread, unread))
-        await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
+    task = asyncio.create_task(deadline.run_within(60.0, app, {}, unread, unread))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert ended == ["cancelled"]
 
 
@@ -78,9 +77,10 @@ async def never(*_: Any) -> Any:
     await asyncio.sleep(3600)
 
 
-def test_who_waits_for_the_clients_leaving_hears_of_the_deadline() -> None:
+async def test_who_waits_for_the_clients_leaving_hears_of_the_deadline() -> None:
     """Several may; and each of them hears it at once, and not when it is cancelled."""
     heard: list[str] = []
+    sent: list[Any] = []
 
     async def listen(receive: Any) -> None:
         heard.append((await receive())["type"])
@@ -88,31 +88,26 @@ def test_who_waits_for_the_clients_leaving_hears_of_the_deadline() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.gather(listen(receive), listen(receive))
 
-    async def run() -> list[str]:
-        sent: list[Any] = []
+    async def send(message: Any) -> None:
+        sent.append(message.get("status"))
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        async with asyncio.timeout(5):  # far less than the time of grace
-            await deadline.run_within(0.02, app, {}, never, send, grace_s=60.0)
-        return [str(message.get("status")) for message in sent]
-
-    assert asyncio.run(run()) == ["504", "None"]
+    async with asyncio.timeout(5):  # far less than the time of grace
+        await deadline.run_within(0.02, app, {}, never, send, grace_s=60.0)
+    assert sent == [504, None]
     assert heard == ["http.disconnect"] * 2
 
 
-def test_a_message_that_is_there_comes_without_a_turn_of_the_loop() -> None:
+async def test_a_message_that_is_there_comes_without_a_turn_of_the_loop() -> None:
     """As Starlette's `is_disconnected` asks, by which SGLang sees that a client has gone."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for source, is_gone in ((receive, True), (never, False)):
             assert await Request({"type": "http"}, source).is_disconnected() is is_gone
 
-    asyncio.run(deadline.run_within(5.0, app, {}, gone, never))
+    await deadline.run_within(5.0, app, {}, gone, never)
 
 
-def test_a_timeout_of_the_servers_own_is_its_own() -> None:
+async def test_a_timeout_of_the_servers_own_is_its_own() -> None:
     async def late() -> Any:
         raise TimeoutError("the socket")
 
@@ -120,4 +115,4 @@ def test_a_timeout_of_the_servers_own_is_its_own() -> None:
         await receive()
 
     with pytest.raises(TimeoutError, match="the socket"):
-        asyncio.run(deadline.run_within(5.0, app, {}, late, never))
+        await deadline.run_within(5.0, app, {}, late, never)

@@ -141,29 +141,27 @@ def test_what_stays_wrong_is_said_once(root: Path, caplog: pytest.LogCaptureFixt
     assert caplog.text.count("--adapter-root cannot be read") == 2
 
 
-def test_a_digest_is_read_once_for_a_fingerprint(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_digest_is_read_once_for_a_fingerprint(tmp_path: Path) -> None:
     read: list[Path] = []
 
     def digest(folder: Path) -> str:
         read.append(folder)
         return content_digest(folder)
 
-    async def test() -> None:
-        cache = DigestCache(digest)
-        first = await cache.read(tmp_path)
-        assert await cache.read(tmp_path) == first
-        assert len(read) == 1
-        touch_folder(tmp_path)
-        assert cache.get(tmp_path, fingerprint(tmp_path)) is None
-        cache.read_later(tmp_path)
-        cache.read_later(tmp_path)
-        while cache.get(tmp_path, fingerprint(tmp_path)) is None:
-            await asyncio.sleep(0.001)
-        assert len(read) == 2
-        assert await cache.read(tmp_path) == first
-
     write_folder(tmp_path, "v1")
-    asyncio.run(test())
+    cache = DigestCache(digest)
+    first = await cache.read(tmp_path)
+    assert await cache.read(tmp_path) == first
+    assert len(read) == 1
+    touch_folder(tmp_path)
+    assert cache.get(tmp_path, fingerprint(tmp_path)) is None
+    cache.read_later(tmp_path)
+    cache.read_later(tmp_path)
+    while cache.get(tmp_path, fingerprint(tmp_path)) is None:
+        await asyncio.sleep(0.001)
+    assert len(read) == 2
+    assert await cache.read(tmp_path) == first
 
 
 @pytest.mark.parametrize("has_events", [True, False])
