@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from sgl_esft.tools.merge import merge_adapter
 from tests.support.adapter_factory import write_random_adapter
 from tests.support.base_factory import write_random_base
 from tests.support.servers import Server, ServerPool, ServerSpec
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -121,10 +121,7 @@ def wait_until_refused(spec: ServerSpec, log: Path) -> str:
     server = Server(spec, log)
     try:
         assert server.process.wait(END_TIMEOUT_S) != 0
-        deadline = time.monotonic() + END_TIMEOUT_S
-        while is_group_alive(server.process.pid):
-            assert time.monotonic() < deadline, "processes are left"
-            time.sleep(0.1)
+        wait_until(lambda: not is_group_alive(server.process.pid), END_TIMEOUT_S)
     finally:
         server.stop()
     return server.log()

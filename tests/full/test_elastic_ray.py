@@ -23,11 +23,10 @@ from sgl_esft import zoo
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from tests.server.test_elastic import (
     assert_all_equal,
-    assert_gone,
     scale_under_load,
     wait_for_standbys,
 )
-from tests.support.processes import command_line, family
+from tests.support.processes import assert_gone, command_line, family
 from tests.support.ray_cluster import ray_cluster
 from tests.support.servers import Server, ServerPool, ServerSpec
 

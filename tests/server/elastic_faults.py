@@ -18,7 +18,6 @@ from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, st
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.messages import ExpertSlots
 from sgl_esft import zoo
-from sgl_esft.health.processes import is_there
 from tests.support.processes import command_line
 from tests.support.servers import Server, ServerSpec
 
@@ -98,12 +97,6 @@ class Elastic:
                 return found
             time.sleep(0.05)
         raise AssertionError(f"not in {timeout_s:g} s: {self.instances()}\n{self.server.log()}")
-
-    def wait_for_end(self, pids: set[int], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while left := [pid for pid in pids if is_there(pid)]:
-            assert time.monotonic() < deadline, f"{left} outlive the front"
-            time.sleep(0.05)
 
     def wait_for_another(self, former: str, timeout_s: float) -> float:
         """Seconds until another instance serves than `former`."""

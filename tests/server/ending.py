@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from sgl_esft.health.faults import ProcessState
 from sgl_esft.health.processes import descendants, state_of
 from tests.support.processes import command_line
 from tests.support.servers import Server, ServerSpec
+from tests.support.waiting import wait_until
 
 ELASTIC = ("--elastic", "--max-devices", "1", "--standby-ranks", "0", "--device-memory", "64MiB")
 
@@ -117,12 +118,3 @@ def mortal(folder: Path, *args: str) -> Iterator[Mortal]:
         family = descendants(found.pid)
         server.stop()
         wait_until(lambda: all(state_of(pid) is ProcessState.ENDED for pid in family), 10.0)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:
-    """Seconds until it holds."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, f"not in {timeout_s:g} s"
-        time.sleep(0.05)
-    return time.monotonic() - began

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import requests
 from sgl_esft import zoo
 from tests.support.families import MergedDemo
 from tests.support.servers import Server, ServerPool, ServerSpec
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -164,7 +164,4 @@ def test_adapters_leave_host_memory_and_come_back(
 
 
 def wait_until_drained(server: Server) -> None:
-    deadline = time.monotonic() + 30
-    while described(server, NAME)["draining_versions"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not described(server, NAME)["draining_versions"], 30)

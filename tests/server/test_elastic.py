@@ -22,12 +22,11 @@ import requests
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_esft import zoo
-from sgl_esft.health.processes import is_there
 from tests.repo.docs import session
 from tests.repo.docs.blocks import pages_run_with, run_blocks
 from tests.support import browser as browsers
 from tests.support.browser import Dashboard
-from tests.support.processes import command_line, family
+from tests.support.processes import assert_gone, command_line, family
 from tests.support.servers import Server, ServerPool, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
@@ -120,16 +119,6 @@ def wait_for_standbys(server: Server, sizes: set[int]) -> None:
             return
         time.sleep(0.5)
     raise AssertionError(f"no standbys of {sizes}: {instances(server)}\n{server.log()}")
-
-
-def assert_gone(pids: set[int]) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        alive = {pid for pid in pids if is_there(pid)}
-        if not alive:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"processes {alive} outlive their server")
 
 
 def worker_bytes(server: Server) -> dict[int, int]:

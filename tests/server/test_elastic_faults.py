@@ -31,7 +31,7 @@ from tests.server.fault_cells import (
     is_idle,
     measured,
 )
-from tests.support.processes import family
+from tests.support.processes import assert_gone, family
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
@@ -68,7 +68,6 @@ def test_a_memory_worker_dies_during_a_scale(elastic: Elastic) -> None:
     elastic.be_of_size(1)
     before = set(elastic.instances()[1])
     source = elastic.worker(0)
-    assert source is not None
     os.kill(source, signal.SIGSTOP)  # so that copies from there are in progress
     try:
         began = elastic.server.post("/v1/scale", {"dp_size": 2}).json()
@@ -144,7 +143,6 @@ def test_a_memory_worker_hangs_while_kv_shrinks(elastic: Elastic) -> None:
     elastic.wait_for_standby(0)
     before, num_slots = elastic.placement(), elastic.num_kv_slots(0)
     worker = elastic.worker(0)
-    assert worker is not None
     with elastic.load():
         os.kill(worker, signal.SIGSTOP)
         try:
@@ -179,7 +177,6 @@ def test_a_rank_is_killed_in_an_adapters_change(elastic: Elastic, change: str) -
         assert elastic.unload().ok
     name, _ = elastic.instances()
     worker = elastic.worker(0)
-    assert worker is not None
     with ThreadPoolExecutor(1) as pool:
         os.kill(worker, signal.SIGSTOP)
         answer = pool.submit(elastic.unload if change == "unload" else elastic.load_again)
@@ -214,4 +211,4 @@ def test_nothing_outlives_the_front(elastic: Elastic) -> None:
     assert len(pids) > 6
     elastic.server.process.kill()
     elastic.server.process.wait()
-    elastic.wait_for_end(pids, 10)
+    assert_gone(pids)

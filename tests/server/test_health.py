@@ -12,9 +12,10 @@ import pytest
 import requests
 
 from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED
-from tests.server.ending import ELASTIC, Mortal, Stream, mortal, wait_until
+from tests.server.ending import ELASTIC, Mortal, Stream, mortal
 from tests.support.processes import command_line
 from tests.support.servers import Server, ServerSpec
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 

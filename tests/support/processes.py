@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from sgl_elastic.processes import is_stopped
-from sgl_esft.health.processes import descendants
+from sgl_esft.health.processes import descendants, is_there
 from tests.support.servers import ROOT
+from tests.support.waiting import wait_until
 
 
 def run_module(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
@@ -44,15 +45,17 @@ def first_outgoing_port() -> int:
 def stop_process(pid: int) -> None:
     """SIGSTOP, and wait for it: on a busy machine the process may do something else first."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 20
-    while not is_stopped(pid):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
-        time.sleep(0.001)
+    wait_until(lambda: is_stopped(pid))
 
 
 def family(pid: int) -> set[int]:
     """A process and all below it."""
     return {pid, *descendants(pid)}
+
+
+def assert_gone(pids: Iterable[int]) -> None:
+    """None of these processes outlives who started it."""
+    wait_until(lambda: not any(map(is_there, pids)), 10.0)
 
 
 def command_line(pid: int) -> list[str]:

@@ -170,7 +170,6 @@ def test_a_ring_finds_its_keys_and_no_others(known: list[str], other: str) -> No
     ring = KeyRing(keys.entry_for(Caller(f"k{i}"), key, "x") for i, key in enumerate(known))
     for i, key in enumerate(known):
         found = ring.find(key)
-        assert found is not None
         assert found.name == f"k{i}"
     if other not in known:
         assert ring.find(other) is None

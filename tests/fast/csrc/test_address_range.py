@@ -66,8 +66,6 @@ class Exporter:
     handles: list[sgl_vmm.Handle | None]
 
     def ask(self, command: str) -> str:
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
         self.child.stdin.write(command + "\n")
         self.child.stdin.flush()
         return self.child.stdout.readline().rstrip("\n")

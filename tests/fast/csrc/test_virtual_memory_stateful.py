@@ -229,7 +229,6 @@ class VirtualMemoryMachine(RuleBasedStateMachine):
         runs_out=st.booleans(),
     )
     def order_a_failure(self, call: str, nth: int, runs_out: bool) -> None:
-        assert self.simulator is not None
         calls = self.simulator.calls
         code = calls.out_of_memory if runs_out else calls.broken
         self.simulator.fail(getattr(calls, call), nth, code)

@@ -151,10 +151,6 @@ def comes_to(read, wanted, timeout_s=5.0):
     return found
 
 
-def until(condition, timeout_s=5.0):
-    assert comes_to(lambda: bool(condition()), True, timeout_s), "not in time"
-
-
 @contextmanager
 def stopped(pid):
     """The process hangs for as long as the block runs."""

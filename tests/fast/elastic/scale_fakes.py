@@ -210,7 +210,6 @@ class World:
         assert self.state_of(frozen.instance_id) in self.may_hand_over
         self._move(instance, InstanceState.ACTIVE)
         placement = self.instances[instance].placement
-        assert placement is not None
         self.kv = {d: placement.kv_tokens_of(d) for d in placement.device_ids}
         return HandedOver({f"of {frozen.instance_id}": 0}, {})
 
@@ -302,7 +301,6 @@ def finished(coordinator: Coordinator, request: ScaleRequest | Operation = UP) -
 def recovered(coordinator: Coordinator) -> Operation:
     """The recovery that has succeeded."""
     operation = coordinator.recover()
-    assert operation is not None
     assert operation.state is OperationState.SUCCEEDED
     return operation
 

@@ -32,6 +32,7 @@ from sgl_elastic.types import Placement
 from tests.fast.elastic.instance.test_links import rank_channel
 from tests.fast.elastic.memory_workers import comes_to, count_fds, settle
 from tests.fast.elastic.scale_fakes import SHAPE
+from tests.support.waiting import wait_until
 
 ONE = Placement((0,), (0,) * 6, (100,))
 TWO = Placement((0, 1), (0, 0, 0, 1, 1, 1), (100, 90))
@@ -175,11 +176,7 @@ class Scene:
 
     def check_until_lost(self, name: str, timeout_s: float = 5.0) -> float:
         """Seconds until the manager finds `name` lost."""
-        began = time.monotonic()
-        while name not in self.manager.check(time.monotonic(), HANG_S):
-            assert time.monotonic() - began < timeout_s
-            time.sleep(0.01)
-        return time.monotonic() - began
+        return wait_until(lambda: name in self.manager.check(time.monotonic(), HANG_S), timeout_s)
 
     def check_that_none_is_lost(self) -> None:
         """For three times as long as a rank may say nothing."""
@@ -316,10 +313,7 @@ def test_a_standby_that_is_being_started_is_waited_for(scene: Scene) -> None:
     scene.warm_up = lambda instance, num_ranks, timeout_s: go_on.wait(5)  # type: ignore[method-assign]
     starting = threading.Thread(target=scene.park, args=((0, 1),))
     starting.start()
-    deadline = time.monotonic() + 5
-    while len(scene.names()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: len(scene.names()) == 2)
     threading.Timer(0.05, go_on.set).start()
     assert scene.manager.prepare(TWO) == "i2"
     starting.join(5)

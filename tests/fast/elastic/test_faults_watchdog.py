@@ -9,6 +9,7 @@ import pytest
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.recovery import Watchdog, WatchdogConfig
 from sgl_elastic.types import OperationState, ScaleRequest
+from tests.support.waiting import wait_until
 
 DONE = Operation("r1", ScaleRequest(1), OperationState.SUCCEEDED)
 FAILED = Operation("r1", ScaleRequest(1), OperationState.ROLLED_BACK)
@@ -98,10 +99,7 @@ def test_its_threads_notice_and_end(scene: Scene) -> None:
     assert scene.asked == [(7.0, 3.0)]
     scene.is_serving_lost, scene.outcomes, scene.dead = True, [DONE], (2,)
     scene.watchdog.start()
-    deadline = time.monotonic() + 5
-    while set(scene.heard) != {"recovery", "memory"}:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: set(scene.heard) == {"recovery", "memory"})
     scene.watchdog.stop()
     time.sleep(0.02)
     count = len(scene.asked)

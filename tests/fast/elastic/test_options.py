@@ -43,7 +43,6 @@ def test_values() -> None:
     assert found.rank_strategy == RankStrategy.ROUND_ROBIN
     assert (found.slo_ttft_s, found.slo_tpot_s) == (2.0, 0.5)
     assert (found.journal, found.verify_copies) == ("J", True)
-    assert found.autoscale is not None
     assert (found.autoscale.min_devices, found.autoscale.max_devices) == (1, 3)
     assert found.spans_nodes
     assert (found.ray_address, found.devices_per_node) == ("h:1", 2)

@@ -26,7 +26,6 @@ def group() -> Iterator[LocalProcess]:
     """The leader of a process group with four threads."""
     command = [sys.executable, "-c", THREADS]
     with LocalProcess(command, start_new_session=True, stdout=subprocess.PIPE) as leader:
-        assert leader.stdout is not None
         assert leader.stdout.readline() == b"up\n"
         yield leader
         leader.kill()

@@ -33,7 +33,6 @@ def test_what_a_killed_server_left_is_removed_and_no_others(tmp_path: Path) -> N
         [sys.executable, "-c", MAKE, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
         theirs = Path(process.stdout.readline().strip())
         mine = workdir.make(tmp_path)
         (tmp_path / "sgl-elastic-being-made").mkdir()

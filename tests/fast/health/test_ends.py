@@ -13,6 +13,8 @@ import pytest
 
 from sgl_esft.health.faults import ProcessState
 from sgl_esft.health.processes import descendants, state_of
+from tests.support.processes import assert_gone
+from tests.support.waiting import wait_until
 
 PARENT = """
 import multiprocessing, time
@@ -50,19 +52,12 @@ finally:
 """
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_child_leaves_its_end_to_the_front(tmp_path: Path) -> None:
     script, ready = tmp_path / "parent.py", tmp_path / "ready"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script), str(ready)], start_new_session=True)
     try:
-        wait_for(ready)
+        wait_until(ready.exists, 60)
         # The other one is multiprocessing's own, which hears no signals either.
         children = descendants(parent.pid)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -72,10 +67,7 @@ def test_a_child_leaves_its_end_to_the_front(tmp_path: Path) -> None:
         assert {state_of(pid) for pid in children} == {ProcessState.ALIVE}
         parent.kill()
         parent.wait()
-        deadline = time.monotonic() + 20
-        while any(state_of(pid) is not ProcessState.ENDED for pid in children):
-            assert time.monotonic() < deadline, "it outlives its parent"
-            time.sleep(0.05)
+        assert_gone(children)
     finally:
         parent.kill()
         parent.wait()

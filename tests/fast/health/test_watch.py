@@ -17,6 +17,7 @@ from sgl_esft.health.heartbeat import DETOKENIZER, HeartbeatTable, rank_slot
 from sgl_esft.health.readiness import Loop
 from sgl_esft.health.watch import PERIOD_S, Watch
 from tests.fast.health.fakes import Engine
+from tests.support.waiting import wait_until
 
 SECOND = 10**9
 
@@ -67,7 +68,6 @@ def test_a_dead_process_is_seen_at_once(pid: int, name: str) -> None:
     world = World()
     world.states[pid] = ProcessState.ENDED
     fault = world.look_for(PERIOD_S)
-    assert fault is not None
     assert fault.startswith(name)
 
 
@@ -138,9 +138,7 @@ def test_the_thread_goes_on_after_a_round_that_fails(
 
     monkeypatch.setattr(world.engine, "children", children)
     world.watch.start()
-    deadline = time.monotonic() + 20
-    while not world.faults and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: world.faults)
     world.watch.stop()
     assert len(world.faults) == 1
     (logged,) = (each for each in caplog.records if "a round of the watch failed" in each.message)
@@ -157,19 +155,15 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_states_and_ends_of_real_processes(child: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while len(processes.descendants(child.pid)) < 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: processes.descendants(child.pid))
     (grandchild,) = processes.descendants(child.pid)
     assert {child.pid, grandchild} <= set(processes.descendants(os.getpid()))
     assert processes.state_of(child.pid) is ProcessState.ALIVE
     os.kill(grandchild, signal.SIGSTOP)
-    while processes.state_of(grandchild) is not ProcessState.STOPPED:
-        assert time.monotonic() < deadline
+    wait_until(lambda: processes.state_of(grandchild) is ProcessState.STOPPED)
     os.kill(grandchild, signal.SIGKILL)
-    while processes.is_there(child.pid):  # its status is not asked for before it counts as ended
-        assert time.monotonic() < deadline
+    # Its status is not asked for before it counts as ended.
+    wait_until(lambda: not processes.is_there(child.pid))
     child.wait(20)
     assert processes.state_of(grandchild) is ProcessState.ENDED
     assert processes.state_of(child.pid) is ProcessState.ENDED

@@ -84,16 +84,13 @@ async def test_a_stream_is_finished_and_new_work_refused() -> None:
         assert h.service.num_in_flight == 1
         h.service.drain()
         refused = await ask(app, "POST", "/generate", [])
-        assert refused is not None
         assert (refused.status, refused.headers["retry-after"]) == (503, "30")
         assert refused.error == "DrainingError"
         well = await ask(app, "GET", "/healthz", [])
-        assert well is not None
         assert (well.status, well.body) == (200, b"well")
         assert h.service.life.phase is Phase.DRAINING
         inner.go_on.set()
         answer = await stream
-        assert answer is not None
         assert answer.body == b"data: 1\n\ndata: 2\n\n"
         await h.stopped()
     assert h.service.life.exit_status == 0
@@ -106,7 +103,6 @@ async def test_a_stream_whose_engine_is_lost_ends_with_an_error() -> None:
         await inner.has_begun.wait()
         h.service.note_fault("the detokenizer has died")
         answer = await stream
-        assert answer is not None
         events = answer.body.split(b"\n\n")
         assert (answer.status, events[0]) == (200, b"data: 1")
         error = json.loads(events[1].removeprefix(b"data: "))["error"]

@@ -35,7 +35,6 @@ BY_ENVIRONMENT = {
 def sglang_routes() -> set[tuple[str, str]]:
     """(method, path) of each route decorator in SGLang's sources, which are not imported."""
     spec = importlib.util.find_spec("sglang")
-    assert spec is not None
     assert spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "entrypoints"
     found = set()

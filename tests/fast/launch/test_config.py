@@ -120,5 +120,4 @@ def test_a_bad_platform_is_refused_with_the_good_ones(value: str) -> None:
 def test_every_variable_is_documented() -> None:
     names = [value for name, value in vars(env).items() if name.isupper() and name[0] != "_"]
     assert len(names) >= 2
-    assert env.__doc__ is not None
     assert [name for name in names if f"| {name} |" not in env.__doc__] == []

@@ -119,7 +119,6 @@ def test_given_sizes_win(make: Make) -> None:
 def test_overtakes(make: Make) -> None:
     def overtakes(line: str) -> int:
         config = make(f"--model-path BASE {line}").config
-        assert config is not None
         return config.max_overtakes
 
     assert overtakes("") == DEFAULT_MAX_OVERTAKES
@@ -410,7 +409,6 @@ def test_mixtral_has_no_dp_attention(make: Make, tmp_path: Path) -> None:
 def test_paths_count_from_the_adapter_root(make: Make, root: Path) -> None:
     launch = make("--model-path BASE --adapter-root ROOT/. --esft-adapters math=math")
     assert launch.adapters == {"math": (root / "math").resolve()}
-    assert launch.config is not None
     assert launch.config.adapter_root == str(root.resolve())
 
 

@@ -100,13 +100,11 @@ class Site:
 
     def write(self, name: str, content: str) -> None:
         """Put a folder below the root, and let the catalogue see it."""
-        assert self.root is not None
         write_folder(self.root / name, content)
         self.catalogue.refresh()
 
     def remove(self, name: str) -> None:
         """Take a folder away, and let the catalogue see it."""
-        assert self.root is not None
         shutil.rmtree(self.root / name)
         self.catalogue.refresh()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from sgl_esft.formats.manifest import AdapterManifest, content_digest
 from sgl_esft.lifecycle.catalogue import Catalogue, Watcher, scan
 from sgl_esft.lifecycle.folders import DigestCache, fingerprint
 from tests.fast.lifecycle.site import check, touch_folder, write_folder
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -179,11 +178,11 @@ def test_changes_are_seen_within_two_seconds(
     watcher.start()
     try:
         write_folder(tmp_path / "math", "v1")
-        _within(2.0, lambda: "math" in catalogue.entries)
+        wait_until(lambda: "math" in catalogue.entries, 2.0)
         write_folder(tmp_path / "math", "broken")
-        _within(2.0, lambda: catalogue.entries["math"].error is not None)
+        wait_until(lambda: catalogue.entries["math"].error is not None, 2.0)
         shutil.rmtree(tmp_path / "math")
-        _within(2.0, lambda: "math" not in catalogue.entries)
+        wait_until(lambda: "math" not in catalogue.entries, 2.0)
     finally:
         watcher.stop()
 
@@ -200,14 +199,7 @@ def test_a_look_that_fails_does_not_end_the_watch(
     watcher = Watcher(tmp_path, refresh)
     watcher.start()
     try:
-        _within(10.0, lambda: len(looks) > 1)
+        wait_until(lambda: len(looks) > 1, 10.0)
     finally:
         watcher.stop()
     assert "ZeroDivisionError: a defect" in caplog.text
-
-
-def _within(seconds: float, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -285,7 +285,6 @@ class LifecycleMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([n for n, k in self.known.items() if k.work]))
         known = self.known[name]
         work = known.work
-        assert work is not None
         in_use = self._in_use(name)
         self.site.engine.finish(name, FAILURES[failure](f"a {failure} error") if failure else None)
         self.run(self.site.settle())

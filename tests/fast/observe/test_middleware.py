@@ -98,7 +98,6 @@ class Seen:
 
 async def fine(scope: Scope, receive: Receive, send: Send) -> None:
     request = record.current()
-    assert request is not None
     request.key_name = "team-a"
     request.prompt_tokens = 3
     state = SimpleNamespace(

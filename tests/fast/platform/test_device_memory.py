@@ -47,7 +47,6 @@ class OtherProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self.process.stdout is not None
         self.seen = int(self.process.stdout.readline())
 
     def __enter__(self) -> OtherProcess:

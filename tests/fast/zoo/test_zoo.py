@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -26,6 +25,7 @@ from sgl_esft.zoo import corpus as base_corpus
 from sgl_esft.zoo import esft, evaluate, lexicon, own_task, serving, taskset, tokenizer, train
 from sgl_esft.zoo.batches import batches, by_length, to_batch
 from sgl_esft.zoo.model import exact_match, greedy_answers, load_model, moe_layers, new_model
+from tests.support.processes import assert_gone
 
 if TYPE_CHECKING:
     from transformers import DeepseekV2ForCausalLM
@@ -344,18 +344,11 @@ def test_ending_a_server_ends_the_processes_it_started() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
     ) as process:
-        assert process.stdout is not None
         child = int(process.stdout.readline())
         os.kill(child, 0)
         serving._end_group(process)
         assert process.returncode is not None
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        if "State:\tZ" in Path(f"/proc/{child}/status").read_text():
-            break  # dead, and waiting to be collected by whoever inherited it
-        time.sleep(0.05)
-    else:
-        assert not Path(f"/proc/{child}").exists()
+    assert_gone([child])
 
 
 OWN = [{"prompt": f"{word} -> ", "answer": f"{word}s"} for word in ("cat", "house", "tree")]

@@ -110,7 +110,6 @@ for number in range(100_000):
 def test_what_was_recorded_survives_a_kill(path: Path, num_recorded: int) -> None:
     command = [sys.executable, "-c", _RECORDING, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         told = [int(process.stdout.readline()) for _ in range(num_recorded)]
         process.kill()
         told += [int(line) for line in process.stdout]
@@ -128,11 +127,9 @@ def test_recover_closes_what_was_cut_off(path: Path, count: int) -> None:
     if snapshots[-1].finished:
         assert closed is None
         return
-    assert closed is not None
     switched = snapshots[-1].switched
     assert closed.state is (OperationState.DEGRADED if switched else OperationState.ROLLED_BACK)
     assert closed.finished_s == 77.0
-    assert closed.error is not None
     assert f"phase {snapshots[-1].phase} " in closed.error.message
     assert Journal(path).get("op") == closed
     assert Journal(path).recover(78.0) is None

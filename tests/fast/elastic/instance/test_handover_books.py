@@ -58,7 +58,6 @@ class Rank:
         """A request that ran and left its KV in the cache."""
         known = self.match(tokens, extra_key)
         fresh = self.allocator.alloc(len(tokens) - len(known))
-        assert fresh is not None
         for position, slot in enumerate(fresh.tolist(), start=len(known)):
             self.kv[slot] = content(tokens, position, extra_key)
         slots = torch.cat((torch.tensor(known, dtype=torch.int64), fresh))

@@ -17,6 +17,7 @@ from sgl_elastic.errors import ElasticError, EngineFailedError, MemoryWorkerErro
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.links import RankServer, expect_all, send_all
 from sgl_elastic.types import AdapterEntry
+from tests.support.waiting import wait_until
 
 TO_RANK: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
 ADAPTER = AdapterEntry("id", "math", "/adapters/math", 0, False, {1: (2, 5)})
@@ -212,13 +213,6 @@ def test_forgotten_ranks_hear_the_end(bench: Bench) -> None:
         FakeRank(bench.path)
     with pytest.raises(EngineFailedError, match="closed"):
         other.hears()
-
-
-def wait_until(is_true, timeout_s: float = 5.0) -> None:
-    deadline = soon(timeout_s)
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_all_that_a_rank_has_said_is_read(bench: Bench) -> None:

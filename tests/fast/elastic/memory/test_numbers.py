@@ -28,8 +28,8 @@ from tests.fast.elastic.memory_workers import (
     hmm_of,
     settle,
     shape_of_one_region,
-    until,
 )
+from tests.support.waiting import wait_until
 
 W13 = "experts.0.w13"
 FOUR: dict[str, tuple[tuple[int, int], ...]] = {W13: ((0, 4),)}
@@ -129,7 +129,7 @@ def test_a_client_without_connections_is_forgotten(channel: Answers) -> None:
         with second(channel) as again:
             return isinstance(ask(again, 1, m.AskHello(), "other").reply, m.Hello)
 
-    until(is_forgotten)
+    wait_until(is_forgotten)
 
 
 def test_two_clients_in_one_connection_end_it(one: Hmm, channel: Answers) -> None:

@@ -28,8 +28,8 @@ from sgl_elastic.nodes.remote import Node
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import LocalProcess, giving_way, is_stopped
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
-from tests.fast.elastic.memory_workers import until
 from tests.support.processes import stop_process
+from tests.support.waiting import wait_until
 
 SECRET = "s" * 32
 
@@ -139,9 +139,9 @@ def test_an_instance_has_ended_when_one_supervisor_has(scene: Scene) -> None:
     assert process.poll() is None
     pids = [member.pid for member in process._members]
     stop_process(pids[1])
-    until(process.is_stopped)
+    wait_until(process.is_stopped)
     os.kill(pids[1], signal.SIGKILL)
-    until(lambda: process.poll() == -signal.SIGKILL)
+    wait_until(lambda: process.poll() == -signal.SIGKILL)
     assert Path(f"/proc/{pids[0]}").exists()
     process.kill_group()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -163,9 +163,8 @@ def test_beats_come_to_the_fronts_table(scene: Scene) -> None:
     there = HeartbeatTable.open(scene.cluster.node_of(2).directory / "i1.beats")
     there.slot(rank_slot(1)).beat()
     here = HeartbeatTable.open(scene.settings.directory / "i1.beats")
-    until(lambda: here.read(rank_slot(1)) is not None)
+    wait_until(lambda: here.read(rank_slot(1)) is not None)
     beat = here.read(rank_slot(1))
-    assert beat is not None
     assert (beat.pid, beat.age_s(time.monotonic_ns()) < 2.0) == (os.getpid(), True)
     assert here.read(rank_slot(0)) is None
     for heartbeats in (there, here):
@@ -187,7 +186,7 @@ def test_a_node_that_is_lost_while_an_instance_starts(scene: Scene) -> None:
     scene.agents[1].is_lost = True
     with pytest.raises(EngineFailedError, match="node 1 is lost"):
         scene.start("i1", 0, 2)
-    until(lambda: scene.agents[0].agent.states()[0] != {})
+    wait_until(lambda: scene.agents[0].agent.states()[0] != {})
     ended = [status for status, _ in scene.agents[0].agent.states()[0].values()]
     assert ended == [-signal.SIGKILL]
     assert not (scene.settings.directory / "i1.beats").exists()
@@ -196,7 +195,7 @@ def test_a_node_that_is_lost_while_an_instance_starts(scene: Scene) -> None:
 def test_a_node_that_is_lost_takes_its_supervisors_along(scene: Scene) -> None:
     process = scene.start("i1", 0, 2)
     scene.agents[1].is_lost = True
-    until(lambda: process.poll() is not None)
+    wait_until(lambda: process.poll() is not None)
     process.kill_group()
     supervise.clean(scene.settings, "i1")
 

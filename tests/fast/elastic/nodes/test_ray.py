@@ -38,10 +38,10 @@ from tests.fast.elastic.memory_workers import (
     digests,
     expected_digests,
     fill,
-    until,
 )
 from tests.support.processes import stop_process
 from tests.support.ray_cluster import ray_cluster
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +125,7 @@ def test_scales_by_the_real_planner_from_one_node_to_three_and_back(
 def test_a_killed_worker_is_a_named_error_and_can_be_replaced(hmm: Hmm) -> None:
     hmm.execute(Step(StepKind.ADD_DEVICE, 1))
     os.kill(hmm.client(1).info.pid, signal.SIGKILL)
-    until(lambda: hmm.dead_workers() == (1,), 3.0)
+    wait_until(lambda: hmm.dead_workers() == (1,), 3.0)
     with pytest.raises(MemoryWorkerError, match="device 1 ended with -9"):
         hmm.client(1)
     with pytest.raises(MemoryLostError, match=r"\[1\]"):
@@ -144,10 +144,10 @@ def test_a_killed_agent_is_a_named_error(hmm: Hmm, cluster: Cluster) -> None:
     os.kill(parent_of(worker), signal.SIGKILL)
     with pytest.raises(MemoryWorkerError):
         hmm.client(1).define(SHAPE)
-    until(lambda: hmm.dead_workers() == (1,), 10.0)
+    wait_until(lambda: hmm.dead_workers() == (1,), 10.0)
     assert time.monotonic() - began < 10.0
     assert "node 1" in cluster.nodes[1].lost
-    until(lambda: not Path(f"/proc/{worker}").exists(), 5.0)  # it ends with its agent
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), 5.0)  # it ends with its agent
     with pytest.raises(MemoryLostError):
         hmm.require((0, 1))
     hmm.require((0,))
@@ -165,12 +165,12 @@ def test_an_agent_that_hangs_is_lost_in_time(
     worker = hmm.client(2).info.pid
     stop_process(parent_of(worker))
     began = time.monotonic()
-    until(lambda: bool(cluster.nodes[2].lost), 25.0)
+    wait_until(lambda: bool(cluster.nodes[2].lost), 25.0)
     with pytest.raises(NodeLostError, match="has not answered"):
         cluster.nodes[2].call("states")
     assert time.monotonic() - began < 25.0
     assert hmm.dead_workers() == (2,)
-    until(lambda: not Path(f"/proc/{worker}").exists(), 60.0)  # Ray ends the agent
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), 60.0)  # Ray ends the agent
 
 
 def test_a_copy_from_a_node_that_is_lost_meanwhile(hmm: Hmm) -> None:
@@ -199,7 +199,7 @@ def test_close_leaves_nothing_behind(address: str, tmp_path: Path) -> None:
     found.close()  # its workers, too, although nobody removed them
     found.close()
     hmm.close()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (*pids, agent)), 10.0)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (*pids, agent)), 10.0)
     assert [node.directory for node in found.nodes if node.directory.exists()] == []
     assert list((tmp_path / "front").iterdir()) == []
 
@@ -209,7 +209,7 @@ def test_a_remote_process_has_the_face_of_a_local_one(hmm: Hmm, cluster: Cluster
     with giving_way(process, "background"), giving_way(process, "when_idle", 5.0):
         assert process.poll() is None
     stop_process(process.pid)
-    until(process.is_stopped, 3.0)
+    wait_until(process.is_stopped, 3.0)
     process.kill()
     assert process.wait(5.0) == process.returncode == -signal.SIGKILL
     process.kill_group()

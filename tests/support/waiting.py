@@ -1,0 +1,15 @@
+"""Waiting for what others bring about: processes, threads, servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> float:
+    """Seconds until it holds. On a busy machine that may be long after it was brought about."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"not in {timeout_s:g} s"
+        time.sleep(0.01)
+    return time.monotonic() - began
