@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 
 import pytest
@@ -54,21 +55,10 @@ def dead_paths(text: str, folder: str, existing: set[str]) -> list[str]:
     """Relative links, and backticked paths below a folder of ours, that lead nowhere."""
     tops = {path.split("/")[0] for path in existing if "/" in path}
     links = [link.split("#")[0] for link in MARKDOWN_LINK.findall(text) if "://" not in link]
-    wanted = [normalise(f"{folder}/{link}") for link in links if link]
+    wanted = [posixpath.normpath(posixpath.join(folder, link)) for link in links if link]
     quoted = [token for token in BACKTICKED.findall(text) if PATH.fullmatch(token)]
     wanted += [token.rstrip("/") for token in quoted if token.split("/")[0] in tops]
     return [path for path in wanted if path not in existing]
-
-
-def normalise(path: str) -> str:
-    """`docs/../a` -> `a`, without asking the file system."""
-    parts: list[str] = []
-    for part in path.split("/"):
-        if part == "..":
-            parts.pop()
-        elif part not in ("", "."):
-            parts.append(part)
-    return "/".join(parts)
 
 
 def unknown_targets(text: str, makefile: str) -> list[str]:

@@ -14,7 +14,6 @@ import torch
 from sgl_esft.config import EsftConfig
 from sgl_esft.weave.expert_tensor import create_experts
 from sgl_esft.weave.moe_layer import ExpertShard, ExpertWeights, WovenLayer, plan_layout
-from sgl_esft.weave.slot_layout import SlotLayout
 
 PADDED = EsftConfig(1, 1, expert_memory="padded")
 VIRTUAL = EsftConfig(1, 1, expert_memory="virtual")
@@ -132,13 +131,3 @@ class FakeFusedMoE(torch.nn.Module):
 
     def woven(self) -> WovenLayer:
         return WovenLayer.bind(self, self.esft_layout)
-
-
-def layout_of(num_experts: int, max_adapters: int, max_experts: int) -> SlotLayout:
-    """One rank's layout without shared experts."""
-    return SlotLayout.plan(
-        num_base=num_experts,
-        num_routed=num_experts,
-        num_adapters=max_adapters,
-        max_experts_per_adapter=max_experts,
-    )

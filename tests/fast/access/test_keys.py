@@ -169,7 +169,6 @@ KEY = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=16
 def test_a_ring_finds_its_keys_and_no_others(known: list[str], other: str) -> None:
     ring = KeyRing(keys.entry_for(Caller(f"k{i}"), key, "x") for i, key in enumerate(known))
     for i, key in enumerate(known):
-        found = ring.find(key)
-        assert found.name == f"k{i}"
+        assert ring.find(key).name == f"k{i}"
     if other not in known:
         assert ring.find(other) is None

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from sgl_esft.access.keys import Caller
 from sgl_esft.access.limits import KeyLimits, Ticket, TokenBucket
 from sgl_esft.errors import BadBodyError, KeyLimitError
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fast.access.test_key_source import Clock
 
 
 @pytest.fixture

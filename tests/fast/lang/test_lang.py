@@ -176,7 +176,7 @@ def test_plain_sglang_programs_run_on_our_backend(server: FakeServer) -> None:
     assert program.run(backend=sgl.RuntimeEndpoint(url_of(server), adapter="law"))["a"] == "<law>"
 
 
-def test_default_backend(server: FakeServer, backend: sgl.RuntimeEndpoint) -> None:
+def test_default_backend(backend: sgl.RuntimeEndpoint) -> None:
     sgl.set_default_backend(backend)
     try:
         assert ask.run(adapter="law")["a"] == "<law>"
@@ -185,7 +185,7 @@ def test_default_backend(server: FakeServer, backend: sgl.RuntimeEndpoint) -> No
         sgl.set_default_backend(None)
 
 
-def test_an_answer_may_choose_the_adapter(server: FakeServer, backend: sgl.RuntimeEndpoint) -> None:
+def test_an_answer_may_choose_the_adapter(backend: sgl.RuntimeEndpoint) -> None:
     @sgl.function
     def route(s: Any) -> None:
         s += "Q " + sgl.select("task", ["math", "law"], adapter="law")
@@ -287,7 +287,7 @@ def test_forks(
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
-def test_batches(server: FakeServer, backend: sgl.RuntimeEndpoint, num_threads: int) -> None:
+def test_batches(backend: sgl.RuntimeEndpoint, num_threads: int) -> None:
     @sgl.function
     def program(s: Any, i: int, which: str | None) -> None:
         s += f"{i}: "
@@ -319,9 +319,7 @@ def test_a_batchs_prefix_is_cached_for_its_adapter(
     assert server.prepared() == [(prefix, default)]
 
 
-def test_programs_at_the_same_time_do_not_mix(
-    server: FakeServer, backend: sgl.RuntimeEndpoint
-) -> None:
+def test_programs_at_the_same_time_do_not_mix(backend: sgl.RuntimeEndpoint) -> None:
     def one(i: int) -> bool:
         name = sorted(LOADED)[i % 3]
         return bool(ask.run(adapter=name, backend=backend)["a"] == f"<{name}>")

@@ -16,18 +16,6 @@ from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.ports import pick_free_port
 from sgl_esft_launch import elastic
 from sgl_esft_launch.elastic import ElasticPlan
-from tests.support.adapter_factory import write_random_adapter, write_random_base
-
-SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("elastic")
-    write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
-    for seed, name in enumerate(("math", "law")):
-        write_random_adapter(root / name, root / "base", seed=seed, max_experts=2)
-    return root
 
 
 @pytest.fixture(autouse=True)

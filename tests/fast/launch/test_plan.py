@@ -118,8 +118,7 @@ def test_given_sizes_win(make: Make) -> None:
 
 def test_overtakes(make: Make) -> None:
     def overtakes(line: str) -> int:
-        config = make(f"--model-path BASE {line}").config
-        return config.max_overtakes
+        return make(f"--model-path BASE {line}").config.max_overtakes
 
     assert overtakes("") == DEFAULT_MAX_OVERTAKES
     assert overtakes("--max-overtakes 0") == 0

@@ -14,6 +14,7 @@ import pytest
 
 from sgl_esft.memory.report import MemoryReport
 from sgl_esft.tools.cli import main
+from tests.fast.tools.test_cli import fails
 from tests.support import memory_reports
 from tests.support.loopback import JsonHandler, served, url_of
 
@@ -33,16 +34,6 @@ def answering(body: bytes, status: int = 200) -> Iterator[str]:
 
     with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield url_of(server)
-
-
-def fails(capsys: Capture, *argv: str) -> str:
-    """The error line of a run that must fail, and print nothing else."""
-    assert main(argv) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("sgl-esft: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 def report_bytes() -> bytes:
@@ -82,20 +73,20 @@ def test_memory_json_and_picture(capsys: Capture, tmp_path: Path) -> None:
 )
 def test_answers_that_are_not_ours(body: bytes, status: int, word: str, capsys: Capture) -> None:
     with answering(body, status) as url:
-        assert word in fails(capsys, "memory", "--url", url)
+        assert word in fails(capsys, 2, "memory", "--url", url)
 
 
 def test_nothing_answers(capsys: Capture) -> None:
     with create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    error = fails(capsys, "memory", "--url", f"http://127.0.0.1:{port}")
+    error = fails(capsys, 2, "memory", "--url", f"http://127.0.0.1:{port}")
     assert "nothing answers at" in error
 
 
 def test_a_server_that_stays_silent(capsys: Capture) -> None:
     with create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert "timed out" in fails(capsys, "memory", "--url", url, "--timeout", "0.2")
+        assert "timed out" in fails(capsys, 2, "memory", "--url", url, "--timeout", "0.2")
 
 
 def test_a_server_that_does_not_speak_http(capsys: Capture) -> None:
@@ -110,7 +101,7 @@ def test_a_server_that_does_not_speak_http(capsys: Capture) -> None:
         thread = Thread(target=answer)
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert "does not speak HTTP" in fails(capsys, "memory", "--url", url)
+        assert "does not speak HTTP" in fails(capsys, 2, "memory", "--url", url)
         thread.join()
 
 
@@ -118,12 +109,12 @@ def test_a_server_that_does_not_speak_http(capsys: Capture) -> None:
     "url", ["", "127.0.0.1:30000", "file:///etc/passwd", "http://", "http://a b", "http://x:port"]
 )
 def test_addresses_that_cannot_be(url: str, capsys: Capture) -> None:
-    fails(capsys, "memory", "--url", url)
+    fails(capsys, 2, "memory", "--url", url)
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
 def test_timeouts_that_cannot_be(timeout: str, capsys: Capture) -> None:
-    assert "--timeout" in fails(capsys, "memory", "--timeout", timeout)
+    assert "--timeout" in fails(capsys, 2, "memory", "--timeout", timeout)
 
 
 def test_picture_that_cannot_be_written(capsys: Capture, tmp_path: Path) -> None:
@@ -182,7 +173,7 @@ def test_plan_json(capsys: Capture) -> None:
     ],
 )
 def test_plans_that_cannot_be(argv: list[str], word: str, capsys: Capture) -> None:
-    assert word in fails(capsys, *PLAN, *argv)
+    assert word in fails(capsys, 2, *PLAN, *argv)
 
 
 def test_plan_without_adapters_or_with_both(capsys: Capture) -> None:
@@ -198,4 +189,4 @@ def test_plan_without_the_extension_module(
 ) -> None:
     monkeypatch.delitem(sys.modules, "sgl_esft.memory.plan", raising=False)
     monkeypatch.setitem(sys.modules, "sgl_vmm", None)
-    assert "run `make setup`" in fails(capsys, *PLAN, "--profile", "table1")
+    assert "run `make setup`" in fails(capsys, 2, *PLAN, "--profile", "table1")

@@ -299,8 +299,7 @@ def test_one_scale_at_a_time_and_a_key_gives_its_operation_again() -> None:
     paused, keyed = Paused(), replace(UP, key="k")
     first = paused.coordinator.submit(keyed)
     assert paused.reached.wait(WAIT_S)
-    running = paused.coordinator.running()
-    assert running.phase == "prepare"
+    assert paused.coordinator.running().phase == "prepare"
     assert paused.coordinator.submit(keyed).operation_id == first.operation_id
     with pytest.raises(KeyReusedError, match="op1"):
         paused.coordinator.submit(replace(keyed, dp_size=4))

@@ -16,7 +16,6 @@ from sgl_esft.weave import shared_layer as shared_layer_module
 from sgl_esft.weave.moe_layer import ExpertWeights
 from sgl_esft.weave.plane import AdapterPlane, AdapterSource, PlacedAdapter
 from sgl_esft.weave.shared_layer import SharedLayer
-from tests.support.adapter_factory import write_random_adapter, write_random_base
 from tests.support.random_layers import PADDED, FakeFusedMoE, RandomExperts, Rank
 from tests.support.woven_device import Device
 
@@ -152,18 +151,7 @@ def test_rebind_reads_and_writes_no_weight() -> None:
 
 # ---- the plane over such layers ----
 
-SMALL = {"hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8, "vocab_size": 300}
-NAMES = ("math", "law", "code")
 MAX_EXPERTS = 3
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("shared")
-    write_random_base(root / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
-    for seed, name in enumerate(NAMES):
-        write_random_adapter(root / name, root / "base", seed=seed, max_experts=MAX_EXPERTS)
-    return root
 
 
 @pytest.fixture
