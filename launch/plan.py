@@ -122,7 +122,7 @@ def _last_value(argv: Sequence[str], flag: str) -> str | None:
     """What the last `flag VALUE` or `flag=VALUE` says."""
     values = [
         arg.partition("=")[2] or following
-        for arg, following in zip(argv, [*argv[1:], ""], strict=True)
+        for arg, following in zip(argv, [*argv[1:], ""], strict=False)
         if arg.split("=")[0] == flag
     ]
     return values[-1] if values else None

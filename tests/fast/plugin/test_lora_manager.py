@@ -282,15 +282,12 @@ def asked_for() -> set[str]:
     import sglang
 
     srt = Path(next(iter(sglang.__path__))) / "srt"
-    # The runners call it `manager` too, which in the scheduler is something else.
-    words = {"managers": r"\.lora_manager\.(\w+)", "model_executor": r"\b(?:lora_)?manager\.(\w+)"}
-    return {
-        name
-        for part, pattern in words.items()
-        for file in (srt / part).rglob("*.py")
-        if ".lora_manager" in (text := file.read_text())
-        for name in re.findall(pattern, text)
-    }
+    files = [file for part in ("managers", "model_executor") for file in (srt / part).rglob("*.py")]
+    texts = [file.read_text() for file in files]
+    found = {name for text in texts for name in re.findall(r"\.lora_manager\.(\w+)", text)}
+    aliased = [text for text in texts if re.search(r"\bmanager = .*\.lora_manager\n", text)]
+    assert aliased
+    return found | {name for text in aliased for name in re.findall(r"\bmanager\.(\w+)", text)}
 
 
 def test_has_the_face_that_sglang_asks_for(manager: EsftManager) -> None:
