@@ -29,6 +29,7 @@ from scripts.sglang_source import Definition, SourceTree
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("sgl_esft", "sgl_elastic", "launch", "kernels", "bench", "tests")
 _DOTTED = re.compile(r"sglang(\.\w+)+")
+_IMPORTS = re.compile(r"^\s*(from|import) sglang\b", re.MULTILINE)
 
 
 class Status(Enum):
@@ -96,7 +97,7 @@ def names_used() -> list[Name]:
 def imported(source: str) -> set[str]:
     """The dotted names of SGLang's that a module imports, late imports included."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if _IMPORTS.search(source) else ():
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
