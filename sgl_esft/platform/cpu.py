@@ -21,6 +21,12 @@ class CpuReferencePlatform(CpuSRTPlatform):
 
     _enum = PlatformEnum.OOT
 
+    def init_backend(self) -> None:
+        """SGLang calls it once in each process that runs a model."""
+        from sgl_esft.platform import operators
+
+        operators.register()
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 

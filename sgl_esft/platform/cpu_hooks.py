@@ -8,27 +8,9 @@ from typing import Any
 import torch
 import zmq
 
-from sgl_esft.platform import device_memory, moe
+from sgl_esft.platform import device_memory
 
 DP_CONTROLLER_POLL_MS = 1000  # the longest the controller sleeps; its watchdog wants more often
-
-
-def mla_handler_for_torch_native(
-    original: Callable[..., Any], registry: type, backend_name: str
-) -> Any:
-    """torch_native attention computes MLA in its absorbed form, prefill included."""
-    if backend_name != "torch_native":
-        return original(registry, backend_name)
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
-        AttnForwardMethod,
-    )
-
-    return lambda attn, forward_batch: AttnForwardMethod.MLA
-
-
-def seq_len_fill_value(backend: Any) -> int:
-    """Padding rows of a DP-attention batch attend to one token."""
-    return 1
 
 
 def memcpy(
@@ -45,20 +27,6 @@ def memcpy(
         dst[:num_rows].copy_(src[start : start + num_rows])
     else:
         dst[start : start + num_rows].copy_(src[:num_rows])
-
-
-def moe_forward(
-    layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, moe_runner_config: Any
-) -> torch.Tensor:
-    """The layer's experts over x; see `sgl_esft.platform.moe`."""
-    moe.check_runner_config(moe_runner_config)
-    return moe.moe_forward(
-        x,
-        layer.w13_weight,  # type: ignore[arg-type]
-        layer.w2_weight,  # type: ignore[arg-type]
-        topk_output.topk_weights,
-        topk_output.topk_ids,
-    )
 
 
 def add_gated_shared_expert(

@@ -22,7 +22,7 @@ from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.metrics import MemoryMetrics
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
 from sgl_esft.platform import device_memory
-from sgl_esft.plugin import heat_hooks
+from sgl_esft.plugin import heat_hooks, runner_core
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
 from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.adapter_pages import bound_pages
@@ -145,22 +145,24 @@ def attach_rerouting(
 ) -> None:
     """From now on these layers reroute, as `--reroute kind` says.
 
-    Raises UnsupportedModelError for a foreign dispatcher or a router that cannot be fused,
+    Raises UnsupportedModelError for a foreign dispatcher, runner or a router that cannot be fused,
     UnsupportedDeviceError when the device has no such kernel.
     """
     device = next(iter(layers.values())).w13.device
+    rerouters: dict[int, Rerouter] = {}
+    if kind == "router":
+        _attach_routers(model, layers, tags, load_router(device))
+    else:
+        reroute = load_reroute(kind, device)
+        for layer_id, layer in layers.items():
+            counted = None if heat is None else heat.layer(layer_id)
+            rerouters[layer_id] = Rerouter(layer.expert_map, tags, reroute, counted)
     for module in sglang_api.fused_moe_modules(model):
+        layout = layers[module.layer_id].layout
+        runner_core.install(module, layout, rerouters.get(module.layer_id))
         sglang_api.check_dispatcher(module.dispatcher)
         # The expert map's rows contain this rank's part of SGLang's own mapping.
         module.dispatcher.skip_local_expert_mapping = True
-    if kind == "router":
-        _attach_routers(model, layers, tags, load_router(device))
-        return
-    reroute = load_reroute(kind, device)
-    for module in sglang_api.fused_moe_modules(model):
-        layer = layers[module.layer_id]
-        counted = None if heat is None else heat.layer(module.layer_id)
-        module.dispatcher.esft_rerouter = Rerouter(layer.expert_map, tags, reroute, counted)
 
 
 def _attach_routers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sgl_esft import ports
 from sgl_esft.health import heartbeat, process
-from sgl_esft.hook_ledger import Hook, add, after, around, before, constant, replace
+from sgl_esft.hook_ledger import Hook, after, around, before, constant, replace
 from sgl_esft.lifecycle import registry
 from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
@@ -19,24 +19,8 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
-_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 CPU_HOOKS: tuple[Hook, ...] = (
-    around(
-        "sglang.srt.models.deepseek_common.attention_backend_handler"
-        ".AttentionBackendRegistry.get_handler",
-        cpu_hooks.mla_handler_for_torch_native,
-        "backend_name",
-        why="SGLang has no MLA handler for torch_native; the fallback takes the MHA path in "
-        "prefill, whose shapes torch's attention refuses",
-        remove_when="SGLang registers a torch_native handler",
-    ),
-    add(
-        f"{_TORCH_NATIVE}.get_cpu_graph_seq_len_fill_value",
-        cpu_hooks.seq_len_fill_value,
-        why="DP attention pads a batch with this many tokens a row; torch_native does not say",
-        remove_when="TorchNativeAttnBackend implements it",
-    ),
     constant(
         "sglang.srt.model_executor.forward_batch_info._is_cpu",
         True,
@@ -73,14 +57,6 @@ CPU_HOOKS: tuple[Hook, ...] = (
         "self input_ sizes output",
         why="SGLang's version needs pynccl",
         remove_when="it has a gloo path",
-    ),
-    replace(
-        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
-        cpu_hooks.moe_forward,
-        "layer x topk_output moe_runner_config",
-        why="SGLang's native MoE fails on expert id -1, which expert parallelism produces, and "
-        "takes the number of experts from the layer rather than from the weight",
-        remove_when="SGLang's native MoE skips id -1 and sizes itself by the weight",
     ),
     replace(
         "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
@@ -170,13 +146,6 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         "extra_weight_attrs",
         why="the engine finds an expert by its row in the weight; adapters need rows",
         remove_when="SGLang lets a plugin reserve physical expert slots",
-    ),
-    around(
-        "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher.dispatch",
-        weave_hooks.reroute_before_dispatch,
-        "self hidden_states topk_output",
-        why="rerouting stands between top-k and dispatch (ExpertWeave section 4.3)",
-        remove_when="SGLang lets a plugin map top-k ids to physical ids per token",
     ),
     replace(
         "sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",

@@ -1,6 +1,6 @@
 """Hook functions of weaving; hook_table.py says where each one goes, and why.
 
-create_weights (longer) ... init_lora_manager (bind) ... each forward: dispatch (reroute)
+create_weights (longer) ... init_lora_manager (bind) ... each forward: runner_core.py (reroute)
 """
 
 from __future__ import annotations
@@ -49,22 +49,6 @@ def create_weights_with_adapter_slots(
 def install_esft_manager(runner: Any) -> None:
     """Put the ESFT manager where SGLang would put its LoRA manager."""
     runner.lora_manager = build.build_manager(runner, required_config())
-
-
-def reroute_before_dispatch(
-    original: Callable[..., Any], dispatcher: Any, hidden_states: torch.Tensor, topk_output: Any
-) -> Any:
-    """Turn the router's expert ids into this rank's slots, then dispatch as SGLang does."""
-    rerouter = getattr(dispatcher, "esft_rerouter", None)
-    if rerouter is not None:
-        # Packed ids would stay the base's beside the rerouted ones.
-        if not hasattr(topk_output, "topk_ids") or hasattr(topk_output, "packed_topk_ids"):
-            raise UnsupportedModelError(
-                f"top-k output {type(topk_output).__name__} cannot be rerouted: "
-                "choose a --moe-runner-backend with plain top-k ids, such as triton"
-            )
-        topk_output = topk_output._replace(topk_ids=rerouter(topk_output.topk_ids))
-    return original(dispatcher, hidden_states, topk_output)
 
 
 def route_to_slots(

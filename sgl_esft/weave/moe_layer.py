@@ -57,6 +57,7 @@ class WovenLayer:
     w2: torch.Tensor  # [num_slots, H, I_local], device; SGLang's parameter
     expert_map: ExpertMap
     memory: SlotMemory
+    is_up_first: bool = False  # SGLang keeps w13 as up rows then gate rows, for its runner backend
     adapter_runs: dict[int, range] = field(default_factory=dict)  # adapter slot -> mapped slots
 
     @classmethod
@@ -89,6 +90,11 @@ class WovenLayer:
             w2=w2.data,
             expert_map=ExpertMap(row, layout, w13.device),
             memory=memory,  # type: ignore[arg-type]
+            is_up_first=bool(
+                getattr(
+                    getattr(fused_moe, "quant_method", None), "load_up_proj_weight_first", False
+                )
+            ),
         )
 
     @property
@@ -131,13 +137,20 @@ class WovenLayer:
         self.memory.map(run)
         try:
             for expert_id, slot in expert_to_slot.items():
-                self.w13[slot].copy_(experts[expert_id].w13)
-                self.w2[slot].copy_(experts[expert_id].w2)
+                self.write(slot, experts[expert_id])
         except BaseException:
             self.memory.unmap(run)
             raise
         self.adapter_runs[adapter_slot] = run
         self.expert_map.write(adapter_slot, expert_to_slot)
+
+    def write(self, slot: int, expert: ExpertWeights) -> None:
+        """Copy an expert into a mapped slot, its rows in the order of the base's."""
+        gate, up = expert.w13.chunk(2)
+        first, second = self.w13[slot].chunk(2)
+        first.copy_(up if self.is_up_first else gate)
+        second.copy_(gate if self.is_up_first else up)
+        self.w2[slot].copy_(expert.w2)
 
     def displace(self, adapter_slot: int) -> None:
         """The reverse of `place`: the map first, then the slots' memory."""

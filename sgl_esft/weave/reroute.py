@@ -1,8 +1,8 @@
 """Rerouting in a MoE layer's path: the router's expert ids become slots of this rank.
 
-    TopK -> [Rerouter] -> SGLang's dispatch, experts and combine, unchanged
+    TopK -> SGLang's dispatch -> [Rerouter] -> the device's experts, combine
 
-With expert parallelism SGLang has a gather of its own there (global expert id ->
+With expert parallelism SGLang's dispatch has a gather of its own (global expert id ->
 local slot or -1); the expert map's rows contain it, so the Rerouter replaces it.
 """
 

@@ -61,8 +61,7 @@ class SharedLayer(WovenLayer):
             for expert_id, slot in slots.items():
                 self.memory.map(range(slot, slot + 1))
                 mapped.append(slot)
-                self.w13[slot].copy_(experts[expert_id].w13)
-                self.w2[slot].copy_(experts[expert_id].w2)
+                self.write(slot, experts[expert_id])
         except BaseException:
             for slot in mapped:
                 self.memory.unmap(range(slot, slot + 1))

@@ -227,10 +227,10 @@ def a_target_that_is_gone() -> Any:
 
 @scenario
 def a_target_with_other_parameters() -> Any:
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
+    from sglang.srt.managers.scheduler import Scheduler
 
     weaving()
-    StandardDispatcher.dispatch = lambda self, hidden_states, topk_ids, topk_weights: None
+    Scheduler.can_schedule_lora_req = lambda self, request: True
     load()
     return "served"
 

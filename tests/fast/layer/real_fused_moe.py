@@ -185,12 +185,13 @@ def refusals_of_a_woven_layer(case: Case) -> dict[str, str]:
     layers = build.bind_layers(model, SPEC)
     tags = BatchTags(NUM_TOKENS, "cpu")
     build.attach_rerouting(model, layers, tags, REROUTE)
-    dispatcher = module.dispatcher
     found = {
         "other_layers": refusal(lambda: build.bind_layers(torch.nn.ModuleList(), SPEC)),
-        "no_ids": refusal(lambda: dispatcher.dispatch(case.batch[0], SimpleNamespace())),
+        "no_ids": refusal(lambda: module(case.batch[0], SimpleNamespace())),
     }
+    module = make_layer(case.base, case.rank)
     module.dispatcher = object()
+    model = torch.nn.ModuleList([module])
     found["foreign_dispatcher"] = refusal(
         lambda: build.attach_rerouting(model, layers, tags, REROUTE)
     )

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_esft import platform
-from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.platform import cpu_hooks
+from sgl_esft.errors import ConfigError, HookError, UnsupportedModelError
+from sgl_esft.platform import cpu_hooks, operators
 from sgl_esft.platform.moe import check_runner_config, moe_forward
 from tests.support.random_layers import RandomExperts
 
@@ -108,21 +108,31 @@ def test_moving_experts_to_other_slots_changes_no_bit(
     ],
 )
 def test_refuses_a_moe_it_does_not_compute(config: dict[str, Any], message: str) -> None:
-    layer = SimpleNamespace(w13_weight=None, w2_weight=None)
     with pytest.raises(UnsupportedModelError, match=message):
         check_runner_config(SimpleNamespace(**config))
     with pytest.raises(UnsupportedModelError, match=message):
-        cpu_hooks.moe_forward(layer, None, None, SimpleNamespace(**config))  # type: ignore[arg-type]
+        operators.CpuRunnerCore(SimpleNamespace(**config))
 
 
-def test_moe_hook_takes_the_layers_weights() -> None:
+def test_the_forward_takes_the_layers_weights_and_its_runners_core() -> None:
     experts = RandomExperts.draw(NUM_EXPERTS, HIDDEN, WIDTH, 0, torch.float32)
     hidden, weights, ids = routed(5, 3, 1)
     layer = SimpleNamespace(w13_weight=experts.w13, w2_weight=experts.w2, num_experts=2)
     topk = SimpleNamespace(topk_weights=weights, topk_ids=ids, router_logits=None)
-    config = SimpleNamespace(activation="silu", gemm1_alpha=None)
-    out = cpu_hooks.moe_forward(layer, hidden, topk, config)  # type: ignore[arg-type]
+    core = operators.CpuRunnerCore(SimpleNamespace(activation="silu", gemm1_alpha=None))
+    method = SimpleNamespace(runner=SimpleNamespace(runner_core=core, config=core.config))
+    dispatched = SimpleNamespace(hidden_states=hidden, topk_output=topk)
+    out = operators.forward_experts(method, layer, dispatched).hidden_states
     assert torch.equal(out, moe_forward(hidden, experts.w13, experts.w2, weights, ids))
+
+
+def test_a_layer_whose_runner_is_not_asked_is_refused() -> None:
+    """A woven core would be ignored there, and adapters with it."""
+    found = SimpleNamespace(_resolve_forward_method=operators.forward_experts.__get__(object()))
+    own = SimpleNamespace(_resolve_forward_method=lambda: found._resolve_forward_method)
+    operators.check_registered(own)
+    with pytest.raises(HookError, match="adapters would be ignored"):
+        operators.check_registered(SimpleNamespace(_resolve_forward_method=lambda: print))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,14 +170,9 @@ def test_memcpy_copies_rows(
 
 
 def test_padding_rows_attend_to_one_token_and_torch_native_takes_the_absorbed_mla_path() -> None:
-    assert cpu_hooks.seq_len_fill_value(object()) == 1
-
-    def original(registry: type, backend_name: str) -> str:
-        return f"{registry.__name__}:{backend_name}"
-
-    assert cpu_hooks.mla_handler_for_torch_native(original, dict, "fa3") == "dict:fa3"
-    handler = cpu_hooks.mla_handler_for_torch_native(original, dict, "torch_native")
-    assert handler(None, None).name == "MLA"
+    backend = object.__new__(operators.CpuAttentionBackend)
+    assert backend.get_cpu_graph_seq_len_fill_value() == 1
+    assert operators.absorbed_mla(None, None).name == "MLA"
 
 
 class _Stop(Exception):

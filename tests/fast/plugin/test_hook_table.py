@@ -177,7 +177,7 @@ def test_a_plugin_that_was_not_loaded_is_missed(results: dict[str, Any], scenari
         ),
         (
             "a_target_with_other_parameters",
-            r"HookError: .*dispatch takes \(.*'topk_ids', 'topk_weights'\), the hook was written",
+            r"HookError: .*can_schedule_lora_req takes \('self', 'request'\), the hook was written",
         ),
         (
             "a_hook_that_the_registry_only_logs",

@@ -1,0 +1,152 @@
+"""The runner core of a woven MoE layer: expert ids become slots, then the device's own core runs.
+
+    TopK -> SGLang's dispatch (ids unchanged) -> [EsftRunnerCore] -> combine
+                                                   | reroute: ids -> slots of this rank, or -1
+                                                   v
+                                   inner core: the one that SGLang chose for the layer
+
+It enters by SGLang's own door, `register_moe_runner_core`, under a name of its own: SGLang has a
+fused function for ("none", "triton") and would call that before a core of the name "triton".
+
+**Another device** needs an entry in `INNER_CORES`: name of SGLang's runner backend -> a function of
+(FusedMoE, its runner's core, SlotLayout) that returns an `Inner`. What an inner core owes:
+- an id is a slot, so groups are sized by `layout.num_slots`, not by `config.num_experts` (all of
+  the model) nor `config.num_local_experts` (SGLang's share of them);
+- id -1 is nobody's: its weights must not be read, and it adds nothing to the sum;
+- what is tuned or chosen by the number of experts gets `layout.num_base`, as without weaving.
+A device whose dispatcher groups tokens by expert before the runner is asked, as SGLang's
+`AscendTPDispatcher` does, must be rerouted before that: its function gives the layer a
+`StandardDispatcher`, which leaves tokens as they are, and lets the inner core call the device's
+dispatcher. A core that takes `StandardDispatchOutput` itself (a `DispatchMoeRunnerCore`, as the CPU
+platform's is) needs no entry. Nothing here may look at values of tensors: CUDA graphs record the
+calls once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, PermuteMethodPool
+from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+from sgl_esft import platform
+from sgl_esft.errors import InvariantError, UnsupportedModelError
+from sgl_esft.platform import operators
+from sgl_esft.weave.slot_layout import SlotLayout
+
+BACKEND = "esft"
+
+# [num_tokens, k] expert ids -> slot ids, -1 = none here
+Reroute = Callable[[torch.Tensor], torch.Tensor]
+# (StandardDispatchOutput in slot ids, quant info) -> CombineInput
+Inner = Callable[[Any, Any], Any]
+# (FusedMoE, the core of its runner, layout)
+InnerFactory = Callable[[Any, Any, SlotLayout], Inner]
+
+
+@dataclass
+class WovenRunnerConfig(MoeRunnerConfig):  # type: ignore[misc]
+    """SGLang's configuration of the layer, and what its woven core is made of."""
+
+    inner: Inner | None = None
+    reroute: Reroute | None = None  # None: the router has rerouted, ids are slots already
+
+
+class EsftRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
+    """One layer's core."""
+
+    def __init__(self, config: WovenRunnerConfig) -> None:
+        super().__init__(config)
+        assert config.inner is not None
+        self._inner = config.inner
+        self._reroute = config.reroute
+
+    @property
+    def runner_backend(self) -> Any:
+        return resolve_moe_runner_backend(BACKEND)
+
+    def run_from_dispatch(
+        self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
+    ) -> Any:
+        """Raises UnsupportedModelError for a top-k output without plain ids."""
+        topk_output = dispatch_output.topk_output
+        if not isinstance(topk_output, StandardTopKOutput):
+            raise UnsupportedModelError(
+                f"top-k output {type(topk_output).__name__} cannot be rerouted: "
+                "choose a --moe-runner-backend with plain top-k ids, such as triton"
+            )
+        if self._reroute is not None:
+            slots = topk_output._replace(topk_ids=self._reroute(topk_output.topk_ids))
+            dispatch_output = dispatch_output._replace(topk_output=slots)
+        return self._inner(dispatch_output, quant_info)
+
+
+register_moe_runner_core(BACKEND, EsftRunnerCore)
+
+
+def over_triton(module: Any, core: Any, layout: SlotLayout) -> Inner:
+    """SGLang's Triton core, told of slots. Raises UnsupportedModelError.
+
+    SGLang filters id -1 only where a layer has fewer experts than the model, which elastic's layers
+    have not: a number it does not know makes it filter. Its configurations are tuned by the rows of
+    w2, so those are looked up with as many rows as without weaving; w13's rows size the alignment.
+    """
+    if core.config.gemm1_alpha is not None or module.quant_method.w13_swiglu_interleaved:
+        raise UnsupportedModelError(
+            f"MoE layer {module.layer_id}: experts with gate and up rows interleaved cannot be "
+            "woven: unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED, or use --no-esft"
+        )
+    filtering = type(core)(replace(core.config, num_experts=None))
+    permute = PermuteMethodPool.get_pre_permute("standard", "triton")
+    unpermute = PermuteMethodPool.get_post_permute("triton", "standard")
+
+    def run(dispatch_output: Any, weights: Any) -> Any:
+        state: dict[str, Any] = {}
+        sized = replace(weights, w2_weight=weights.w2_weight[: layout.num_base])
+        aligned = permute(dispatch_output, sized, filtering.config, state)
+        output = filtering.run(aligned, weights, state)
+        return unpermute(output, weights, filtering.config, state)
+
+    return run
+
+
+INNER_CORES: dict[str, InnerFactory] = {"triton": over_triton}
+
+
+def inner_core(
+    module: Any, layout: SlotLayout, factories: Mapping[str, InnerFactory] = INNER_CORES
+) -> Inner:
+    """What runs a FusedMoE's experts without weaving, for slots. Raises UnsupportedModelError."""
+    runner = module.quant_method.runner
+    core, name = runner.runner_core, runner.runner_backend.value
+    if getattr(module.quant_method, "_aiter_runner", None) is not None:
+        name = "aiter"
+    elif isinstance(core, DispatchMoeRunnerCore):
+        config = runner.config
+        return lambda output, weights: core.run_from_dispatch(output, weights, config)
+    elif name in factories:
+        return factories[name](module, core, layout)
+    raise UnsupportedModelError(
+        f"MoE layer {module.layer_id}: --moe-runner-backend {name} was not shown to work with "
+        f"adapters' slots: use one of {', '.join(factories)}"
+    )
+
+
+def install(module: Any, layout: SlotLayout, reroute: Reroute | None) -> None:
+    """From now on the layer's experts run in a woven core. Raises UnsupportedModelError."""
+    if platform.is_active():
+        operators.check_registered(module.quant_method)
+    inner = inner_core(module, layout)
+    known = module.quant_method.runner.config
+    of_sglang = {field.name: getattr(known, field.name) for field in fields(known)}
+    config = WovenRunnerConfig(**of_sglang, inner=inner, reroute=reroute)
+    runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
+    if runner.fused_func is not None or not isinstance(runner.runner_core, EsftRunnerCore):
+        raise InvariantError("SGLang's MoeRunner does not run the core registered as esft")
+    module.quant_method.runner = module.runner = runner
