@@ -84,7 +84,8 @@ class Case:
 
     rank: Rank = Rank()  # noqa: RUF009 (frozen)
     dtype: torch.dtype = torch.float32
-    routing: Routing = Routing()  # noqa: RUF009 (frozen)
+    routing: Routing = Routing()
+    runner_backend: str = "auto"  # --moe-runner-backend
 
     @property
     def base(self) -> RandomExperts:
@@ -100,9 +101,7 @@ class Case:
     @property
     def spec(self) -> MoeSpec:
         dtype = str(self.dtype).removeprefix("torch.")
-        return MoeSpec(
-            "DeepseekV2ForCausalLM", 4, (LAYER_ID,), NUM_EXPERTS, HIDDEN, WIDTH, dtype
-        )
+        return MoeSpec("DeepseekV2ForCausalLM", 4, (LAYER_ID,), NUM_EXPERTS, HIDDEN, WIDTH, dtype)
 
     def batch(self, num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -116,11 +115,18 @@ class Case:
         surround(block.experts)
         return block
 
+    def enter(self) -> None:
+        """Make this process that rank of that server."""
+        from sglang.srt.layers.moe.utils import get_flags, resolve_moe_runner_backend
+
+        enter(self.rank)
+        get_flags().moe.runner_backend = resolve_moe_runner_backend(self.runner_backend)
+
     def _block(self, experts: RandomExperts, resident: Iterable[int] | None = None) -> Block:
         """`resident`: the routed experts that SGLang's loader is given; None = all."""
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-        enter(self.rank)
+        self.enter()
         layer = FusedMoE(
             num_experts=len(experts.w13),
             hidden_size=HIDDEN,

@@ -3,9 +3,8 @@
     topk_ids --align_block_size--> blocks of one expert's rows --GEMM, silu_and_mul, GEMM-->
     [num_tokens, k, H] --sum_reduce--> [num_tokens, H]
 
-Each refuses what the compiled operator does not take, and leaves alone what that one leaves alone:
-outputs arrive poisoned (`poisoned`), so a consumer that reads there is seen.
-`test_compiled_operators.py` holds them to the operators' documented contracts.
+Each refuses what the compiled operator does not take, and leaves alone what that one leaves alone.
+test_compiled_operators.py holds them to the operators' documented contracts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from torch.nn import functional as F
 
 MAX_BUCKETS = 8192  # of the alignment: experts and one for -1
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-POISON_ID = 0x5A5A5A5A  # no token, no expert
+VECTOR_BYTES = 16  # of the activation's loads
+WARP_SIZE = 32
 
 
 class OperatorContractError(Exception):
@@ -80,7 +80,7 @@ def _check_alignment(
     require(not ignore_invalid_expert, "ignore_invalid_expert: SGLang's MoE layer never asks")
     if topk_ids.numel():
         low, high = int(topk_ids.min()), int(topk_ids.max())
-        require(-1 <= low and high < num_experts - 1, f"topk_ids: {low}..{high} has no bucket")
+        require(low >= -1 and high < num_experts - 1, f"topk_ids: {low}..{high} has no bucket")
 
 
 def _check_outputs(*outputs: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ def _check_outputs(*outputs: torch.Tensor) -> None:
 
 
 def silu_and_mul(
-    input: torch.Tensor,  # noqa: A002 (SGLang's name)
+    input: torch.Tensor,
     out: torch.Tensor | None = None,
     expert_ids: torch.Tensor | None = None,
     expert_step: int = 1,
@@ -103,7 +103,8 @@ def silu_and_mul(
     require(input.ndim == 2 and input.is_contiguous(), "input: not [rows, 2 I]")
     require(input.dtype in ACTIVATION_DTYPES, f"input: {input.dtype}")
     half = input.shape[1] // 2
-    require(input.shape[1] == 2 * half, f"input: {input.shape[1]} columns")
+    is_whole = half * input.element_size() % VECTOR_BYTES == 0 and input.shape[1] == 2 * half
+    require(is_whole, f"input: {input.shape[1]} columns are no whole vectors")
     result = input.new_empty(input.shape[0], half) if out is None else out
     require(result.shape == (input.shape[0], half), f"out: {tuple(result.shape)}")
     require(result.dtype is input.dtype and result.is_contiguous(), "out: not like input")
@@ -125,7 +126,7 @@ def _live_rows(num_rows: int, expert_ids: torch.Tensor | None, step: int) -> tor
 
 
 def sum_reduce(
-    input: torch.Tensor,  # noqa: A002 (SGLang's name)
+    input: torch.Tensor,
     output: torch.Tensor,
     routed_scaling_factor: float = 0,
 ) -> None:
@@ -141,3 +142,16 @@ def sum_reduce(
     for expert_output in input.unbind(1):
         total += expert_output.float()
     output.copy_(total * routed_scaling_factor)
+
+
+def mask_topk_ids(topk_ids: torch.Tensor, num_token_non_padded: torch.Tensor) -> None:
+    """SGLang's JIT mask: ids of tokens from num_token_non_padded on become -1.
+
+    topk_ids: [num_tokens, k <= 32] int32, rows anywhere; num_token_non_padded: one int32.
+    """
+    require(topk_ids.ndim == 2 and topk_ids.dtype is torch.int32, "topk_ids: not [n, k] int32")
+    require(topk_ids.stride(1) == 1, "topk_ids: a row's ids are apart")
+    require(topk_ids.shape[1] <= WARP_SIZE, f"topk_ids: {topk_ids.shape[1]} experts a token")
+    is_one = num_token_non_padded.numel() == 1 and num_token_non_padded.dtype is torch.int32
+    require(is_one, "num_token_non_padded: not one int32")
+    topk_ids[int(num_token_non_padded) :] = -1

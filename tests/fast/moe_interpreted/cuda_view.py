@@ -13,18 +13,16 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
-from triton import language as tl
-from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from tests.fast.moe_interpreted import compiled_operators
+from tests.fast.moe_interpreted.bfloat16 import mend_bfloat16
 
 DEVICE_NAME = "NVIDIA H100 80GB HBM3"
 _MOE = "sglang.srt.layers.moe"
 _TRITON = f"{_MOE}.moe_runner.triton_utils"
 PYTHON_OPERATORS = ("inplace_fused_experts", "outplace_fused_experts")
-_library = torch.library.Library("sglang", "FRAGMENT")  # noqa: TOR901
+_library = torch.library.Library("sglang", "FRAGMENT")
 CUDA_MODULES = (
     f"{_TRITON}.fused_moe",
     f"{_TRITON}.moe_align_block_size",
@@ -45,7 +43,9 @@ def as_cuda() -> None:
     align.sgl_moe_align_block_size = compiled_operators.align_block_size
     align.SMALL_NUMEL_LIMIT = small.SMALL_NUMEL_LIMIT
     align.moe_align_small_numel = small.moe_align_small_numel
-    import_module(f"{_MOE}.topk").fused_topk_deepseek = None  # flashinfer's, where it is installed
+    topk = import_module(f"{_MOE}.topk")
+    topk.mask_topk_ids = compiled_operators.mask_topk_ids
+    topk.fused_topk_deepseek = None  # flashinfer's, where there is flashinfer; else SGLang's Triton
     _replace(
         import_module("sglang.kernels.fused_op"),
         _oot_dispatch_key=lambda: None,
@@ -55,7 +55,10 @@ def as_cuda() -> None:
         import_module(f"{_TRITON}.fused_moe_triton_config"), get_device_name=lambda: DEVICE_NAME
     )
     _operators_on_cpu()
-    mend_bfloat16_dot()
+    mend_bfloat16()
+    # What torch.empty gives is NaN, or the largest integer, until somebody has written it.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def _operators_on_cpu() -> None:
@@ -70,23 +73,6 @@ def _replace(module: Any, **values: Any) -> None:
     for name, value in values.items():
         assert hasattr(module, name), f"{module.__name__} has no {name}: see this SGLang's version"
         setattr(module, name, value)
-
-
-def mend_bfloat16_dot() -> None:
-    """Triton's interpreter multiplies the bit patterns of bfloat16: widen them, which is exact."""
-    dot = type(interpreter_builder).create_dot
-
-    def create_dot(a: TensorHandle, b: TensorHandle, *args: Any) -> TensorHandle:
-        return dot(interpreter_builder, _widened(a), _widened(b), *args)
-
-    interpreter_builder.create_dot = create_dot
-
-
-def _widened(handle: TensorHandle) -> TensorHandle:
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle
-    bits = handle.data.astype(np.uint32) << 16
-    return TensorHandle(bits.view(np.float32), tl.float32)
 
 
 def is_interpreted() -> bool:
