@@ -10,8 +10,11 @@ before and behind the tensor. Virtual slots without a page fault.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,20 +46,36 @@ class Routing:
     has_bias: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of TopK
 
-    def make_topk(self, scale_in_topk: bool) -> Any:
+    def make_topk(self, experts: Any) -> Any:
+        """The TopK that belongs to a FusedMoE."""
         from sglang.srt.layers.moe.topk import TopK
 
+        takes_shared = "num_fused_shared_experts" in inspect.signature(TopK).parameters
+        shared = {"num_fused_shared_experts": self.num_shared} if takes_shared else {}
+        with nullcontext() if takes_shared else self._model_with_shared():
+            topk = TopK(
+                top_k=self.top_k if takes_shared else self.top_k - self.num_shared,
+                layer_id=LAYER_ID,
+                correction_bias=self._make_bias(),
+                routed_scaling_factor=self.scale,
+                apply_routed_scaling_factor_on_output=experts.should_fuse_routed_scaling_factor_in_topk,
+                **self.options,
+                **shared,
+            )
+        if hasattr(topk, "bind_runner_backend"):
+            topk.bind_runner_backend(experts.runner_backend)
+        return topk
+
+    def _model_with_shared(self) -> Any:
+        """SGLang 0.5.23 knows the number of shared experts from the model that it is building."""
+        from sglang.srt.runtime_context import get_model
+
+        config = import_module("sglang.srt.configs.shared_experts").SharedExpertsConfig
+        return get_model().override(shared_experts=config(num_fused_shared_experts=self.num_shared))
+
+    def _make_bias(self) -> torch.Tensor | None:
         generator = torch.Generator().manual_seed(7)
-        bias = torch.randn(NUM_EXPERTS, generator=generator) / 8 if self.has_bias else None
-        return TopK(
-            top_k=self.top_k,
-            layer_id=LAYER_ID,
-            num_fused_shared_experts=self.num_shared,
-            correction_bias=bias,
-            routed_scaling_factor=self.scale,
-            apply_routed_scaling_factor_on_output=scale_in_topk,
-            **self.options,
-        )
+        return torch.randn(NUM_EXPERTS, generator=generator) / 8 if self.has_bias else None
 
 
 class Block(torch.nn.Module):
@@ -65,7 +84,7 @@ class Block(torch.nn.Module):
     def __init__(self, routing: Routing, experts: Any) -> None:
         super().__init__()
         self.experts = experts
-        self.topk = routing.make_topk(experts.should_fuse_routed_scaling_factor_in_topk)
+        self.topk = routing.make_topk(experts)
 
     @torch.no_grad()
     def forward(

@@ -9,7 +9,13 @@ import pytest
 from tests.fast.moe_interpreted.cases import EXPERTS, STYLES
 from tests.support.processes import run_module
 
-INTERPRETED = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+INTERPRETED = {
+    "SGLANG_PLATFORM": "",
+    "ESFT_PLATFORM": "native",  # not the CPU platform: its MoE layer is another
+    "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 COMPARISONS = {
     *(f"adapter in slot {slot}" for slot in range(3)),
     "base",

@@ -23,9 +23,9 @@ from sgl_esft.weave.expert_memory import PaddedMemory
 from sgl_esft.weave.shared_layer import SharedLayer
 from sgl_esft.weave.slot_layout import SlotLayout
 from tests.fast.moe_interpreted import cuda_view
-from tests.fast.moe_interpreted.blocks import MAX_ADAPTERS, NUM_EXPERTS, Block, Case, Woven, compare
+from tests.fast.moe_interpreted.blocks import MAX_ADAPTERS, NUM_EXPERTS, Case, Woven, compare
 from tests.fast.moe_interpreted.cases import EP2, FEW
-from tests.fast.moe_interpreted.woven_runs import BASE, LAST, distinct, make_plain, weave
+from tests.fast.moe_interpreted.woven_runs import BASE, LAST, Plain, distinct, weave
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Placements of the 8 experts, as the plan of 1, 2 and 3 devices may have them.
@@ -65,48 +65,46 @@ def device_with(case: Case, resident: Any) -> Woven:
     return woven
 
 
-def compare_sum(case: Case, placement: list[Any], plain: Block) -> str:
+def compare_sum(plain: Plain, placement: list[Any]) -> str:
     """The devices' parts make up the layer, but for the rounding of a sum."""
-    batch = case.batch(FEW)
-    expected = plain(*batch)
-    parts = [device_with(case, resident).run(batch, LAST) for resident in placement]
+    case, expected = plain.case, plain(LAST).float()
+    parts = [device_with(case, resident).run(case.batch(FEW), LAST) for resident in placement]
     total = torch.stack([part.float() for part in parts]).sum(0)
     tolerance = 1e-6 if case.dtype is torch.float32 else 3e-2
-    is_close = torch.allclose(total, expected.float(), atol=tolerance, rtol=tolerance)
-    return "close" if is_close else compare(total, expected.float())
+    is_close = torch.allclose(total, expected, atol=tolerance, rtol=tolerance)
+    return "close" if is_close else compare(total, expected)
 
 
 def main() -> None:
     cuda_view.as_cuda()
-    cases = {name: Case(dtype=dtype) for name, dtype in DTYPES.items()}
-    plain = {name: make_plain(case) for name, case in cases.items()}
-    halves = [make_plain(Case(rank)) for rank in EP2]
+    plain = {name: Plain(Case(dtype=dtype)) for name, dtype in DTYPES.items()}
+    ranks = [Plain(Case(rank)) for rank in EP2]
     hook_ledger.install(hook_table.WEAVE_HOOKS)
     hook_ledger.install(hook for hook in ENGINE_HOOKS if hook.function is whole_experts)
     weave("padded")
     page_source.install(NanSource())
-    sys.stdout.write(json.dumps(results_of(cases, plain, halves)))
+    sums = {
+        f"{layout}, {name}": compare_sum(of_dtype, placement)
+        for layout, placement in PLACEMENTS.items()
+        for name, of_dtype in plain.items()
+    }
+    sys.stdout.write(json.dumps({"sums": sums, **devices_alone(plain["float32"], ranks)}))
 
 
-def results_of(cases: dict[str, Case], plain: Any, halves: Any) -> dict[str, Any]:
-    one, batch = cases["float32"], cases["float32"].batch(FEW)
-    alone = device_with(one, range(NUM_EXPERTS))
-    ranks = [device_with(one, half) for half in HALVES]
+def devices_alone(plain: Plain, ranks: list[Plain]) -> dict[str, Any]:
+    """Single devices: with everything, with what a rank of SGLang's has, with nothing."""
+    case, batch = plain.case, plain.case.batch(FEW)
+    whole = device_with(case, range(NUM_EXPERTS))
+    halves = [device_with(case, half).run(batch, LAST) for half in HALVES]
     return {
-        "sums": {
-            f"{layout}, {dtype}": compare_sum(case, placement, plain[dtype][LAST])
-            for layout, placement in PLACEMENTS.items()
-            for dtype, case in cases.items()
-        },
         "all here": {
-            name: compare(alone.run(batch, slot), plain["float32"][slot](*batch))
+            name: compare(whole.run(batch, slot), plain(slot))
             for name, slot in (("the last adapter", LAST), ("base", BASE))
         },
         "SGLang's ranks": [
-            compare(rank.run(batch, LAST), half[LAST](*batch))
-            for rank, half in zip(ranks, halves, strict=True)
+            compare(half, rank(LAST)) for half, rank in zip(halves, ranks, strict=True)
         ],
-        "nothing here": distinct(device_with(one, set()).run(batch, LAST)),
+        "nothing here": distinct(device_with(case, set()).run(batch, LAST)),
     }
 
 

@@ -28,7 +28,6 @@ from tests.fast.moe_interpreted.blocks import (
     NUM_EXPERTS,
     TUNED,
     WIDTH,
-    Block,
     Case,
     Woven,
     compare,
@@ -40,13 +39,32 @@ LAST = MAX_ADAPTERS - 1
 ONE_RANK, SECOND_RANK = "one rank, float32", "EP2 rank 1, float32"
 # Those that SGLang's unquantised layer knows on CUDA.
 BACKENDS = ("triton", "flashinfer_cutlass", "flashinfer_trtllm", "deep_gemm", "triton_kernel")
-Blocks = dict[int, Block]  # number of an adapter, or BASE -> SGLang's layer with it merged in
 Found = dict[str, str]
 
 
-def make_plain(case: Case) -> Blocks:
-    blocks = {number: case.plain(case.adapter(number)) for number in range(len(TUNED))}
-    return {BASE: case.plain({}), **blocks}
+class Plain:
+    """SGLang's own layers of a case: the base's, and one for each adapter merged in."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        adapters = {number: case.adapter(number) for number in range(len(TUNED))}
+        self._blocks = {n: case.plain(a) for n, a in ({BASE: {}} | adapters).items()}
+        self._outputs: dict[tuple[int, int, int | None], torch.Tensor] = {}
+
+    def __call__(
+        self, number: int, num_tokens: int = FEW, num_live: int | None = None
+    ) -> torch.Tensor:
+        """What the layer with that adapter gives for the case's batch of so many tokens."""
+        key = (number, num_tokens, num_live)
+        if key not in self._outputs:
+            batch = self.case.batch(num_tokens)
+            self._outputs[key] = self._blocks[number](*batch, num_live=num_live)
+        return self._outputs[key]
+
+    def run(self, number: int, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The same for any batch."""
+        result: torch.Tensor = self._blocks[number](*batch)
+        return result
 
 
 def weave(memory: Any) -> None:
@@ -63,16 +81,16 @@ def woven_with_adapters(case: Case) -> Woven:
     return woven
 
 
-def compare_adapters(case: Case, plain: Blocks) -> Found:
+def compare_adapters(case: Case, plain: Plain) -> Found:
     batch = case.batch(FEW)
     woven = woven_with_adapters(case)
 
     def seen(slot: int, number: int) -> str:
-        return compare(woven.run(batch, slot), plain[number](*batch))
+        return compare(woven.run(batch, slot), plain(number))
 
     found = {f"adapter in slot {slot}": seen(slot, slot) for slot in range(MAX_ADAPTERS)}
     found["base"] = seen(BASE, BASE)
-    found["each token its own"] = compare_mixed(woven, plain, batch)
+    found["each token its own"] = compare_mixed(woven, plain)
     woven.displace(1)
     woven.place(1, 3)
     woven.check()
@@ -83,40 +101,38 @@ def compare_adapters(case: Case, plain: Blocks) -> Found:
     return found
 
 
-def compare_mixed(woven: Woven, plain: Blocks, batch: tuple[torch.Tensor, torch.Tensor]) -> str:
+def compare_mixed(woven: Woven, plain: Plain) -> str:
     """Every token of another adapter, the base among them."""
-    slots = [token % (MAX_ADAPTERS + 1) - 1 for token in range(len(batch[0]))]
-    whole = {slot: plain[slot](*batch) for slot in set(slots)}
-    expected = torch.stack([whole[slot][token] for token, slot in enumerate(slots)])
-    return compare(woven.run(batch, slots), expected)
+    slots = [token % (MAX_ADAPTERS + 1) - 1 for token in range(FEW)]
+    expected = torch.stack([plain(slot)[token] for token, slot in enumerate(slots)])
+    return compare(woven.run(plain.case.batch(FEW), slots), expected)
 
 
-def compare_style(case: Case, plain: Blocks) -> str:
-    batch = case.batch(FEW)
-    return compare(woven_with_adapters(case).run(batch, LAST), plain[LAST](*batch))
+def compare_style(case: Case, plain: Plain) -> str:
+    return compare(woven_with_adapters(case).run(case.batch(FEW), LAST), plain(LAST))
 
 
-def one_rank_runs(case: Case, plain: Blocks) -> dict[str, Any]:
+def one_rank_runs(case: Case, plain: Plain) -> dict[str, Any]:
     woven, many = woven_with_adapters(case), case.batch(MANY)
     hidden, logits = case.batch(FEW)
     logits[:, list(TUNED[LAST])] += 100  # every token goes to the adapter's experts
     only = woven.run((hidden, logits), LAST)
     return {
-        "many tokens": compare(woven.run(many, LAST), plain[LAST](*many)),
-        "only the adapter's experts": compare(only, plain[LAST](hidden, logits)),
+        "many tokens": compare(woven.run(many, LAST), plain(LAST, MANY)),
+        "only the adapter's experts": compare(only, plain.run(LAST, (hidden, logits))),
         "last slot": int(woven.layer.expert_map.table.max()),
         "slots": woven.layer.layout.num_slots,
     }
 
 
-def run_padded(case: Case, plain: Blocks) -> dict[str, Any]:
+def run_padded(case: Case, plain: Plain) -> dict[str, Any]:
     """A batch with rows that SGLang's router is told are padding: id -1, whatever they hold.
 
     SGLang's own layer gives them something where ranks share the experts; nobody reads it.
     """
     batch, num_live = case.batch(FEW), FEW - 2
     output = woven_with_adapters(case).run(batch, LAST, num_live=num_live)
-    expected = plain[LAST](*batch, num_live=num_live)
+    expected = plain(LAST, FEW, num_live)
     return {
         "live rows": compare(output[:num_live], expected[:num_live]),
         "padding rows": distinct(output[num_live:]),
@@ -135,11 +151,11 @@ def stray_reads(case: Case) -> dict[str, bool]:
     return {"unmapped slot": bool(woven.run(batch, 0).isnan().any())}
 
 
-def kernel_choices(case: Case, plain: Blocks, folder: Path) -> dict[str, Any]:
+def kernel_choices(case: Case, plain: Plain, folder: Path) -> dict[str, Any]:
     """What SGLang looks up and launches for a plain layer and for a woven one."""
     woven, batch = woven_with_adapters(case), case.batch(BETWEEN)
     runs: dict[str, Callable[[], torch.Tensor]] = {
-        "plain": lambda: plain[LAST](*batch),
+        "plain": lambda: plain.run(LAST, batch),
         "woven": lambda: woven.run(batch, LAST),
     }
     return {
@@ -184,8 +200,8 @@ def order_of_rows(backend: str) -> str:
 def main(tier: str) -> None:
     cuda_view.as_cuda()
     experts = EXPERTS if tier == "fast" else {**EXPERTS, **MORE_EXPERTS}
-    plain = {name: make_plain(case) for name, case in experts.items()}
-    styles = {name: make_plain(case) for name, case in STYLES.items()}
+    plain = {name: Plain(case) for name, case in experts.items()}
+    styles = {name: Plain(case) for name, case in STYLES.items()}
     hook_ledger.install(hook_table.WEAVE_HOOKS)
     results: dict[str, Any] = {"is_interpreted": cuda_view.is_interpreted()}
     for memory in EXPERT_MEMORY_KINDS:
@@ -201,7 +217,7 @@ def main(tier: str) -> None:
     sys.stdout.write(json.dumps(results))
 
 
-def other_runs(plain: dict[str, Blocks], styles: dict[str, Blocks]) -> dict[str, Any]:
+def other_runs(plain: dict[str, Plain], styles: dict[str, Plain]) -> dict[str, Any]:
     case, own = EXPERTS[ONE_RANK], plain[ONE_RANK]
     with TemporaryDirectory() as folder:
         choices = kernel_choices(case, own, Path(folder))
