@@ -154,8 +154,8 @@ def _check(launch_flags: flags.LaunchFlags, sglang_argv: Sequence[str]) -> None:
         raise ElasticConfigError(f"--tp-size {launch_flags.tp_size}: elastic ranks have TP 1")
     if launch_flags.expert_memory != "virtual":
         raise ElasticConfigError("--expert-memory padded: elastic experts are pages")
-    refused = {"--ep-size", "--enable-dp-attention", "--load-format", "--radix-cache-backend"}
-    given = refused & {arg.split("=")[0] for arg in sglang_argv}
+    refused = {"--attn-dp-size", "--enable-dp-attention", "--ep-size", "--load-format"}
+    given = {*refused, "--radix-cache-backend"} & {arg.split("=")[0] for arg in sglang_argv}
     if given:
         raise ElasticConfigError(f"{', '.join(sorted(given))}: --elastic decides that itself")
 

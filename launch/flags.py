@@ -26,7 +26,7 @@ DEFAULT_HOST = "127.0.0.1"
 
 _EPILOG = """\
 every SGLang flag works too (python -m sglang.launch_server --help), for example --tp-size,
---ep-size, --enable-dp-attention, --max-loaded-loras. SGLang's own LoRA flags are refused: ESFT
+--ep-size, --attn-dp-size, --max-loaded-loras. SGLang's own LoRA flags are refused: ESFT
 adapters take LoRA's place.
 
 examples:

@@ -39,7 +39,9 @@ _REFUSED_SGLANG_FLAGS = {
     "--moe-a2a-backend": "weaving works with SGLang's standard dispatcher",
 }
 
-# SGLang 0.5.21's model file gathers no tokens between attention and experts.
+# SGLang has deprecated it: it makes --dp-size what --attn-dp-size is.
+_OLD_DP_ATTENTION = "--enable-dp-attention"
+# SGLang's model file splits attention's heads over all ranks.
 _NO_DP_ATTENTION = frozenset({"MixtralForCausalLM"})
 
 # Otherwise SGLang would take most of the machine's memory for the KV cache.
@@ -89,7 +91,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         _check_parallelism(spec, sglang_argv)
         _check_schedule(flags, sglang_argv)
         config = _weaving(flags, spec, adapters)
-        if "--enable-dp-attention" in sglang_argv:
+        if has_dp_attention(sglang_argv):
             check_resident(config, adapters)
     return LaunchPlan(
         model_path=model_path,
@@ -111,9 +113,19 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     )
 
 
-def uses_data_parallel(argv: Sequence[str]) -> bool:
-    """Whether a command line asks SGLang for more than one data parallel rank."""
-    return any(arg.split("=")[0] in ("--dp-size", "--data-parallel-size", "--dp") for arg in argv)
+def has_dp_attention(argv: Sequence[str]) -> bool:
+    """Whether a command line asks SGLang for it: by its flag or by the one it had before."""
+    return _OLD_DP_ATTENTION in argv or _last_value(argv, "--attn-dp-size") not in (None, "1")
+
+
+def _last_value(argv: Sequence[str], flag: str) -> str | None:
+    """What the last `flag VALUE` or `flag=VALUE` says."""
+    values = [
+        arg.partition("=")[2] or following
+        for arg, following in zip(argv, [*argv[1:], ""], strict=False)
+        if arg.split("=")[0] == flag
+    ]
+    return values[-1] if values else None
 
 
 def _refuse(sglang_argv: Sequence[str], weave: bool) -> None:
@@ -148,9 +160,10 @@ def _named_adapters(flags: LaunchFlags) -> dict[str, Path]:
 
 
 def _check_parallelism(spec: MoeSpec, sglang_argv: Sequence[str]) -> None:
-    if "--enable-dp-attention" in sglang_argv and spec.architecture in _NO_DP_ATTENTION:
+    if has_dp_attention(sglang_argv) and spec.architecture in _NO_DP_ATTENTION:
         raise UnsupportedModelError(
-            f"SGLang's {spec.architecture} has no DP attention: leave --enable-dp-attention out"
+            f"SGLang's {spec.architecture} has no DP attention: leave --attn-dp-size and "
+            f"{_OLD_DP_ATTENTION} out"
         )
 
 
@@ -164,12 +177,8 @@ def _check_schedule(flags: LaunchFlags, sglang_argv: Sequence[str]) -> None:
 
 
 def _is_first_come_first_served(argv: Sequence[str]) -> bool:
-    policies = [
-        arg.partition("=")[2] or following
-        for arg, following in zip(argv, [*argv[1:], ""], strict=True)
-        if arg.split("=")[0] == "--schedule-policy"
-    ]
-    return policies[-1:] in ([], ["fcfs"]) and "--enable-priority-scheduling" not in argv
+    policy = _last_value(argv, "--schedule-policy")
+    return policy in (None, "fcfs") and "--enable-priority-scheduling" not in argv
 
 
 def check_resident(config: EsftConfig, adapters: Mapping[str, Path]) -> None:
@@ -286,8 +295,8 @@ def _is_float32(model_path: Path) -> bool:
 
 
 def _num_ranks(flags: LaunchFlags, sglang_argv: Sequence[str]) -> int:
-    """DP attention divides the ranks of --tp-size; without it each DP rank has so many."""
-    is_shared = "--enable-dp-attention" in sglang_argv
+    """Each replica has the ranks of --tp-size; DP attention divides them, and then is the only DP."""
+    is_shared = has_dp_attention(sglang_argv)
     return flags.tp_size * (1 if is_shared else flags.dp_size)
 
 

@@ -18,15 +18,9 @@ from sgl_esft.tools.versions import describe_versions
 from sgl_esft_launch import flags, plan
 
 
-def begin_child(argv: Sequence[str]) -> None:
+def begin_child() -> None:
     """What a process that `multiprocessing` has started from the launcher does first."""
     ending.leave_to_front()
-    if plan.uses_data_parallel(argv):
-        # SGLang loads plugins in its schedulers but not in its data parallel controller, which
-        # has a hook of ours.
-        from sglang.srt.plugins import load_plugins
-
-        load_plugins()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

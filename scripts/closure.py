@@ -7,11 +7,14 @@ In:  root names, names to leave out.  Out: `Closure`: needed names, problems in 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+ENGINE = "sglang"
 
 
 @dataclass
@@ -22,8 +25,11 @@ class Closure:
     problems: list[str] = field(default_factory=list)
 
 
-def walk(roots: list[str], left_out: set[str]) -> Closure:
-    """Follow installed metadata from the roots, not through what is left out."""
+def walk(roots: list[str], left_out: set[str], held: Collection[str] = ()) -> Closure:
+    """Follow installed metadata from the roots, not through what is left out.
+
+    held: names of which SGLang, and nobody else, may ask for another version.
+    """
     result = Closure()
     waiting = [(canonicalize_name(root), frozenset[str]()) for root in roots]
     while waiting:
@@ -36,6 +42,8 @@ def walk(roots: list[str], left_out: set[str]) -> Closure:
             needed = canonicalize_name(requirement.name)
             if needed in left_out:
                 continue
+            if name == ENGINE and needed in held:
+                requirement.specifier = SpecifierSet()
             problem = problem_with(name, requirement)
             if problem:
                 result.problems.append(problem)

@@ -23,6 +23,17 @@ from sgl_esft.plugin.hook_table import (
     WEAVE_HOOKS,
 )
 
+ALL_HOOKS: tuple[Hook, ...] = (
+    *WEAVE_HOOKS,
+    *OBSERVE_HOOKS,
+    *JSON_LOG_HOOKS,
+    *ROUTER_HOOKS,
+    *LAUNCHER_HOOKS,
+    *CPU_HOOKS,
+    *ENGINE_HOOKS,
+    *FRONT_HOOKS,
+)
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
 
 _HEAD = """\

@@ -9,7 +9,7 @@ import importlib.metadata
 import sys
 
 from scripts.closure import Closure, walk
-from scripts.requirements_files import FOLDER, read_left_out, read_pins
+from scripts.requirements_files import FOLDER, read_held, read_left_out, read_pins
 
 ENGINE_ROOTS = ["sglang", "torchvision", "setuptools"]
 BUILD_ROOTS = ["cmake", "ninja", "pybind11", "scikit-build-core"]
@@ -31,7 +31,7 @@ DEV_ROOTS = [
 RAY_ROOTS = ["ray"]
 
 CPU_HEADER = """\
-# What SGLang 0.5.21 needs on a CPU beside torch and torchvision, closed under its own requirements.
+# What SGLang 0.5.23 needs on a CPU beside torch and torchvision, closed under its own requirements.
 # Written by `python -m scripts.pin`; setuptools is here to install this project without isolation.
 """
 BUILD_HEADER = """\
@@ -51,8 +51,8 @@ RAY_HEADER = """\
 
 def main() -> int:
     """Walk, refuse an environment with holes, write the files."""
-    left_out = set(read_left_out())
-    engine = walk(ENGINE_ROOTS, left_out)
+    left_out, held = set(read_left_out()), set(read_held())
+    engine = walk(ENGINE_ROOTS, left_out, held)
     build, dev = walk(BUILD_ROOTS, left_out), walk(DEV_ROOTS, left_out)
     ray = walk(RAY_ROOTS, left_out)
     problems = [*engine.problems, *build.problems, *dev.problems, *ray.problems]

@@ -43,8 +43,17 @@ def parse_pins(lines: list[str]) -> dict[str, str]:
 
 def read_left_out() -> dict[str, str]:
     """Requirements of SGLang that a CPU install leaves out, with the reason of each."""
-    table = tomllib.loads((FOLDER / "left_out.toml").read_text())["left_out"]
-    return {canonicalize_name(name): reason for name, reason in table.items()}
+    return _reasons("left_out")
+
+
+def read_held() -> dict[str, str]:
+    """Requirements of SGLang that are pinned at a version it does not ask for, with the reasons."""
+    return _reasons("held")
+
+
+def _reasons(table: str) -> dict[str, str]:
+    found = tomllib.loads((FOLDER / "left_out.toml").read_text())[table]
+    return {canonicalize_name(name): reason for name, reason in found.items()}
 
 
 def is_cuda_distribution(name: str) -> bool:

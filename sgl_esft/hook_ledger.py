@@ -49,7 +49,7 @@ class Hook:
     why: str
     remove_when: str
     parameters: tuple[str, ...] = ()  # the target's parameter names, in order; () for a value
-    sglang: str = ">=0.5.21,<0.5.22"  # versions the hook was tried with
+    sglang: str = ">=0.5.23,<0.5.24"  # versions the hook was tried with
 
     @property
     def is_value(self) -> bool:

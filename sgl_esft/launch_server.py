@@ -8,7 +8,6 @@ the launcher. Children of `multiprocessing` import this file too, as `__mp_main_
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _begin_child() -> None:
     from sgl_esft_launch import server
 
-    server.begin_child(sys.argv)
+    server.begin_child()
 
 
 if __name__ == "__mp_main__":

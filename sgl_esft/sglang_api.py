@@ -138,12 +138,12 @@ def max_loaded_adapters() -> int | None:
 
 def is_dp_attention() -> bool:
     """Whether ranks attend to requests of their own and share the experts."""
-    return bool(get_parallel().enable_dp_attention)
+    return bool(get_parallel().attn_dp_enabled)
 
 
 def num_dp_ranks() -> int:
     """Ranks whose tokens meet in a MoE layer; 1 without DP attention."""
-    return int(get_parallel().attn_dp_size) if is_dp_attention() else 1
+    return int(get_parallel().attn_dp_size)
 
 
 def dp_buffer_lengths() -> tuple[int, int]:
@@ -215,15 +215,14 @@ def rank_in_server() -> int:
     """This process's number among all ranks of the server, replicas of DP included."""
     parallel = get_parallel()
     own = int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
-    replica = 0 if parallel.enable_dp_attention else parallel.dp_rank or 0
+    replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
     return int(replica * parallel.pp_size * parallel.tp_size) + own
 
 
 def num_ranks() -> int:
     """Ranks of this machine, in the process that serves HTTP."""
     parallel = get_parallel()
-    replicas = 1 if parallel.enable_dp_attention else parallel.dp_size
-    return int(replicas * parallel.pp_size * parallel.tp_size // parallel.nnodes)
+    return int(parallel.dp_size * parallel.pp_size * parallel.tp_size // parallel.nnodes)
 
 
 def gather_bytes(payload: bytes) -> list[bytes]:

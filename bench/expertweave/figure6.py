@@ -56,7 +56,7 @@ from sgl_esft.zoo import serving
 
 WHAT = "two adapters woven over two merged servers: TTFT, TPOT, throughput as ratios"
 WOVEN = "woven"
-DP2_EP2 = ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention")
+DP2_EP2 = ("--tp-size", "2", "--ep-size", "2", "--attn-dp-size", "2")
 
 Targets = Mapping[str | None, Target]
 

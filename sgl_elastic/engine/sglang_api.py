@@ -6,6 +6,7 @@ called or set.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -199,7 +200,7 @@ def forget_requests(scheduler: Any) -> None:
 def retract_into_cache(reqs: Iterable[Any], tree_cache: Any) -> None:
     """Retract running requests, but leave their KV in the prefix cache for when they go on."""
     for req in reqs:
-        release_kv_cache(req, tree_cache, is_insert=True)
+        release_kv_cache(req, tree_cache, checkpoint=True)
         req.reset_for_retract()
 
 
@@ -228,8 +229,11 @@ def replace_sleeper(scheduler: Any, descriptor: int) -> WakefulSleeper | None:
 
 
 def resume_paused(scheduler: Any) -> None:
-    """Take SGLang's pause back."""
+    """Take SGLang's pause back; it has ended, and counts as a pause in what SGLang measures."""
     scheduler._engine_paused = False
+    if scheduler._pause_started_at is not None:
+        scheduler._pause_intervals.append((scheduler._pause_started_at, time.monotonic()))
+        scheduler._pause_started_at = None
 
 
 def initial_adapters() -> list[Any]:

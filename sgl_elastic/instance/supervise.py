@@ -75,9 +75,9 @@ def spec_of(
 def size_argv(num_ranks: int, parked_kv_tokens: int) -> list[str]:
     """SGLang's flags for DP = EP = `num_ranks`, TP 1."""
     size = str(num_ranks)
-    argv = ["--tp-size", size, "--dp-size", size, "--max-total-tokens", str(parked_kv_tokens)]
+    argv = ["--tp-size", size, "--attn-dp-size", size, "--max-total-tokens", str(parked_kv_tokens)]
     if num_ranks > 1:
-        argv += ["--enable-dp-attention", "--enable-dp-lm-head", "--moe-dense-tp-size", "1"]
+        argv += ["--enable-dp-lm-head", "--moe-dense-tp-size", "1"]
     return argv
 
 

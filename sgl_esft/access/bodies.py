@@ -171,6 +171,7 @@ INTERNAL: Final = (
     "bootstrap_pair_key",
     "bootstrap_port",
     "bootstrap_room",
+    "decision_layout",  # spans of a prompt, which /v1/systemone works out itself
     "decode_tp_size",
     "disagg_prefill_dp_rank",
     "embed_override_token_id",
@@ -189,6 +190,7 @@ INTERNAL: Final = (
     "query_embed_overrides",
     "received_time",
     "token_indices_to_pool",  # the same
+    "watermark",  # whether and by which key answers are marked is the server's to say
 )
 # The same of sampling parameters: made of fields that were checked, so that giving them would pass
 # the checks by.
@@ -202,7 +204,15 @@ SAMPLING_INTERNAL: Final = (
     "stop_str_max_len",
     "stop_strs",
 )
-MEDIA: Final = ("audio_data", "image_data", "mm_content_hashes", "mm_hashes", "video_data")
+MEDIA: Final = (
+    "audio_data",
+    "image_data",
+    "images",
+    "mm_content_hashes",
+    "mm_hashes",
+    "mm_processor_kwargs",
+    "video_data",
+)
 MEDIA_PARTS: Final = frozenset(
     {
         "audio_url",

@@ -5,7 +5,7 @@
                              -> expert tensor (how many, how large?)
 
 Pure: reads one JSON file, imports neither torch nor transformers nor SGLang. The rules are those
-of SGLang 0.5.21's model files, not those of transformers, where the two differ: SGLang builds
+of SGLang 0.5.23's model files, not those of transformers, where the two differ: SGLang builds
 every layer of a Qwen MoE as an MoE layer whatever `decoder_sparse_step` and `mlp_only_layers`
 say, so a config that asks for a dense layer would be served with untouched random experts. Such
 a config is refused here.

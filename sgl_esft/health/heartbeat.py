@@ -112,8 +112,8 @@ _WAIT_MS = 500
 _own: Slot | None = None
 
 
-def beat_rank(scheduler: Any) -> None:
-    """The loop of this process's rank has turned."""
+def beat_rank(scheduler: Any, stop_at_pause: bool = False) -> None:
+    """The loop of this process's rank has turned, whatever it then takes in."""
     global _own
     if _own is None:
         from sgl_esft import sglang_api

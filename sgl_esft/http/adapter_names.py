@@ -29,11 +29,11 @@ Body = dict[str, Any]
 # Returns once a request may use all these adapters. Raises EsftError.
 Ensure = Callable[[Collection[str]], Awaitable[None]]
 
-# Routes on which SGLang 0.5.21 reads `lora_path`.
+# Routes on which SGLang 0.5.23 reads `lora_path`.
 ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/invocations"})
 # Where prompts are, and what a list's first item is when the list is one prompt: a token id.
 _PROMPT_FIELDS: Mapping[str, type] = {"text": int, "input_ids": int, "prompt": int}
-# Routes of SGLang 0.5.21 that read whole weights, so also slots that have no memory.
+# Routes of SGLang 0.5.23 that read whole weights, so also slots that have no memory.
 ROUTES_OVER_ALL_SLOTS = frozenset({"/weights_checker", "/send_weights_to_remote_instance"})
 _MAX_LISTED = 20
 # Names of the base model that clients send when they do not care.

@@ -4,7 +4,7 @@
     a request's method, path --> [RouteTable.find] --> its class, or 404, or 405
 
 A route that is not in the table does not exist. `off` routes exist only when they are named by
---enable-route, and are for admins then. The paths are those of SGLang 0.5.21, of this package and
+--enable-route, and are for admins then. The paths are those of SGLang 0.5.23, of this package and
 of the elastic runtime.
 """
 
@@ -134,6 +134,7 @@ _OFF: Mapping[str, tuple[str, ...]] = {
     "/dump_expert_distribution_record": _GET_POST,
     "/dumper/{method}": _POST,
     "/end_weight_update": _POST,
+    "/get_hicache_l3_cache_layout": _GET,
     "/get_remote_instance_transfer_engine_info": _GET,
     "/get_weights_by_name": _GET_POST,
     "/hicache/storage-backend": ("DELETE", "GET", "PUT"),

@@ -101,14 +101,18 @@ def load_model_on_device(original: Callable[..., None], runner: Any) -> None:
 
 
 def alloc_memory_pool_on_device(
-    original: Callable[..., None], runner: Any, memory_pool_config: Any = None
+    original: Callable[..., None],
+    runner: Any,
+    memory_pool_config: Any = None,
+    *,
+    draft_parallel_layout: Any = None,
 ) -> None:
     """The KV pool counts too; what then is left, expert pages may still take.
 
     Raises DeviceMemoryError, or SGLang's ValueError when nothing is left for the pool.
     """
     try:
-        original(runner, memory_pool_config)
+        original(runner, memory_pool_config, draft_parallel_layout=draft_parallel_layout)
     except Exception as error:
         device_memory.explain(error)
         raise

@@ -113,7 +113,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
     around(
         f"{_RUNNER}.alloc_memory_pool",
         cpu_hooks.alloc_memory_pool_on_device,
-        "self memory_pool_config",
+        "self memory_pool_config draft_parallel_layout",
         why="with --device-memory the books must know the KV pool",
         remove_when="allocations on the platform's device go through the platform",
     ),
@@ -132,7 +132,7 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     before(
         "sglang.srt.managers.scheduler.Scheduler.ingest_requests",
         heartbeat.beat_rank,
-        "self",
+        "self stop_at_pause",
         why="GET /readyz says whether the loop of every rank turns",
         remove_when="SGLang shows the progress of its loops without running the model",
     ),
@@ -322,7 +322,7 @@ ROUTER_HOOKS: tuple[Hook, ...] = (
         "sglang.srt.layers.moe.topk.select_experts",
         weave_hooks.route_to_slots,
         "hidden_states router_logits topk_config layer_id num_token_non_padded "
-        "expert_location_dispatch_info dynamic_expert_bias",
+        "expert_location_dispatch_info dynamic_expert_bias router_logits_partials",
         why="top-k and rerouting are one kernel",
         remove_when="SGLang lets a plugin supply the router of a layer",
     ),

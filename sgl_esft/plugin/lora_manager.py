@@ -12,6 +12,7 @@ SGLang's word for "adapter".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +31,18 @@ MakeResult = Callable[[bool, str, dict[str, str]], Any]
 GatherTags = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class LoraBackend:
+    """What SGLang asks LoRA's kernels: whether a batch of the base alone has other graphs."""
+
+    skip_inactive_dense_lora: bool = False
+    skip_inactive_lora_batches: bool = False
+
+
 class EsftManager:
     """What `ModelRunner.lora_manager` is when weaving is on."""
+
+    lora_backend = LoraBackend()
 
     memory_pool = None  # SGLang reads LoRA pool metrics off it when there is one
     supports_prefill_cuda_graph = False
@@ -63,7 +74,7 @@ class EsftManager:
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
     @property
-    def enable_dp_attention(self) -> bool:
+    def attn_dp_enabled(self) -> bool:
         return self._gather_tags is not None
 
     # ---- loading ----
@@ -150,7 +161,7 @@ class EsftManager:
 
     # ---- CUDA graphs ----
 
-    def init_cuda_graph_batch_info(
+    def init_decode_cuda_graph_batch_info(
         self, max_bs_in_cuda_graph: int, num_tokens_per_req: int
     ) -> None:
         """SGLang is about to capture decode graphs; the tag buffer must not move afterwards.
@@ -159,6 +170,9 @@ class EsftManager:
         come and go between its replays.
         """
         self.tags.reserve(max_bs_in_cuda_graph * num_tokens_per_req * self._num_dp_ranks)
+
+    def reset_routing_cache(self) -> None:
+        """Nothing is kept from one forward pass to the next but the tags."""
 
     def can_use_prefill_cuda_graph(self, forward_batch: Any) -> bool:
         return False

@@ -76,6 +76,7 @@ def route_to_slots(
     num_token_non_padded: torch.Tensor | None = None,
     expert_location_dispatch_info: Any = None,
     dynamic_expert_bias: torch.Tensor | None = None,
+    router_logits_partials: torch.Tensor | None = None,
 ) -> Any:
     """Where the router reroutes, top-k ids are this rank's slots already."""
     router = getattr(topk_config, "esft_router", None)
@@ -88,11 +89,13 @@ def route_to_slots(
             num_token_non_padded=num_token_non_padded,
             expert_location_dispatch_info=expert_location_dispatch_info,
             dynamic_expert_bias=dynamic_expert_bias,
+            router_logits_partials=router_logits_partials,
         )
-    if expert_location_dispatch_info is not None or dynamic_expert_bias is not None:
+    foreign = (expert_location_dispatch_info, dynamic_expert_bias, router_logits_partials)
+    if any(part is not None for part in foreign):
         raise UnsupportedModelError(
-            "--reroute router has neither moved experts nor a bias for each token: "
-            "use --reroute fused"
+            "--reroute router has neither moved experts, nor a bias for each token, nor logits in "
+            "parts: use --reroute fused"
         )
     weights, slot_ids = router(router_logits, num_token_non_padded)
     return sglang_api.make_topk_output(weights, slot_ids, router_logits)

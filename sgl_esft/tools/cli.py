@@ -34,7 +34,7 @@ EXIT_USER: Final = 2
 _BASE_HELP: Final = "base checkpoint"
 _OUT_HELP: Final = "folder to make (missing or empty)"
 LAUNCHER: Final = "sgl_esft.launch_server"
-INSTALL_ENGINE: Final = "pip install --no-deps sglang==0.5.21 torchvision==0.28.0"
+INSTALL_ENGINE: Final = "pip install --no-deps sglang==0.5.23 torchvision==0.28.0"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ _MISSING: Final = "not installed"
 
 
 def describe_versions() -> str:
-    """One line: `sgl-esft 0.1.0, SGLang 0.5.21, torch 2.13.0+cpu, device cpu`."""
+    """One line: `sgl-esft 0.1.0, SGLang 0.5.23, torch 2.13.0+cpu, device cpu`."""
     sglang, torch = _installed("sglang"), _installed("torch")
     return f"sgl-esft {__version__}, SGLang {sglang}, torch {torch}, device {_device(torch)}"
 

@@ -97,7 +97,7 @@ def _as_spec(topk_config: Any) -> RouterSpec:
             routed_scaling_factor=topk_config.routed_scaling_factor,
             scale_output=topk_config.apply_routed_scaling_factor_on_output,
             has_bias=topk_config.correction_bias is not None,
-            num_fused_shared_experts=topk_config.num_fused_shared_experts,
+            num_fused_shared_experts=topk_config.num_shared_topk_slots,
             shared_experts_scaling_factor=topk_config.fused_shared_experts_scaling_factor,
         )
     except KernelInputError as error:

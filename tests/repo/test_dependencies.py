@@ -12,6 +12,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts import closure
 from scripts.closure import walk
 from scripts.pin import BUILD_ROOTS, DEV_ROOTS, ENGINE_ROOTS, RAY_ROOTS
 from scripts.requirements_files import (
@@ -20,6 +21,7 @@ from scripts.requirements_files import (
     PinError,
     is_cuda_distribution,
     parse_pins,
+    read_held,
     read_left_out,
     read_pins,
 )
@@ -28,6 +30,7 @@ from tests.repo.tree import PACKAGES
 
 PINS = read_pins(*CPU_FILES)
 LEFT_OUT = read_left_out()
+HELD = read_held()
 SGLANG = importlib.metadata.requires("sglang") or []
 
 # Imported, and no dependency of pyproject.toml: what depends on the device, and our own C++.
@@ -52,6 +55,15 @@ def unmet(requirements: Iterable[str], pins: dict[str, str], left_out: set[str])
     return found
 
 
+def refused_pins(requirements: Iterable[str], pins: dict[str, str]) -> list[str]:
+    """Requirements that hold here and do not accept the pin that there is."""
+    return [
+        text.partition(" (our pin")[0]
+        for text in unmet(requirements, pins, set())
+        if canonicalize_name(Requirement(text.partition(" (our pin")[0]).name) in pins
+    ]
+
+
 def stale(requirements: Iterable[str], left_out: set[str]) -> set[str]:
     """Names left out that nothing asks for, on any machine."""
     return left_out - {canonicalize_name(Requirement(text).name) for text in requirements}
@@ -62,7 +74,16 @@ def test_sglang_is_the_pinned_version() -> None:
 
 
 def test_every_requirement_of_sglang_is_pinned_or_left_out() -> None:
-    assert unmet(SGLANG, PINS, set(LEFT_OUT)) == []
+    assert unmet(SGLANG, PINS, {*LEFT_OUT, *HELD}) == []
+
+
+def test_held_entries_are_pinned_needed_and_reasoned() -> None:
+    """Of a pin that SGLang accepts there is nothing to say; a reason names what it asks for."""
+    asked = {canonicalize_name(text.partition("=")[0]): text for text in refused_pins(SGLANG, PINS)}
+    assert set(HELD) == {name for name in asked if name not in LEFT_OUT}
+    for name, reason in HELD.items():
+        assert asked[name].partition("==")[2] in reason
+        assert PINS[name].partition("+")[0] in reason
 
 
 def test_left_out_entries_are_asked_for_not_pinned_and_reasoned() -> None:
@@ -77,7 +98,7 @@ def test_what_is_installed_is_what_is_pinned() -> None:
 
 
 def test_pins_are_closed_under_their_own_requirements() -> None:
-    engine = walk(ENGINE_ROOTS, set(LEFT_OUT))
+    engine = walk(ENGINE_ROOTS, set(LEFT_OUT), set(HELD))
     assert engine.problems == []
     assert set(engine.extras_of) == set(PINS)
 
@@ -137,9 +158,15 @@ def test_checker_finds_missing_and_misfitting_pins() -> None:
 
 
 def test_walk_reports_what_is_missing() -> None:
-    problems = walk(["sglang"], set(LEFT_OUT) - {"timm"}).problems
+    problems = walk(["sglang"], set(LEFT_OUT) - {"timm"}, set(HELD)).problems
     assert len(problems) == 1
     assert "timm" in problems[0]
+
+
+def test_a_version_is_held_against_sglang_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closure, "ENGINE", "somebody")
+    (problem,) = walk(["sglang"], set(LEFT_OUT), set(HELD)).problems
+    assert problem.startswith("sglang needs torch==")
 
 
 @pytest.mark.parametrize("line", ["name", "name>=1", "name==1,<2"])

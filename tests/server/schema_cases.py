@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S = 30.0
 # A server may be busy, or take too long; those are said in docs/access.md and docs/http.md.
 DOCUMENTED = frozenset({503, 504})
 
-# Operations that answer 5xx to what they cannot do, by design of SGLang 0.5.21, and why that stays.
+# Operations that answer 5xx to what they cannot do, by design of SGLang 0.5.23, and why that stays.
 EXCEPTIONS: Mapping[str, tuple[frozenset[int], str]] = {}
 # Not called at random, because they would end what the others are tested on.
 NOT_CALLED: Mapping[str, str] = {

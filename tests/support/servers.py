@@ -28,7 +28,7 @@ WEIGHTS_ROUTE = "/update_weights_from_disk"  # off unless it is named
 MAX_ALIVE = 3  # a server takes about 2 GB
 
 TP2_EP2 = ("--tp-size", "2", "--ep-size", "2")
-DP2_EP2 = (*TP2_EP2, "--dp-size", "2", "--enable-dp-attention")
+DP2_EP2 = (*TP2_EP2, "--attn-dp-size", "2")
 
 
 @dataclass(frozen=True)

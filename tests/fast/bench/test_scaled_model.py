@@ -78,4 +78,4 @@ def test_figure6_gives_each_merged_server_a_core_and_woven_its_share(
         "woven": cores,
     }
     assert str(model.merged(1)) in found["a01"].arguments
-    assert ("--enable-dp-attention" in found["woven"].arguments) == (setting == "equal")
+    assert ("--attn-dp-size" in found["woven"].arguments) == (setting == "equal")

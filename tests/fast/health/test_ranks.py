@@ -10,7 +10,7 @@ from sgl_esft import sglang_api
 
 
 def parallel(**fields: int | bool | None) -> SimpleNamespace:
-    one = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1, "enable_dp_attention": False}
+    one = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1, "attn_dp_enabled": False}
     return SimpleNamespace(**{**one, "tp_rank": 0, "pp_rank": 0, "dp_rank": None, **fields})
 
 
@@ -19,9 +19,9 @@ def parallel(**fields: int | bool | None) -> SimpleNamespace:
     [
         ({}, [{}]),
         ({"tp_size": 2}, [{"tp_rank": 0}, {"tp_rank": 1}]),
-        # Under DP attention the replicas are ranks of one TP group.
+        # Under DP attention data parallel ranks are ranks of one TP group.
         (
-            {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            {"tp_size": 2, "attn_dp_enabled": True},
             [{"tp_rank": 0, "dp_rank": 0}, {"tp_rank": 1, "dp_rank": 1}],
         ),
         ({"dp_size": 2}, [{"dp_rank": 0}, {"dp_rank": 1}]),

@@ -95,6 +95,7 @@ def test_pages_and_no_adapters(make: Make) -> None:
         ("--ep-size 2", "--ep-size: --elastic decides"),
         ("--ep-size=2", "--ep-size: --elastic decides"),
         ("--enable-dp-attention", "--enable-dp-attention: --elastic decides"),
+        ("--attn-dp-size 2", "--attn-dp-size: --elastic decides"),
         ("--load-format dummy", "--load-format: --elastic decides"),
         ("--radix-cache-backend x --ep-size 1", "--ep-size, --radix-cache-backend: --elastic"),
         ("--dp-size 9", "--dp-size 9"),

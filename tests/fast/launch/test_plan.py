@@ -255,6 +255,8 @@ def test_an_accelerator_gets_no_cpu_defaults(make: Make, monkeypatch: pytest.Mon
         (FOUR, "--dp-size 2", "1", "4|5"),
         (FOUR, "--dp-size 2 --tp-size 2", "1", "4|5|6|7"),
         (FOUR, "--dp-size 2 --tp-size 2 --enable-dp-attention", "1", "4|5"),
+        (FOUR, "--tp-size 2 --attn-dp-size=2", "1", "4|5"),
+        (FOUR, "--tp-size 1 --dp-size 2 --attn-dp-size 1", "1", "4|5"),
         ({1, 0}, "--tp-size 1", "1", "0"),
         ({1, 0}, "--tp-size 2", "1", "0|1"),
         ({1, 0}, "--tp-size 4", "1", "0|1|0|1"),  # more ranks than cores share them
@@ -400,22 +402,17 @@ def test_mixtral_has_no_dp_attention(make: Make, tmp_path: Path) -> None:
     config = random_base_config("MixtralForCausalLM")
     (tmp_path / "config.json").write_text(json.dumps(config))
     line = f"--model-path {tmp_path} --tp-size 2 --dp-size 2"
-    with pytest.raises(UnsupportedModelError, match="leave --enable-dp-attention out"):
-        make(f"{line} --enable-dp-attention")
+    for flag in ("--enable-dp-attention", "--attn-dp-size 2", "--attn-dp-size=2"):
+        with pytest.raises(UnsupportedModelError, match="leave --attn-dp-size and"):
+            make(f"{line} {flag}")
     assert make(line).config is not None
+    assert make(f"{line} --attn-dp-size 1").config is not None
 
 
 def test_paths_count_from_the_adapter_root(make: Make, root: Path) -> None:
     launch = make("--model-path BASE --adapter-root ROOT/. --esft-adapters math=math")
     assert launch.adapters == {"math": (root / "math").resolve()}
     assert launch.config.adapter_root == str(root.resolve())
-
-
-def test_children_know_data_parallel_launches() -> None:
-    for argv in (["--dp", "2"], ["--dp-size=2"], ["--data-parallel-size", "2"]):
-        assert plan.uses_data_parallel(argv)
-    for argv in (["--tp", "2"], ["--dp-attention"]):
-        assert not plan.uses_data_parallel(argv)
 
 
 def test_flags_are_ours_or_left_to_sglang() -> None:

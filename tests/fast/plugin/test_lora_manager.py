@@ -146,7 +146,7 @@ def test_dp_attention_tags_by_the_gather(root: Path) -> None:
         return torch.cat([torch.tensor([1, -1], dtype=torch.int32), padded])
 
     manager = make_manager(root, gather)
-    assert manager.enable_dp_attention
+    assert manager.attn_dp_enabled
     manager.load_initial([ref(root, "math"), ref(root, "law")])
     current = batch("DECODE", ["id-math"])
     assert tags_after(manager, current, 4) == [1, -1, 0, -1]
@@ -182,7 +182,7 @@ def test_without_dp_attention_all_that_is_tagged_is_tokens(manager: EsftManager)
     manager.heat = steps = Steps()  # type: ignore[assignment]
     manager.prepare_lora_batch(batch("DECODE", ["id-math", None]))
     assert steps.seen == [2]
-    assert not manager.enable_dp_attention
+    assert not manager.attn_dp_enabled
 
 
 def test_the_scheduler_asks_what_fits_and_brings_it_in(manager: EsftManager, root: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_captured_graph_reads_the_tags_of_each_replay(root: Path, num_dp_ranks
     gather = None if num_dp_ranks == 1 else lambda local, _: local.repeat(num_dp_ranks)
     manager = make_manager(root, gather, num_dp_ranks)
     manager.load_initial([ref(root, "math"), ref(root, "law")])
-    manager.init_cuda_graph_batch_info(max_bs_in_cuda_graph=20, num_tokens_per_req=2)
+    manager.init_decode_cuda_graph_batch_info(max_bs_in_cuda_graph=20, num_tokens_per_req=2)
     manager.prepare_lora_batch(batch("DECODE", [None] * 20))
     captured = manager.tags.token_adapter_slots(40 * num_dp_ranks)
     manager.prepare_lora_batch(batch("EXTEND", ["id-math"], extend_seq_lens_cpu=[5000]))
@@ -283,7 +283,11 @@ def asked_for() -> set[str]:
 
     srt = Path(next(iter(sglang.__path__))) / "srt"
     files = [file for part in ("managers", "model_executor") for file in (srt / part).rglob("*.py")]
-    return {n for file in files for n in re.findall(r"\.lora_manager\.(\w+)", file.read_text())}
+    texts = [file.read_text() for file in files]
+    found = {name for text in texts for name in re.findall(r"\.lora_manager\.(\w+)", text)}
+    aliased = [text for text in texts if re.search(r"\bmanager = .*\.lora_manager\n", text)]
+    assert aliased
+    return found | {name for text in aliased for name in re.findall(r"\bmanager\.(\w+)", text)}
 
 
 def test_has_the_face_that_sglang_asks_for(manager: EsftManager) -> None:

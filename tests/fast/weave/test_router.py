@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.shared_experts import SharedExpertsConfig
 
 from sgl_esft.errors import InvariantError, UnsupportedDeviceError, UnsupportedModelError
 from sgl_esft.weave.batch_tags import BatchTags
@@ -104,7 +105,7 @@ def test_padding_tokens_have_no_expert() -> None:
         ({"sqrtsoftplus_log1p": True}, "sqrtsoftplus_log1p True"),
         ({"fused_gate_packed_ids": True}, "fused_gate_packed_ids"),
         ({"top_k": 64}, "64 experts a token"),
-        ({"num_fused_shared_experts": TOP_K}, "num_fused_shared_experts is 4"),
+        ({"shared_experts": SharedExpertsConfig(False, TOP_K)}, "num_fused_shared_experts is 4"),
         ({"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
     ],
 )

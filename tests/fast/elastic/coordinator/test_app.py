@@ -289,7 +289,7 @@ def test_every_route_is_described_and_protected(site: Site) -> None:
     schema = site.client.get("/openapi.json").json()["components"]["schemas"]
     assert schema[body["$ref"].rpartition("/")[2]]["examples"]
     assert site.protected == [route.endpoint.__name__ for route in ROUTES]
-    # As SGLang 0.5.21's access control looks for them: the first route that matches.
+    # As SGLang 0.5.23's access control looks for them: the first route that matches.
     for route in ROUTES:
         scope = {"type": "http", "method": route.method, "path": route.path, "root_path": ""}
         found = [each.matches(scope) for each in site.app.router.routes]

@@ -64,9 +64,9 @@ def test_a_supervisor_is_told_what_its_instance_needs(tmp_path: Path) -> None:
 
 def test_one_rank_has_no_dp_attention() -> None:
     assert supervise.size_argv(1, 32) == (
-        ["--tp-size", "1", "--dp-size", "1", "--max-total-tokens", "32"]
+        ["--tp-size", "1", "--attn-dp-size", "1", "--max-total-tokens", "32"]
     )
-    assert "--enable-dp-attention" in supervise.size_argv(2, 32)
+    assert "--enable-dp-lm-head" in supervise.size_argv(2, 32)
 
 
 def test_sockets_of_an_instance_are_removed_and_no_others(tmp_path: Path) -> None:

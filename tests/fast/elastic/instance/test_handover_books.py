@@ -65,9 +65,7 @@ class Rank:
 
     def match(self, tokens: list[int], extra_key: str | None = None) -> list[int]:
         """Slots of the longest known prefix."""
-        key = RadixKey(array("q", tokens), extra_key)
-        found = self.scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
-        return found.device_indices.tolist()
+        return matched(self.scheduler.tree_cache, RadixKey(array("q", tokens), extra_key))
 
     def check(self) -> None:
         """Used and free slots are all slots, once each, and the KV of every path is its own."""
@@ -88,6 +86,12 @@ class Rank:
     @property
     def allocator(self) -> Any:
         return self.scheduler.token_to_kv_pool_allocator
+
+
+def matched(tree: RadixCache, key: RadixKey) -> list[int]:
+    """Slots of the longest known prefix."""
+    found = tree.match_prefix(MatchPrefixParams(key=key))
+    return tree.path_device_indices(found.last_device_node).tolist()
 
 
 def content(tokens: list[int], position: int, extra_key: str | None) -> Any:
@@ -135,8 +139,7 @@ def test_salts_stay_apart() -> None:
     kv_handover.take_over(new.scheduler, kv_handover.sequences_of(old.scheduler))
     for salt, found in (("mine", [1]), ("yours", [2]), (None, [3]), ("other", [])):
         key = RadixKey(array("q", [5]), None, cache_salt=salt)
-        match = new.scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
-        assert match.device_indices.tolist() == found
+        assert matched(new.scheduler.tree_cache, key) == found
 
 
 def test_what_does_not_fit_is_left_out(old: Rank) -> None:
