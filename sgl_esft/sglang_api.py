@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.layers.dp_attention import (
-    dp_gather_replicate,
-    get_global_dp_buffer_len,
-    get_local_dp_buffer_len,
-)
+from sglang.srt.layers.dp_attention import dp_gather_replicate, dp_slot_in
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
@@ -39,7 +35,7 @@ from sglang.srt.runtime_context import (
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from transformers import PretrainedConfig
 
-from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.errors import InvariantError, UnsupportedModelError
 from sgl_esft.memory.report import KvMemory
 
 # (weights, ids, router logits) -> what SGLang's router hands to the dispatcher
@@ -146,9 +142,19 @@ def num_dp_ranks() -> int:
     return int(get_parallel().attn_dp_size)
 
 
-def dp_buffer_lengths() -> tuple[int, int]:
-    """(rows of this rank, rows of all ranks) of the gather of the batch at hand."""
-    return get_local_dp_buffer_len(), get_global_dp_buffer_len()
+def dp_gather_lengths(forward_batch: Any) -> tuple[int, int]:
+    """(rows of this rank, rows of all ranks) of a batch's gather, padding included.
+
+    By the batch's own counts: SGLang's global ones are set when a graph is captured, which is
+    after its batch was prepared, and never when it is replayed. Raises InvariantError.
+    """
+    counts = forward_batch.global_num_tokens_cpu
+    if counts is None:
+        raise InvariantError(
+            "a batch under DP attention does not say how many tokens each rank has: its "
+            "adapters' tags cannot be gathered"
+        )
+    return int(counts[dp_slot_in(counts)]), int(sum(counts))
 
 
 def adapter_manager(scheduler: Any) -> Any:
