@@ -25,7 +25,9 @@ from sglang.srt.managers.io_struct import (
     ShutdownReq,
     UnloadLoRAAdapterReqInput,
 )
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import (
+    get_context,
     get_exec,
     get_lora,
     get_model,
@@ -89,6 +91,16 @@ def check_dispatcher(dispatcher: Any) -> None:
         )
 
 
+def check_decode_graphs() -> None:
+    """Raises UnsupportedModelError for decode graphs of a kind that weaving was not shown with."""
+    graphs = get_exec().graph.cuda_graph_config
+    if graphs is not None and graphs.decode.backend == Backend.BREAKABLE:
+        raise UnsupportedModelError(
+            "--cuda-graph-backend-decode breakable: weaving was shown with full graphs only; "
+            "leave it out, or use --cuda-graph-backend-decode disabled"
+        )
+
+
 def initial_adapters() -> list[Any]:
     """The LoRARefs of the adapters the server was started with."""
     return list(get_lora().lora_paths or ())
@@ -124,6 +136,17 @@ def make_command_request(command: str) -> Any:
 def make_unload_request(ref: Any) -> Any:
     """SGLang's message that tells every rank to unload an adapter."""
     return UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id)
+
+
+def hide_lora_from_layers() -> None:
+    """From now on this rank's layers read that LoRA is off; its scheduler has read that it is on.
+
+    With LoRA on, SGLang adds up a MoE layer's output at once, because LoRA's own matrices need the
+    sum. A woven layer leaves a partial sum like any other, which may be added up where the next
+    layer begins. Call it when the model has been loaded: while it is, LoRA also keeps w13's rows
+    where adapters are copied to.
+    """
+    get_context().override("sgl_esft.weaving", enable_lora=False)
 
 
 def max_loaded_adapters() -> int | None:

@@ -47,6 +47,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     Raises HookError or an Adapter* error: the server must not start then.
     """
     hook_ledger.verify_required()
+    sglang_api.check_decode_graphs()
     spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
@@ -72,6 +73,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     else:
         source.woven(manager)
     attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat)
+    sglang_api.hide_lora_from_layers()
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
 

@@ -27,9 +27,11 @@ from tests.support import graph_simulator
 
 NUM_STEPS = 3
 TIMEOUT_S = 90.0
+_TWO = ("--tp-size", "2", "--ep-size", "2")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one rank": (),
-    "two ranks": ("--tp-size", "2", "--dp-size", "2", "--ep-size", "2", "--enable-dp-attention"),
+    "TP2": _TWO,
+    "DP2": (*_TWO, "--dp-size", "2", "--enable-dp-attention"),
 }
 Seen = list[dict[str, Any]]
 
@@ -65,6 +67,8 @@ class Witness:
 
     @property
     def result(self) -> dict[str, Any]:
+        from sglang.srt.layers.moe import post_experts_sum_is_one_all_reduce
+
         graphs = self.rank.graphs.backend._graphs.values()
         operators = [name for graph in graphs for name in graph.operators]
         return {
@@ -72,6 +76,7 @@ class Witness:
             "replays": sum(graph.num_replays for graph in graphs),
             "reroutes": sum("reroute" in name for name in operators),
             "collectives": sum("c10d" in name for name in operators),
+            "defers_sums": post_experts_sum_is_one_all_reduce(),
         }
 
 
@@ -103,7 +108,16 @@ _SHARED: tuple[tuple[str, tuple[str | None, ...], tuple[str | None, ...]], ...] 
 )
 
 
-def two_ranks(folder: Path, rank: Rank, tp_rank: int) -> Any:
+def tensor_parallel(folder: Path, rank: Rank, tp_rank: int) -> Any:
+    """The same batch on both ranks, each with half of the experts."""
+    witness = Witness(rank)
+    rank.load("math", str(folder / "math"))
+    rank.load("law", str(folder / "law"))
+    witness.steps("two adapters and the base", ["math", None, "law"])
+    return witness.result
+
+
+def data_parallel(folder: Path, rank: Rank, tp_rank: int) -> Any:
     """Batches of different lengths, also of none; then another adapter in a place."""
     witness = Witness(rank)
     rank.load("math", str(folder / "math"))
@@ -118,7 +132,8 @@ def two_ranks(folder: Path, rank: Rank, tp_rank: int) -> Any:
 
 SCENARIOS: dict[str, Callable[[Path, Rank, int], Any]] = {
     "one rank": one_rank,
-    "two ranks": two_ranks,
+    "TP2": tensor_parallel,
+    "DP2": data_parallel,
 }
 
 

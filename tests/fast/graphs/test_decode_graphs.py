@@ -60,7 +60,7 @@ def one_step_of(rank: Seen, name: str) -> torch.Tensor:
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "two ranks"])
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "DP2"])
 def test_every_replay_answers_as_the_eager_step(
     seen: Mapping[str, list[Seen]], layout: str
 ) -> None:
@@ -93,7 +93,7 @@ def test_adapters_that_came_after_the_capture_change_what_a_replay_answers(
 
 def test_idle_ranks_are_part_of_the_gather(seen: Mapping[str, list[Seen]]) -> None:
     """A rank without a request replays with the other; requests answer as on one rank alone."""
-    first, second = seen["two ranks"]
+    first, second = seen["DP2"]
     numbers = [
         (a["num_requests"], b["num_requests"])
         for a, b in zip(first["steps"], second["steps"], strict=True)
@@ -107,7 +107,16 @@ def test_idle_ranks_are_part_of_the_gather(seen: Mapping[str, list[Seen]]) -> No
 
 def test_rerouting_and_the_gather_are_in_the_graphs(seen: Mapping[str, list[Seen]]) -> None:
     """Three graphs of two MoE layers."""
-    assert [rank["reroutes"] for rank in seen["one rank"]] == [6]
-    for rank in seen["two ranks"]:
-        assert rank["reroutes"] == 6
-        assert rank["collectives"] > 0
+    ranks = [rank for layout in seen.values() for rank in layout]
+    assert [rank["reroutes"] for rank in ranks] == [6] * 5
+    assert [rank["collectives"] > 0 for rank in ranks] == [False] + [True] * 4
+
+
+def test_ranks_add_up_a_layer_where_plain_sglang_does(seen: Mapping[str, list[Seen]]) -> None:
+    """LoRA's place is open, and layers do not see it."""
+    (alone,) = seen["one rank"]
+    for rank in seen["TP2"]:
+        assert rank["defers_sums"]
+        found = one_step_of(rank, "two adapters and the base")
+        expected = one_step_of(alone, "two adapters and the base")
+        assert (found - expected).abs().max() < ROUNDING
