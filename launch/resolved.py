@@ -34,6 +34,7 @@ WEAVING: tuple[Needed, ...] = (
     Needed("enable_lora_overlap_loading", (False, None), "adapters have a loader of their own"),
     Needed("quantization", (None,), "only unquantised experts can be woven"),
     Needed("pp_size", (1,), "a pipeline stage has only some of the MoE layers"),
+    Needed("enable_torch_compile", (False, None), "rerouting in a compiled model was not shown"),
 )
 _FILLS_ALL = "it reads or writes every slot, also those without memory: --expert-memory padded"
 VIRTUAL: tuple[Needed, ...] = (

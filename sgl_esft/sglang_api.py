@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.layers.dp_attention import (
-    dp_gather_replicate,
-    get_global_dp_buffer_len,
-    get_local_dp_buffer_len,
-)
+from sglang.srt.layers.dp_attention import dp_gather_replicate, dp_slot_in
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
@@ -29,7 +25,9 @@ from sglang.srt.managers.io_struct import (
     ShutdownReq,
     UnloadLoRAAdapterReqInput,
 )
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import (
+    get_context,
     get_exec,
     get_lora,
     get_model,
@@ -39,7 +37,7 @@ from sglang.srt.runtime_context import (
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from transformers import PretrainedConfig
 
-from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.errors import InvariantError, UnsupportedModelError
 from sgl_esft.memory.report import KvMemory
 
 # (weights, ids, router logits) -> what SGLang's router hands to the dispatcher
@@ -93,6 +91,16 @@ def check_dispatcher(dispatcher: Any) -> None:
         )
 
 
+def check_decode_graphs() -> None:
+    """Raises UnsupportedModelError for decode graphs of a kind that weaving was not shown with."""
+    graphs = get_exec().graph.cuda_graph_config
+    if graphs is not None and graphs.decode.backend == Backend.BREAKABLE:
+        raise UnsupportedModelError(
+            "--cuda-graph-backend-decode breakable: weaving was shown with full graphs only; "
+            "leave it out, or use --cuda-graph-backend-decode disabled"
+        )
+
+
 def initial_adapters() -> list[Any]:
     """The LoRARefs of the adapters the server was started with."""
     return list(get_lora().lora_paths or ())
@@ -130,6 +138,17 @@ def make_unload_request(ref: Any) -> Any:
     return UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id)
 
 
+def hide_lora_from_layers() -> None:
+    """From now on this rank's layers read that LoRA is off; its scheduler has read that it is on.
+
+    With LoRA on, SGLang adds up a MoE layer's output at once, because LoRA's own matrices need the
+    sum. A woven layer leaves a partial sum like any other, which may be added up where the next
+    layer begins. Call it when the model has been loaded: while it is, LoRA also keeps w13's rows
+    where adapters are copied to.
+    """
+    get_context().override("sgl_esft.weaving", enable_lora=False)
+
+
 def max_loaded_adapters() -> int | None:
     """--max-loaded-loras."""
     limit = get_lora().max_loaded_loras
@@ -146,9 +165,19 @@ def num_dp_ranks() -> int:
     return int(get_parallel().attn_dp_size)
 
 
-def dp_buffer_lengths() -> tuple[int, int]:
-    """(rows of this rank, rows of all ranks) of the gather of the batch at hand."""
-    return get_local_dp_buffer_len(), get_global_dp_buffer_len()
+def dp_gather_lengths(forward_batch: Any) -> tuple[int, int]:
+    """(rows of this rank, rows of all ranks) of a batch's gather, padding included.
+
+    By the batch's own counts: SGLang's global ones are set when a graph is captured, which is
+    after its batch was prepared, and never when it is replayed. Raises InvariantError.
+    """
+    counts = forward_batch.global_num_tokens_cpu
+    if counts is None:
+        raise InvariantError(
+            "a batch under DP attention does not say how many tokens each rank has: its "
+            "adapters' tags cannot be gathered"
+        )
+    return int(counts[dp_slot_in(counts)]), int(sum(counts))
 
 
 def adapter_manager(scheduler: Any) -> Any:

@@ -26,7 +26,7 @@ from sgl_esft.plugin import heat_hooks, runner_core
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
 from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.adapter_pages import bound_pages
-from sgl_esft.weave.batch_tags import PADDING, BatchTags
+from sgl_esft.weave.batch_tags import PADDING, BatchTags, staged
 from sgl_esft.weave.heat import HeatSampler
 from sgl_esft.weave.moe_layer import WovenLayer
 from sgl_esft.weave.plane import AdapterPlane
@@ -47,6 +47,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     Raises HookError or an Adapter* error: the server must not start then.
     """
     hook_ledger.verify_required()
+    sglang_api.check_decode_graphs()
     spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
@@ -72,6 +73,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     else:
         source.woven(manager)
     attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat)
+    sglang_api.hide_lora_from_layers()
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
 
@@ -187,11 +189,12 @@ def _gather_tags() -> GatherTags:
     """Gather the ranks' tags by the very function that gathers their hidden states."""
 
     def gather(local: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-        num_local, num_global = sglang_api.dp_buffer_lengths()
+        num_local, num_global = sglang_api.dp_gather_lengths(forward_batch)
         # Zero is what the gather fills gaps with, so a tag travels as its distance from PADDING.
         shifted = torch.zeros((num_local, 1), dtype=torch.float32)
         shifted[: local.shape[0], 0] = local.to(torch.float32) - PADDING
-        shifted = shifted.to(forward_batch.input_ids.device)
+        device = forward_batch.input_ids.device
+        shifted = staged(shifted, device).to(device, non_blocking=True)
         gathered = shifted.new_zeros((num_global, 1))
         sglang_api.dp_gather(gathered, shifted, forward_batch)
         return (gathered[:, 0] + PADDING).to(torch.int32)

@@ -59,7 +59,7 @@ class BatchTags:
         elif num_tokens < self._num_tokens:
             buffer[num_tokens : self._num_tokens].fill_(BASE)
         self._begin(buffer, num_tokens)
-        _copy(self._view, tags)
+        self._view.copy_(staged(tags, self._view.device), non_blocking=True)
 
     def reset(self) -> None:
         """Every token is base."""
@@ -105,8 +105,9 @@ def _capacity(buffer: torch.Tensor) -> int:
     return buffer.shape[0] - MAX_PADDING_ROWS
 
 
-def _copy(to: torch.Tensor, tags: torch.Tensor) -> None:
-    """From pageable memory a copy would wait for the device, and the scheduler with it."""
-    if tags.device != to.device:
-        tags = tags.pin_memory()
-    to.copy_(tags, non_blocking=True)
+def staged(tags: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tags` where a copy to the device does not wait for it, and the scheduler with it.
+
+    From pageable memory it would.
+    """
+    return tags if tags.device == device else tags.pin_memory()

@@ -65,6 +65,7 @@ def test_sglangs_lora_flags(family: Family, refuse: Refuse) -> None:
         (("--page-size", "16"), "--page-size"),
         (("--quantization", "fp8"), "--quantization"),
         (("--load-format", "dummy"), "--load-format"),
+        (("--enable-torch-compile",), "--enable-torch-compile"),
     ],
 )
 def test_what_sglang_resolves_is_checked(

@@ -1,14 +1,11 @@
-"""What a captured graph reads stays where it is: adapters come and go between its replays.
+"""Rerouting in a graph: adapters come and go between its replays, and nothing is captured again.
 
-    capture: [tags, map, topk_ids, out] by address -> replays with the contents of the moment
-
-A CUDA graph repeats a kernel with the addresses it was captured with. Here the same operator is
-called again with the tensors of its first call, which is all a graph does with it.
+A layer of SGLang's face and ours, of one rank and of a rank with half of the experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,27 +21,16 @@ from tests.fast.layer.test_woven_layer import (
     TUNED,
     WIDTH,
 )
+from tests.support.graph_simulator import installed
 from tests.support.random_layers import FakeFusedMoE, RandomExperts, Rank, share_of
 
 BATCH = 12
 
 
-class Graph:
-    """A reroute kernel that was captured once."""
-
-    def __init__(self, topk_ids: torch.Tensor) -> None:
-        self.topk_ids = topk_ids  # a graph's input lies in a buffer of its own
-        self.slot_ids = torch.empty_like(topk_ids)
-        self._kernel = load_reroute("fused", torch.device("cpu"))
-        self._captured: tuple[torch.Tensor, ...] = ()
-
-    def capture(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Stands where the rerouter calls its kernel."""
-        self._captured = tensors
-        return self._kernel(*tensors, out=self.slot_ids)
-
-    def replay(self) -> torch.Tensor:
-        return self._kernel(*self._captured, out=self.slot_ids)
+@pytest.fixture(autouse=True)
+def simulated() -> Iterator[None]:
+    with installed():
+        yield
 
 
 @pytest.fixture(params=[Rank(), Rank(ep_size=2, ep_rank=1)], ids=str)
@@ -52,21 +38,25 @@ def rank(request: pytest.FixtureRequest) -> Rank:
     return request.param
 
 
-def test_adapters_come_and_go_without_a_new_capture(rank: Rank) -> None:
+@pytest.mark.parametrize("kind", ["fused", "unfused"])
+def test_adapters_come_and_go_without_a_new_capture(rank: Rank, kind: str) -> None:
     experts = RandomExperts.draw(NUM_EXPERTS, HIDDEN, WIDTH, 0, torch.float32)
     woven = FakeFusedMoE(experts, rank, max_adapters=MAX_ADAPTERS, max_experts=MAX_EXPERTS).woven()
     tags = BatchTags(BATCH, "cpu")
-    graph = Graph(torch.randint(NUM_EXPERTS, (BATCH, 3), dtype=torch.int32))
-    Rerouter(woven.expert_map, tags, graph.capture)(graph.topk_ids)
+    topk_ids = torch.randint(NUM_EXPERTS, (BATCH, 3), dtype=torch.int32)
+    captured = Rerouter(woven.expert_map, tags, load_reroute(kind, torch.device("cpu")))
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        slot_ids = captured(topk_ids)
     eager = Rerouter(woven.expert_map, tags, reroute_unfused)
-    seen = [graph.slot_ids.clone()]
+    seen = [slot_ids.clone()]
 
     def replays_as(change: Callable[[], None]) -> None:
         change()
-        graph.topk_ids.copy_(torch.randint(NUM_EXPERTS, (BATCH, 3), dtype=torch.int32))
-        expected = eager(graph.topk_ids)
-        assert torch.equal(graph.replay(), expected)
-        seen.append(expected)
+        topk_ids.copy_(torch.randint(NUM_EXPERTS, (BATCH, 3), dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(slot_ids, eager(topk_ids))
+        seen.append(slot_ids.clone())
 
     def tag(*slots: int) -> None:
         tags.set(torch.tensor(slots, dtype=torch.int32))
