@@ -132,7 +132,9 @@ def _check_devices(options: ElasticOptions, backend: str) -> None:
             "where a device can have a second memory worker"
         )
     if backend == "cuda" and options.max_devices > (seen := num_cuda_devices()):
-        raise ElasticConfigError(f"--max-devices {options.max_devices}: torch sees {seen}; lower it")
+        raise ElasticConfigError(
+            f"--max-devices {options.max_devices}: torch sees {seen}; lower it"
+        )
 
 
 def _check_shown(options: ElasticOptions, device: str) -> None:

@@ -67,7 +67,12 @@ WEAVING: tuple[Needed, ...] = (
     Needed("init_expert_location", ("trivial", None), _OWN_IDS),
     Needed("ep_dispatch_algorithm", (None,), _OWN_IDS),
     Needed("elastic_ep_backend", (None,), f"{_OWN_IDS}; --elastic is another thing"),
-    Needed("ep_join_mode", (None,), f"{_OWN_IDS}; --elastic is another thing"),
+    Needed(
+        "ep_join_mode",
+        (None,),
+        f"{_OWN_IDS}; --elastic is another thing",
+        flag="--elastic-ep-join-mode",
+    ),
     Needed("max_ep_size", (None,), f"{_OWN_IDS}; --elastic is another thing"),
     *_off("enable_eplb", "enable_elastic_expert_backup", "enable_waterfill", reason=_OWN_IDS),
     Needed("kt_weight_path", (None,), "KTransformers computes experts by their own ids"),
@@ -113,7 +118,9 @@ WEAVING: tuple[Needed, ...] = (
     Needed("dcp_size", (1,), _PARALLEL),
     Needed("dwdp_size", (1,), _PARALLEL),
     *_off("enable_prefill_cp", reason=_PARALLEL),
-    *_off("enable_kv_cache_sharding", "enable_cp_tp_group_sharing", reason=_PARALLEL, since="0.5.23"),
+    *_off(
+        "enable_kv_cache_sharding", "enable_cp_tp_group_sharing", reason=_PARALLEL, since="0.5.23"
+    ),
     # The prefix cache: KV of one adapter is never another's.
     *_off(
         "enable_hierarchical_cache",
@@ -132,7 +139,6 @@ WEAVING: tuple[Needed, ...] = (
     Needed("startup_weight_load_mode", ("serial",), _LOADERS),
     *_off("enable_lora_overlap_loading", reason="adapters have a loader of their own"),
     *_off("lora_use_virtual_experts", reason="ESFT adapters take LoRA's place"),
-    Needed("tokenizer_worker_num", (1,), "adapter names are resolved in one process"),
 )
 _FILLS_ALL = "it reads or writes every slot, also those without memory"
 _PADDED = "use --expert-memory padded"

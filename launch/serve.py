@@ -47,7 +47,7 @@ def resolve(launch: LaunchPlan, also: tuple[resolved.Needed, ...] = ()) -> objec
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args([*access.argv_of(launch.access), *launch.sglang_argv])
-    needed = (*_needed(launch), *also)
+    needed = (*also, *_needed(launch))
     resolved.check_given(server_args, needed)
     if launch.config is not None:
         resolved.check_given(server_args, resolved.of_adapters(launch.config, launch.adapters))
