@@ -26,8 +26,9 @@ from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.http.routes import Endpoint, ErrorAnswers, Route, add_routes
 from sgl_esft.memory import metrics
+from sgl_esft.support import ELASTIC_DEVICES
 from sgl_esft.weave.expert_memory import choose_page_bytes
-from sgl_esft_launch import flags, observe, plan, serve
+from sgl_esft_launch import flags, observe, plan, resolved, serve
 from sgl_esft_launch.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _ENGINE_ENVIRONMENT = {"SGLANG_SHARED_EXPERT_TP1": "1"}
 _SAME_AT_ANY_SIZE = frozenset(
     {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"}
 )
+_BACKENDS = {"cpu": "host", "npu": "acl", "cuda": "cuda"}
 _ACCELERATOR_PAGE_BYTES = 2 << 20  # the least that CUDA and Ascend map
 _SET_PER_INSTANCE = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND")
 
@@ -86,6 +88,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     spec = read_moe_spec(Path(launch.model_path))
     _check_model(spec, options)
     backend = choose_backend()
+    _check_shown(options, launch.device)
     _check_devices(options, backend)
     return ElasticPlan(
         options=options,
@@ -105,12 +108,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
 
 def choose_backend() -> str:
     """sgl_vmm's backend for this machine's devices: host, acl or cuda."""
-    if platform.is_active():
-        return "host"
-    import torch
-
-    npu = getattr(torch, "npu", None)
-    return "acl" if npu is not None and npu.is_available() else "cuda"
+    return _BACKENDS[plan.device_type()]
 
 
 def num_cuda_devices() -> int:
@@ -133,10 +131,26 @@ def _check_devices(options: ElasticOptions, backend: str) -> None:
             "--scale-strategy colocated, --ablate no_shared_allocator: for the CPU platform only, "
             "where a device can have a second memory worker"
         )
-    num_devices = 1 if backend == "acl" else num_cuda_devices()
-    if options.max_devices > num_devices:
-        reason = "Ascend has one so far" if backend == "acl" else f"torch sees {num_devices}"
-        raise ElasticConfigError(f"--max-devices {options.max_devices}: {reason}; lower it")
+    if backend == "cuda" and options.max_devices > (seen := num_cuda_devices()):
+        raise ElasticConfigError(
+            f"--max-devices {options.max_devices}: torch sees {seen}; lower it"
+        )
+
+
+def _check_shown(options: ElasticOptions, device: str) -> None:
+    """Scaling is refused where it was not shown (sgl_esft/support.py)."""
+    most = ELASTIC_DEVICES[device]
+    if most is None or options.max_devices <= most:
+        return
+    if most == 0:
+        raise ElasticConfigError(
+            f"--elastic cannot be used on a device of type {device}: it was not shown there; "
+            "leave it out, or set ESFT_PLATFORM=cpu"
+        )
+    raise ElasticConfigError(
+        f"--max-devices {options.max_devices} cannot be used: on {device}, scaling was not shown "
+        f"on more than {most}; use --max-devices {most}, or set ESFT_PLATFORM=cpu"
+    )
 
 
 def _check_model(spec: MoeSpec, options: ElasticOptions) -> None:
@@ -222,6 +236,7 @@ def _serve(planned: ElasticPlan) -> int:
     from sgl_elastic.front.sglang_wire import SglangWire
 
     try:
+        server_args = serve.resolve(launch, resolved.ELASTIC)
         runtime = Runtime(
             planned.options,
             SglangWire(),
@@ -233,13 +248,12 @@ def _serve(planned: ElasticPlan) -> int:
             page_bytes=planned.page_bytes,
             backend=planned.backend,
         )
-    except ElasticError as error:
+    except (EsftError, ElasticError) as error:
         return _refuse(error)
     try:
         front_hooks.use(runtime)
         hook_ledger.install(front_hooks.FRONT_HOOKS)
         hook_ledger.verify_required()
-        server_args = serve.resolve(launch)
         serve.say(
             f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
         )

@@ -18,6 +18,8 @@ from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.platform.device_ledger import DeviceLedger
 from sgl_esft.ports import check_port_free
+from sgl_esft.support import WEAVING_DEVICES
+from sgl_esft_launch import resolved
 from sgl_esft_launch.access import AccessPlan, plan_access
 from sgl_esft_launch.flags import LaunchFlags
 from sgl_esft_launch.health import HealthFlags
@@ -29,14 +31,12 @@ _REFUSED_SGLANG_FLAGS = {
     "--enable-lora": "ESFT adapters take LoRA's place",
     "--lora-paths": "name ESFT adapters by --esft-adapters",
     "--lora-backend": "ESFT adapters take LoRA's place",
-    "--enable-lora-overlap-loading": "ESFT adapters are loaded by their own manager",
-    "--enable-eplb": "the expert map is in the model's own expert ids, EPLB moves them",
     "--ep-num-redundant-experts": "the expert map is in the model's own expert ids",
     "--init-expert-location": "the expert map is in the model's own expert ids",
     "--speculative-algorithm": "draft models are not woven",
-    "--enable-two-batch-overlap": "the batch's adapter tags are not split",
     "--tokenizer-worker-num": "adapter names are resolved in one tokenizer process",
     "--moe-a2a-backend": "weaving works with SGLang's standard dispatcher",
+    **resolved.switches(resolved.WEAVING),
 }
 
 # SGLang has deprecated it: it makes --dp-size what --attn-dp-size is.
@@ -69,6 +69,7 @@ class LaunchPlan:
     sglang_argv: tuple[str, ...]
     environment: Mapping[str, str]  # set where the user has not
     device_environment: Mapping[str, str]  # set whatever the user has
+    device: str  # as torch calls it: cpu, cuda, npu; rocm
     host: str
     port: int
     access: AccessPlan
@@ -86,7 +87,9 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     model_path = flags.model_path or str(zoo.base_path())
     adapters = _named_adapters(flags)
     config = None
+    device = device_type()
     if flags.weave:
+        _check_device(device)
         spec = base_spec(model_path)
         _check_parallelism(spec, sglang_argv)
         _check_schedule(flags, sglang_argv)
@@ -105,6 +108,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         ),
         environment=platform_environment(_num_ranks(flags, sglang_argv)),
         device_environment=device_environment,
+        device=device,
         host=flags.host,
         port=flags.port,
         access=access,
@@ -132,7 +136,29 @@ def _refuse(sglang_argv: Sequence[str], weave: bool) -> None:
     for arg in sglang_argv:
         reason = _REFUSED_SGLANG_FLAGS.get(arg.split("=")[0])
         if weave and reason is not None:
-            raise ConfigError(f"{arg.split('=')[0]} cannot be used while weaving: {reason}")
+            name = arg.split("=")[0]
+            raise ConfigError(f"{name} cannot be used while weaving: {reason}; leave it out")
+
+
+def device_type() -> str:
+    """What engines of this machine run on: cpu (the CPU platform), npu, rocm or cuda."""
+    if platform.is_active():
+        return "cpu"
+    import torch
+
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        return "npu"
+    return "cuda" if torch.version.hip is None else "rocm"
+
+
+def _check_device(device: str) -> None:
+    if device not in WEAVING_DEVICES:
+        raise ConfigError(
+            f"a device of type {device} cannot be used: weaving was not shown on it "
+            f"(docs/{'ascend' if device == 'npu' else 'cuda'}.md); ESFT_PLATFORM=cpu takes the "
+            "CPU, --no-esft serves the base model as plain SGLang does"
+        )
 
 
 def _check_sizes(flags: LaunchFlags) -> None:

@@ -1,67 +1,241 @@
-"""What SGLang made of the arguments, held against what weaving can work with.
+"""What SGLang made of the arguments, held against what was shown to work.
 
-    plan.py refuses flags by their names -> SGLang parses -> [check_resolved] -> start
+    plan.py refuses flags by their names -> SGLang parses -> [check] -> resolves -> [check] -> start
 
 A flag can also arrive abbreviated, in a --config file, or as a default that
-depends on the model, so the values count.
+depends on the model and the device, so the values count. They are looked at
+twice: what SGLang itself would fail on is still called by its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from sgl_esft.config import EsftConfig
 from sgl_esft.errors import ConfigError
+from sgl_esft.support import MOE_BACKENDS
 
 
 @dataclass(frozen=True)
 class Needed:
-    """One of SGLang's resolved arguments and the values that are allowed."""
+    """One of SGLang's arguments and the values that are allowed."""
 
-    field: str
+    field: str  # with a dot: of a record that only resolving makes
     allowed: tuple[object, ...]
     reason: str
+    remedy: str = "leave it out"
+    flag: str = ""  # where it is not the field's name
+    since: str = ""  # the first SGLang that has the field; before it there is nothing to refuse
 
+    @property
+    def is_of_resolving(self) -> bool:
+        return "." in self.field
+
+    @property
+    def is_switch(self) -> bool:
+        return self.allowed == (False, None)
+
+    @property
+    def name(self) -> str:
+        """The flag as it is written on a command line."""
+        return self.flag or "--" + self.field.replace("_", "-")
+
+
+def _off(*fields: str, reason: str, since: str = "") -> tuple[Needed, ...]:
+    """Switches that must stay off, all for one reason."""
+    return tuple(Needed(field, (False, None), reason, since=since) for field in fields)
+
+
+def switches(needed: Iterable[Needed]) -> dict[str, str]:
+    """flag -> reason, of those that take no value: plan.py refuses them before SGLang is loaded."""
+    return {need.name: need.reason for need in needed if need.is_switch and not need.since}
+
+
+_OWN_IDS = "the expert map is in the model's own expert ids"
+_NO_TIERS = "that another cache than SGLang's radix cache keeps adapters apart was not shown"
+_PARALLEL = "weaving was shown under TP, EP and DP attention only"
+_LOADERS = "expert weights are created, filled and bound by SGLang's own loader only"
 
 WEAVING: tuple[Needed, ...] = (
-    Needed("enable_eplb", (False, None), "the expert map is in the model's own expert ids"),
-    Needed("ep_num_redundant_experts", (0, None), "the expert map is in the model's own ids"),
-    Needed("init_expert_location", ("trivial", None), "the expert map is in the model's own ids"),
-    Needed("ep_dispatch_algorithm", (None,), "the expert map is in the model's own expert ids"),
-    Needed("speculative_algorithm", (None,), "draft models are not woven"),
-    Needed("enable_two_batch_overlap", (False, None), "the batch's adapter tags are not split"),
-    Needed("tokenizer_worker_num", (1,), "adapter names are resolved in one process"),
     Needed("moe_a2a_backend", ("none", None), "weaving needs SGLang's standard dispatcher"),
-    Needed("enable_lora_overlap_loading", (False, None), "adapters have a loader of their own"),
     Needed("quantization", (None,), "only unquantised experts can be woven"),
+    Needed("model_impl", ("auto", "sglang"), "only SGLang's own models have layers to weave"),
+    # Which experts there are, and where.
+    Needed("ep_num_redundant_experts", (0, None), _OWN_IDS),
+    Needed("init_expert_location", ("trivial", None), _OWN_IDS),
+    Needed("ep_dispatch_algorithm", (None,), _OWN_IDS),
+    Needed("elastic_ep_backend", (None,), f"{_OWN_IDS}; --elastic is another thing"),
+    Needed(
+        "ep_join_mode",
+        (None,),
+        f"{_OWN_IDS}; --elastic is another thing",
+        flag="--elastic-ep-join-mode",
+    ),
+    Needed("max_ep_size", (None,), f"{_OWN_IDS}; --elastic is another thing"),
+    *_off("enable_eplb", "enable_elastic_expert_backup", "enable_waterfill", reason=_OWN_IDS),
+    Needed("kt_weight_path", (None,), "KTransformers computes experts by their own ids"),
+    *_off("enable_paged_experts", reason="it moves experts between slots", since="0.5.23"),
+    Needed("expert_distribution_recorder_mode", (None,), "GET /v1/heat counts woven experts"),
+    *_off("enable_return_routed_experts", reason="which ids woven layers return was not shown"),
+    *_off("enable_fused_moe_sum_all_reduce", reason="it replaces the end of the Triton experts"),
+    *_off(
+        "enable_nvidia_megakernel",
+        "enable_amd_monokernel",
+        reason="it replaces the MoE layers",
+        since="0.5.23",
+    ),
+    # Which batch the tags are of.
+    *_off(
+        "enable_two_batch_overlap",
+        "enable_single_batch_overlap",
+        reason="the batch's adapter tags are not split",
+    ),
+    *_off("enable_pdmux", reason="it runs two batches at a time, and tags are of one"),
+    Needed("speculative_algorithm", (None,), "draft models are not woven"),
+    Needed("decoupled_spec_role", ("null", None), "draft models are not woven"),
+    Needed("dllm_algorithm", (None,), "weaving in diffusion models was not shown"),
+    *_off(
+        "enable_layernorm_sp",
+        "enable_attn_tp_input_scattered",
+        reason="tags are gathered as hidden states are without it",
+    ),
+    # Graphs.
+    Needed(
+        "cuda_graph_config.decode.backend",
+        ("full", "disabled"),
+        "rerouting was shown in whole decode graphs only",
+        "use full, or disabled",
+        flag="--cuda-graph-backend-decode",
+    ),
+    *_off("enable_torch_compile", reason="it replaces the MoE layers by code without slots"),
+    # Ranks.
     Needed("pp_size", (1,), "a pipeline stage has only some of the MoE layers"),
-    Needed("enable_torch_compile", (False, None), "rerouting in a compiled model was not shown"),
+    Needed("nnodes", (1,), "adapters were not loaded on several nodes yet"),
+    Needed("moe_dp_size", (1,), _PARALLEL),
+    Needed("attn_cp_size", (1,), _PARALLEL),
+    Needed("dcp_size", (1,), _PARALLEL),
+    Needed("dwdp_size", (1,), _PARALLEL),
+    *_off("enable_prefill_cp", reason=_PARALLEL),
+    *_off(
+        "enable_kv_cache_sharding", "enable_cp_tp_group_sharing", reason=_PARALLEL, since="0.5.23"
+    ),
+    # The prefix cache: KV of one adapter is never another's.
+    *_off(
+        "enable_hierarchical_cache",
+        "enable_hisparse",
+        "enable_lmcache",
+        "enable_flexkv",
+        "enable_unified_cache_external_linker",
+        "enable_session_radix_cache",
+        reason=_NO_TIERS,
+    ),
+    Needed("hicache_storage_backend", (None,), _NO_TIERS),
+    Needed("radix_cache_backend", (None,), _NO_TIERS),
+    # Where weights and adapters come from.
+    Needed("custom_weight_loader", (None, []), _LOADERS),
+    Needed("weight_cache_mode", ("off",), _LOADERS),
+    Needed("startup_weight_load_mode", ("serial",), _LOADERS),
+    *_off("enable_lora_overlap_loading", reason="adapters have a loader of their own"),
+    *_off("lora_use_virtual_experts", reason="ESFT adapters take LoRA's place"),
 )
-_FILLS_ALL = "it reads or writes every slot, also those without memory: --expert-memory padded"
+_FILLS_ALL = "it reads or writes every slot, also those without memory"
+_PADDED = "use --expert-memory padded"
 VIRTUAL: tuple[Needed, ...] = (
     Needed(
         "load_format",
         ("auto", "safetensors", "fastsafetensors", "pt", "npcache", "mistral"),
         _FILLS_ALL,
+        _PADDED,
     ),
-    Needed("cpu_offload_gb", (0,), _FILLS_ALL),
-    Needed("offload_group_size", (-1, 0), _FILLS_ALL),
-    Needed("enable_memory_saver", (False,), "expert pages are not the memory saver's"),
-    Needed("enable_weights_cpu_backup", (False,), _FILLS_ALL),
+    Needed("cpu_offload_gb", (0,), _FILLS_ALL, _PADDED),
+    Needed("offload_group_size", (-1, 0), _FILLS_ALL, _PADDED),
+    *_off("enable_memory_saver", reason="expert pages are not the memory saver's"),
+    Needed("enable_weights_cpu_backup", (False,), _FILLS_ALL, _PADDED),
+    Needed(
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
+        (False,),
+        _FILLS_ALL,
+        _PADDED,
+    ),
+)
+_KV_ROWS = "KV is handed over as rows of the model's own type, in pools as SGLang makes them"
+_ITS_OWN = "--elastic decides that itself"
+ELASTIC: tuple[Needed, ...] = (
+    Needed("kv_cache_dtype", ("auto",), _KV_ROWS),
+    Needed("page_size", (1, None), _KV_ROWS),
+    *_off(
+        "enable_unified_memory",
+        "enable_page_major_kv_layout",
+        "prefill_only_disable_kv_cache",
+        reason=_KV_ROWS,
+    ),
+    Needed("load_format", ("auto",), _ITS_OWN),
+    Needed("tp_size", (1,), "elastic ranks have TP 1"),
+    Needed("ep_size", (1,), _ITS_OWN),
+    *_off("enable_dp_attention", reason=_ITS_OWN),
+    *_off("enable_streaming_session", reason="sessions are not handed over"),
 )
 SERVER: tuple[Needed, ...] = (
-    Needed("smg_grpc_mode", (False, None), "adapters are named over HTTP"),
-    Needed("encoder_only", (False, None), "there are no experts in an encoder"),
-    Needed("use_ray", (False, None), "SGLang's Ray server is another program"),
+    *_off("smg_grpc_mode", reason="adapters are named over HTTP"),
+    *_off("encoder_only", reason="there are no experts in an encoder"),
+    *_off("use_ray", reason="SGLang's Ray server is another program"),
+    Needed("detokenizer_worker_num", (1,), "GET /readyz watches one detokenizer"),
 )
 CPU: tuple[Needed, ...] = (
     Needed("page_size", (1, None), "SGLang's paged KV allocator is a kernel for accelerators"),
 )
 
 
-def check_resolved(arguments: object, needed: tuple[Needed, ...]) -> None:
+def of_device(device: str) -> tuple[Needed, ...]:
+    """What weaving needs where the launcher has found this device: cpu, cuda or npu."""
+    backends = tuple(sorted(MOE_BACKENDS[device]))
+    return (
+        Needed(
+            "device",
+            (device, None),
+            f"this machine was found to have {device}, and there is no other launch of it",
+            "leave it out; ESFT_PLATFORM=cpu takes the CPU",
+        ),
+        Needed(
+            "moe_runner_backend",
+            ("auto", *backends),
+            f"on {device} weaving was not shown with it",
+            "use --moe-runner-backend triton",
+        ),
+    )
+
+
+def of_adapters(config: EsftConfig, adapters: Mapping[str, Path]) -> tuple[Needed, ...]:
+    """LoRA's place as the launcher opens it, in arguments that are parsed and not resolved."""
+    paths = [f"{name}={path}" for name, path in adapters.items()]
+    reason = "ESFT adapters take LoRA's place"
+    return (
+        Needed("enable_lora", (True,), reason),
+        Needed("lora_paths", (paths or None,), reason, "name adapters by --esft-adapters"),
+        Needed("max_loras_per_batch", (config.max_adapters,), reason, "write --max-adapters"),
+    )
+
+
+def check_given(arguments: object, needed: Iterable[Needed]) -> None:
+    """As `check_resolved`, of arguments that SGLang has parsed and not resolved yet."""
+    check_resolved(arguments, (need for need in needed if not need.is_of_resolving))
+
+
+def check_resolved(arguments: object, needed: Iterable[Needed]) -> None:
     """Raises ConfigError for the first argument whose value is not allowed."""
     for need in needed:
-        value = getattr(arguments, need.field)
+        value = _value_of(arguments, need)
         if value not in need.allowed:
-            flag = "--" + need.field.replace("_", "-")
-            raise ConfigError(f"{flag} {value!r} cannot be used: {need.reason}")
+            raise ConfigError(f"{need.name} {value!r} cannot be used: {need.reason}; {need.remedy}")
+
+
+def _value_of(arguments: object, need: Needed) -> object:
+    """The argument's value. Raises AttributeError where this SGLang should have it."""
+    value = arguments
+    for part in need.field.split("."):
+        if need.since and not hasattr(value, part):
+            return need.allowed[0]
+        value = getattr(value, part)
+    return value

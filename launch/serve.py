@@ -41,24 +41,30 @@ def serve(launch: LaunchPlan) -> int:
         return 2
 
 
-def resolve(launch: LaunchPlan) -> object:
+def resolve(launch: LaunchPlan, also: tuple[resolved.Needed, ...] = ()) -> object:
     """SGLang's arguments, resolved by SGLang and checked. Raises ConfigError."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args([*access.argv_of(launch.access), *launch.sglang_argv])
-    server_args.resolve_once()
-    needed = resolved.SERVER + access.needed(launch.host)
+    needed = (*also, *_needed(launch))
+    resolved.check_given(server_args, needed)
     if launch.config is not None:
-        needed += resolved.WEAVING
-        if launch.config.expert_memory == "virtual":
-            needed += resolved.VIRTUAL
-    if platform.is_active():
-        needed += resolved.CPU
+        resolved.check_given(server_args, resolved.of_adapters(launch.config, launch.adapters))
+    server_args.resolve_once()
     view = resolving_view(server_args)
     resolved.check_resolved(view, needed)
     access.check_keys(view, launch.access)
     return server_args
+
+
+def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
+    needed = resolved.SERVER + access.needed(launch.host)
+    if launch.config is not None:
+        needed += resolved.of_device(launch.device) + resolved.WEAVING
+        if launch.config.expert_memory == "virtual":
+            needed += resolved.VIRTUAL
+    return needed + (resolved.CPU if platform.is_active() else ())
 
 
 def run(

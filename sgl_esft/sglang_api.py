@@ -83,6 +83,16 @@ def records_experts() -> bool:
     )
 
 
+def moe_backend(fused_moe: Any) -> str:
+    """SGLang's name of what computes this layer's experts; the method's where it has no runner.
+
+    ROCm's aiter runs beside the runner that SGLang shows.
+    """
+    method = fused_moe.quant_method
+    runner = getattr(method, "_aiter_runner", None) or getattr(method, "runner", None)
+    return type(method).__name__ if runner is None else str(runner.runner_backend.value)
+
+
 def check_dispatcher(dispatcher: Any) -> None:
     """Raises UnsupportedModelError unless the layer uses SGLang's standard dispatcher."""
     if not isinstance(dispatcher, StandardDispatcher):

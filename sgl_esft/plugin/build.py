@@ -24,6 +24,7 @@ from sgl_esft.observe.tier_metrics import DeviceTierMetrics
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import heat_hooks, runner_core
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
+from sgl_esft.support import MOE_BACKENDS
 from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.adapter_pages import bound_pages
 from sgl_esft.weave.batch_tags import PADDING, BatchTags, staged
@@ -105,6 +106,8 @@ def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
 
 def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
     """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
+    for module in sglang_api.fused_moe_modules(model):
+        _check_backend(module)
     kind = WovenLayer if page_source.current() is None else SharedLayer
     bound = [kind.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
     layers = {layer.layer_id: layer for layer in bound}
@@ -116,6 +119,16 @@ def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
     for layer in bound:
         _check_width(layer, spec)
     return layers
+
+
+def _check_backend(fused_moe: Any) -> None:
+    """Of the layer itself, because what `auto` becomes depends on device, model and width."""
+    device, backend = fused_moe.w13_weight.device.type, sglang_api.moe_backend(fused_moe)
+    if backend not in MOE_BACKENDS.get(device, ()):
+        raise UnsupportedModelError(
+            f"layer {fused_moe.layer_id} on {device} computes its experts by the MoE runner "
+            f"backend {backend}, and weaving was not shown with it: use --moe-runner-backend triton"
+        )
 
 
 def _check_width(layer: WovenLayer, spec: MoeSpec) -> None:

@@ -89,7 +89,7 @@ HANDED_OVER = {
 # a folder, or a module of the package's root. Rooms of one line may not import each other either.
 ROOMS = {
     "sgl_esft": """
-        errors dashboard
+        errors dashboard support
         byte_size hook_ledger http ports
         env observe
         config

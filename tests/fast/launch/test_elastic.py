@@ -71,12 +71,13 @@ def test_every_instance_gets_the_tree_that_can_be_handed_over(make: Make) -> Non
 def test_an_accelerator_has_its_own_backend(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "is_active", lambda: False)
     monkeypatch.setattr(elastic, "num_cuda_devices", lambda: 4)
-    planned = make("--expert-page-size 64KiB")
+    planned = make("--expert-page-size 64KiB --max-devices 1")
     assert (planned.backend, planned.page_bytes) == ("cuda", 2 << 20)
-    monkeypatch.setattr(elastic, "num_cuda_devices", lambda: 1)
-    assert make("--max-devices 1").backend == "cuda"
-    with pytest.raises(ElasticConfigError, match="--max-devices 4: torch sees 1; lower it"):
+    with pytest.raises(ElasticConfigError, match="--max-devices 4 cannot be used: on cuda, "):
         make("")
+    monkeypatch.setattr(elastic, "num_cuda_devices", lambda: 0)
+    with pytest.raises(ElasticConfigError, match="--max-devices 1: torch sees 0; lower it"):
+        make("--max-devices 1")
 
 
 def test_pages_and_no_adapters(make: Make) -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -312,6 +313,25 @@ def test_refused(make: Make, line: str, error: type[Exception], message: str) ->
 def test_a_flag_that_weaving_cannot_go_with_is_refused(make: Make, flag: str, form: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} cannot be used while weaving: "):
         make("--model-path BASE " + form.format(flag))
+
+
+@pytest.mark.parametrize(
+    ("npu", "hip", "device"), [(True, None, "npu"), (False, "6.3", "rocm"), (False, None, "cuda")]
+)
+def test_weaving_only_on_devices_where_it_was_shown(
+    npu: bool, hip: str | None, device: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(platform, "is_active", lambda: False)
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(is_available=lambda: npu), raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert make("--no-esft --model-path BASE").device == device
+    if device == "cuda":
+        assert make("--model-path BASE").device == device
+        return
+    with pytest.raises(ConfigError, match=f"of type {device} cannot be used: .*; ESFT_PLATFORM="):
+        make("--model-path BASE")
 
 
 def test_refused_flags_are_flags_of_the_installed_sglang() -> None:

@@ -10,6 +10,7 @@ the weaving hooks are installed, so they are SGLang's own on the CPU platform.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from tests.fast.layer.test_woven_layer import (
     MAX_ADAPTERS,
     MAX_EXPERTS,
     NUM_EXPERTS,
+    OTHER_BACKENDS,
     RANKS,
     TOP_K,
     TUNED,
@@ -65,8 +67,8 @@ class Case:
         return forward(make_layer(self.base.merged(adapter), self.rank), self.batch)
 
 
-def enter(rank: Rank) -> None:
-    """Make this process that rank, as SGLang's own start does."""
+def enter(rank: Rank, backend: str) -> None:
+    """Make this process that rank, as SGLang's own start does with --moe-runner-backend."""
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
     from sglang.srt.server_args import ServerArgs
@@ -80,6 +82,7 @@ def enter(rank: Rank) -> None:
         ep_size=rank.ep_size,
         attention_backend="torch_native",
         sampling_backend="pytorch",
+        moe_runner_backend=backend,
     )
     place = SpawnRanks(world_rank=rank.ep_rank * rank.tp_size + rank.tp_rank)
     publish(args, role="test", ranks=place)
@@ -87,11 +90,11 @@ def enter(rank: Rank) -> None:
     get_parallel().override_permanently(tp_group=SimpleNamespace(world_size=world))
 
 
-def make_layer(experts: RandomExperts, rank: Rank) -> Any:
+def make_layer(experts: RandomExperts, rank: Rank, backend: str = "auto") -> Any:
     """SGLang's layer of that rank, filled by its own loader from whole experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    enter(rank)
+    enter(rank, backend)
     layer = FusedMoE(
         num_experts=NUM_EXPERTS,
         hidden_size=HIDDEN,
@@ -198,6 +201,15 @@ def refusals_of_a_woven_layer(case: Case) -> dict[str, str]:
     return found
 
 
+def refusals_of_backends(base: RandomExperts) -> dict[str, str]:
+    """What binding says to a layer that SGLang made for that backend."""
+    found = {}
+    for backend in OTHER_BACKENDS:
+        model = torch.nn.ModuleList([make_layer(base, Rank(), backend)])
+        found[backend] = refusal(functools.partial(build.bind_layers, model, SPEC))
+    return found
+
+
 def main() -> None:
     hook_ledger.install(hook_table.CPU_HOOKS)
     ranks = [rank for group in RANKS.values() for rank in group]
@@ -217,6 +229,7 @@ def main() -> None:
         ),
         "without_slots": without_slots,
         **refusals_of_a_woven_layer(cases[0]),
+        **refusals_of_backends(cases[0].base),
     }
     sys.stdout.write(json.dumps(results))
 

@@ -37,6 +37,9 @@ RANKS = {
 # Overlapping, disjoint, none, and as many as fit; on EP2, one that is all on one rank.
 TUNED = ([0, 3, 9, 15], [3, 4, 5], [8, 9, 10, 11, 12], [1, 2, 14])
 
+# SGLang makes a layer of another kind for them, on any device and without their packages.
+OTHER_BACKENDS = ("flashinfer_cutlass", "flashinfer_trtllm", "deep_gemm", "triton_kernel")
+
 Routed = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
 ]  # hidden [n, H], weights [n, k], ids [n, k]
@@ -211,6 +214,10 @@ def test_sglangs_fused_moe_sees_the_adapters(real: dict[str, Any]) -> None:
         ("other_layers", "DeepseekV2ForCausalLM: "),
         ("foreign_dispatcher", "dispatcher object: "),
         ("no_ids", "top-k output "),
+        *(
+            (backend, f"layer 3 on cpu computes its experts by the MoE runner backend {backend}, ")
+            for backend in OTHER_BACKENDS
+        ),
     ],
 )
 def test_what_cannot_be_woven_is_refused(real: dict[str, Any], given: str, said: str) -> None:
