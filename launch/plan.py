@@ -321,7 +321,7 @@ def _is_float32(model_path: Path) -> bool:
 
 
 def _num_ranks(flags: LaunchFlags, sglang_argv: Sequence[str]) -> int:
-    """Each replica has the ranks of --tp-size; DP attention divides them, and then is the only DP."""
+    """Each replica has the ranks of --tp-size; under DP attention there is one replica."""
     is_shared = has_dp_attention(sglang_argv)
     return flags.tp_size * (1 if is_shared else flags.dp_size)
 

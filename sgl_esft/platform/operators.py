@@ -34,7 +34,7 @@ DISPATCH_KEY = "native"  # CpuReferencePlatform.get_dispatch_key_name
 _RUNNER = MoeRunnerBackend.TRITON.value
 
 
-class CpuRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
+class CpuRunnerCore(DispatchMoeRunnerCore):
     """A MoE layer's experts on the CPU; see `sgl_esft.platform.moe`."""
 
     def __init__(self, config: Any) -> None:
@@ -69,7 +69,7 @@ def forward_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     return runner.runner_core.run_from_dispatch(dispatch_output, weights, runner.config)
 
 
-class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+class CpuAttentionBackend(TorchNativeAttnBackend):
     """SGLang's torch_native attention, which does not say what DP attention pads a batch with."""
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:

@@ -51,14 +51,14 @@ InnerFactory = Callable[[Any, Any, SlotLayout], Inner]
 
 
 @dataclass
-class WovenRunnerConfig(MoeRunnerConfig):  # type: ignore[misc]
+class WovenRunnerConfig(MoeRunnerConfig):
     """SGLang's configuration of the layer, and what its woven core is made of."""
 
     inner: Inner | None = None
     reroute: Reroute | None = None  # None: the router has rerouted, ids are slots already
 
 
-class EsftRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
+class EsftRunnerCore(DispatchMoeRunnerCore):
     """One layer's core."""
 
     def __init__(self, config: WovenRunnerConfig) -> None:

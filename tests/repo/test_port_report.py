@@ -1,4 +1,4 @@
-"""The report that a port starts from: on two small trees, and that it can read what is installed."""
+"""The report that a port starts from: of two small trees, and of what is installed."""
 
 from __future__ import annotations
 
