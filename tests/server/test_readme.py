@@ -95,7 +95,7 @@ def test_launcher_commands_parse() -> None:
     assert len(lines) > 2
     for arguments in lines:
         rest = options.parse(arguments)[1] if "--elastic" in arguments else arguments
-        assert set(flags.parse(rest)[1]) <= {"--enable-metrics"}  # SGLang's own
+        assert set(flags.parse(rest)[1]) <= {"--enable-metrics", "--ep-size", "8"}  # SGLang's own
 
 
 def test_tool_commands_parse() -> None:
