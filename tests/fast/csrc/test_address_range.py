@@ -156,21 +156,6 @@ def test_a_parked_range_is_one_page_everywhere_until_it_is_attached() -> None:
         assert (int(pages[5, 0]), other.ask("peek 0 4")) == (8, "AAAA")
 
 
-def test_an_edge_is_unmapped_and_the_rest_stays() -> None:
-    backend = open_host()
-    here = sgl_vmm.AddressRange(backend, 3 * PAGE)
-    here.map(0, [backend.create(PAGE) for _ in range(3)])
-    backend.poke(here.address + PAGE, b"inner")
-    here.unmap(0, 1)
-    here.unmap(2, 1)
-    here.unmap(0, 1)  # passes over what is not mapped
-    assert here.mapped_pages() == [False, True, False]
-    assert backend.peek(here.address + PAGE, 5) == b"inner"
-    for address in (here.address + PAGE - 1, here.address + 2 * PAGE):
-        with pytest.raises(sgl_vmm.InvalidArgumentError):
-            backend.peek(address, 1)
-
-
 def test_a_mapped_page_is_refused_by_name() -> None:
     backend = open_host()
     here = sgl_vmm.AddressRange(backend, 3 * PAGE)
