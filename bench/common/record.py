@@ -25,16 +25,23 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def write_result(
-    name: str, figures: Mapping[str, object], *, device: str = NO_DEVICE, folder: Path = RESULTS
+    name: str,
+    figures: Mapping[str, object],
+    *,
+    device: str = NO_DEVICE,
+    folder: Path = RESULTS,
+    packages: Sequence[str] = (),
 ) -> Path:
-    """Write <folder>/<name>.json."""
+    """Write <folder>/<name>.json. `packages`: whose versions count beside those of every result."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"name": name, **_context(device), **figures}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"name": name, **_context(device, packages), **figures}, indent=2) + "\n"
+    )
     return path
 
 
-def _context(device: str) -> dict[str, object]:
+def _context(device: str, packages: Sequence[str]) -> dict[str, object]:
     return {
         "command": shlex.join(["python", "-m", *_module_and_arguments()]),
         "commit": _commit(),
@@ -45,7 +52,7 @@ def _context(device: str) -> dict[str, object]:
             "device": device,
             "python": platform.python_version(),
         },
-        "versions": {package: _version(package) for package in ("sglang", "torch", "sgl-esft")},
+        "versions": {name: _version(name) for name in ("sglang", "torch", "sgl-esft", *packages)},
     }
 
 

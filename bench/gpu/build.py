@@ -2,7 +2,7 @@
 
     csrc/    -> c++  -> build/gpu/<hash of its sources>/: sgl_vmm (the module), the tests on a
                         device, the contract simulators
-    kernels/ -> link -> the same folder, under its installed name
+    kernels/, launch/ -> link -> the same folder, under their installed names
     pyproject.toml   -> there too: the doors by which SGLang finds the plugin
 
 csrc/CMakeLists.txt is the build of this project; this is only for bench/gpu/run.py. Needed: a C++17
@@ -23,8 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-KERNELS = ROOT / "kernels"
-KERNELS_NAME = "sgl_esft_kernels"  # as it is installed
+RENAMED = {"sgl_esft_kernels": "kernels", "sgl_esft_launch": "launch"}  # as they are installed
 VENDORS = ("cuda", "acl")
 # The tests that know devices, compiled with a device's page (csrc/tests/device.h).
 DEVICE_TESTS = ("virtual_tensor", "address_range", "copies", "vendor_backends", "stress")
@@ -40,7 +39,7 @@ class CannotBuildError(Exception):
 def build() -> Path:
     """The folder with everything, built at most once for the same sources."""
     folder = ROOT / "build" / "gpu" / _hash_of_sources()
-    link_kernels(folder)
+    link_renamed(folder)
     write_doors(folder)
     if (folder / "complete").exists():
         return folder
@@ -62,12 +61,13 @@ def build() -> Path:
     return folder
 
 
-def link_kernels(folder: Path) -> None:
-    """Makes `import sgl_esft_kernels` work where `folder` is on the import path."""
+def link_renamed(folder: Path) -> None:
+    """Makes `import sgl_esft_kernels`, and the launcher, work where `folder` is on the path."""
     folder.mkdir(parents=True, exist_ok=True)
-    link = folder / KERNELS_NAME
-    if not link.is_symlink():
-        link.symlink_to(KERNELS)
+    for name, source in RENAMED.items():
+        link = folder / name
+        if not link.is_symlink():
+            link.symlink_to(ROOT / source)
 
 
 def write_doors(folder: Path) -> None:

@@ -131,6 +131,12 @@ def write_adapter(folder: Path, expert_config: Path, config: Mapping[str, Any], 
     write_expert_config(folder / EXPERT_CONFIG_NAME, experts)
 
 
+def bytes_by_layer(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(the trunk's ends and the dense layers, a layer with experts), in bfloat16."""
+    ends, *layers = (sum(2 * math.prod(s) for s in shapes.values()) for shapes in _shards(config))
+    return ends + sum(layers[: config["first_k_dense_replace"]]), layers[-1]
+
+
 def layers_that_fit(config: Mapping[str, Any], folder: Path, seconds: float) -> int:
     """Layers of which model and adapters can be written in `seconds` and fit the disk."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,13 +14,14 @@ import asyncio
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -30,7 +31,7 @@ import torch
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, steady
 from bench.elasticmoe.rounds import any_spread, wait_until_parked
-from bench.gpu import serve
+from bench.gpu import plan, serve
 from sgl_esft import zoo
 from sgl_esft.zoo import serving
 
@@ -46,11 +47,12 @@ Figures = dict[str, Any]
 class Size:
     """The server, its load, and how much time the parts may take.
 
-    served: the files, of gpu_serve.py; None = the demo's. tokens: of each answer.
+    served: the files, of serve.py; None = the demo's. device_memory: None = what the plan says.
+    tokens: of each answer.
     """
 
     served: serve.Size | None
-    device_memory: str
+    device_memory: str | None
     kv_tokens: int
     num_asks: int
     num_streams: int
@@ -62,13 +64,13 @@ class Size:
 
 FULL = Size(
     served=serve.FULL,
-    device_memory="64GiB",
-    kv_tokens=65536,
+    device_memory=None,
+    kv_tokens=serve.KV_TOKENS,
     num_asks=32,
     num_streams=8,
     tokens=range(256, 512),
     rounds=5,
-    start_seconds=240.0,
+    start_seconds=180.0,
     standby_seconds=120.0,
 )
 TINY = Size(
@@ -177,7 +179,8 @@ def measure(size: Size, root: Path = serve.ROOT / "build" / "gpu-serve") -> Figu
     seconds = float(os.environ.get("BENCH_STEP_SECONDS", "540"))
     end = time.monotonic() + seconds - serve.MARGIN_SECONDS
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _model(size, root)
+    size, most_layers = fitted(size, serve.free_bytes())
+    model = _model(size, root, most_layers)
     checkpoint_bytes = sum(file.stat().st_size for file in model.weights())
     wait_seconds = max(1.0, min(size.start_seconds, end - time.monotonic()))
     began = time.monotonic()
@@ -192,10 +195,24 @@ def measure(size: Size, root: Path = serve.ROOT / "build" / "gpu-serve") -> Figu
     }
 
 
-def _model(size: Size, root: Path) -> Model:
+def fitted(size: Size, free: int | None) -> tuple[Size, int | None]:
+    """The size with its device's memory, and the layers that fit `free` bytes; None = all.
+
+    The memory worker is given what weights and KV take and a tenth more. Raises DoesNotFitError.
+    """
+    if size.served is None or free is None:
+        return replace(size, device_memory=size.device_memory or "64GiB"), None
+    model = serve.planned(size.served, len(serve.PUBLISHED))
+    wanted = serve.config_of(size.served)["num_hidden_layers"]
+    num_layers = plan.layers_of_a_swap(free, wanted, model)
+    mebibytes = math.ceil(1.1 * model.woven(num_layers) / (1 << 20))
+    return replace(size, device_memory=size.device_memory or f"{mebibytes}MiB"), num_layers
+
+
+def _model(size: Size, root: Path, most_layers: int | None) -> Model:
     if size.served is None:
         return own_model(zoo.base_path(), zoo.adapter_paths(), root / "elastic-demo")
-    files = serve.write_files(size.served, root)
+    files = serve.write_files(size.served, root, most_layers)
     adapters = dict(list(files.adapters.items())[: len(serve.PUBLISHED)])
     return own_model(files.base, adapters, root / "elastic")
 
@@ -205,11 +222,16 @@ def arguments(model: Model, size: Size, device: str) -> list[str]:
     named = [f"{name}={folder}" for name, folder in model.adapters.items()]
     found = ["--elastic", "--max-devices", "1", "--dp-size", "1", "--standby-ranks", "1"]
     found += ["--model-path", str(model.base), "--esft-adapters", *named]
-    found += ["--device-memory", size.device_memory, "--max-total-tokens", str(size.kv_tokens)]
+    found += ["--device-memory", str(size.device_memory), "--max-total-tokens", str(size.kv_tokens)]
     found += ["--log-level", "warning"]
     if device == "cuda":
         found += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-        found += ["--cuda-graph-max-bs", str(size.num_streams), "--mem-fraction-static", "0.85"]
+        found += [
+            "--cuda-graph-max-bs",
+            str(size.num_streams),
+            "--mem-fraction-static",
+            str(plan.STATIC_SHARE),
+        ]
         # The first batches compile kernels, which is no hang.
         found += ["--hang-timeout", "120"]
     return found

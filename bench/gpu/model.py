@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from bench.common.layers import DTYPE, ExpertShape, Subject, make_layer
 from bench.common.pairing import Taken, interleave, ratios
 from bench.common.record import spread
+from bench.gpu import checkpoint, plan
 from bench.gpu.graph import Captured, capture, timer
 from bench.gpu.moe import Experts, experts_here
 from bench.gpu.reroute import PLAIN, BaseRows, Route, routes, v2_lite_router
@@ -39,6 +40,7 @@ GOAL_ONE = 0.005  # one adapter over merged
 GOAL_POINTS = 0.03  # twenty adapters over merged, minus the floor
 # Tuned experts are hotter: with this bonus about a fifth of all selections go to an adapter's own.
 TUNED_BONUS = 1.0
+PAGE_BYTES = 2 << 20  # of the driver
 ROUNDING = 0.05  # of logits after 26 layers in bfloat16; another expert would give about 1
 
 Figures = dict[str, Any]
@@ -75,8 +77,32 @@ class Size:
         return tuple(sorted(self.adapters[adapter % len(self.adapters)].get(layer_id, ())))
 
 
-def full_size() -> Size:
-    """DeepSeek-V2-Lite and the published adapters, repeated up to 20 as the paper does."""
+def full_size(free: int | None = None) -> Size:
+    """DeepSeek-V2-Lite and the published adapters, repeated up to 20 as the paper does.
+
+    Of as many layers as both models have room for in `free` bytes; None = all. Raises
+    DoesNotFitError.
+    """
+    size = _whole_size()
+    if free is None:
+        return size
+    wanted = size.config["num_hidden_layers"]
+    fitting = plan.layers_of_two_models(free, wanted, planned(size))
+    return replace(size, config={**size.config, "num_hidden_layers": fitting})
+
+
+def planned(size: Size) -> plan.Model:
+    """What each model takes; the trunk that both share is counted twice, to be safe."""
+    trunk, layer = checkpoint.bytes_by_layer({**checkpoint.SERVED, **size.config})
+    tuned = [
+        sum(len(size.tuned(n, at)) for n in range(size.num_adapters)) for at in size.moe_layers
+    ]
+    # A run of slots may begin and end inside a page of 2 MiB, in both tensors.
+    edges = 4 * size.num_adapters * PAGE_BYTES
+    return plan.Model(trunk, layer, [n * size.shape.num_bytes + edges for n in tuned], kv=0)
+
+
+def _whole_size() -> Size:
     return Size(
         config=json.loads((DATA / "deepseek-v2-lite.json").read_text()),
         adapters=tuple(read_expert_config(DATA / "esft" / f"{n}.json") for n in PUBLISHED),
@@ -87,7 +113,7 @@ def full_size() -> Size:
     )
 
 
-def tiny_size() -> Size:
+def tiny_size(_free: int | None = None) -> Size:
     """The same model with less of everything."""
     config = json.loads((DATA / "deepseek-v2-lite.json").read_text())
     small = {

@@ -1,18 +1,19 @@
-"""Everything that a GPU has to show, in parts that each end inside ten minutes.
+"""Everything that a GPU has to show, in parts that fit the device's memory and a call's minutes.
 
-    python -m bench.gpu --out bench/results [--parts memory reroute serve elastic]
+    python -m bench.gpu --out bench/results [--minutes 9.5] [--parts check memory ... | --call 1]
 
-    build csrc/ with the machine's own compiler -> [its tests on the device] -> the part's steps of
-    bench/gpu/steps.py, each a process with a time limit -> the part's file in <out>, written after
-    each step
+    build csrc/ with the machine's own compiler -> what fits (plan.py) -> [its tests on the device]
+    -> the part's steps of bench/gpu/steps.py, each a process with a time limit -> the part's file
+    in <out>, written after each step
 
 Needed: Linux, an NVIDIA driver, Python 3.11 or newer with torch for CUDA, a C++17 compiler and
-Python.h; nothing is downloaded. SGLang is used where it is installed. A step that fails or runs out
-of time is in the file with its reason, the others go on, and the exit status is 1. Where the tree
-is without its repository, BENCH_COMMIT names its commit.
+Python.h; nothing is downloaded. SGLang is used where it is installed, or from the bundle
+(scripts/gpu_bundle.py). A step that fails, is skipped or runs out of time is in the file with its
+reason and makes it INCOMPLETE, the others go on, and the exit status is 1. Where the tree is
+without its repository, BENCH_COMMIT names its commit.
 
 `--simulate` runs the whole flow, tiny, over the contract simulator of csrc/tests: no evidence about
-a GPU, and the file says so.
+a GPU, and the file says so. What only a GPU can run is missing there, so it is INCOMPLETE too.
 """
 
 from __future__ import annotations
@@ -25,68 +26,24 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.common.record import RESULTS, write_result
-from bench.gpu import build
+from bench.gpu import build, parts, plan
+from bench.gpu.parts import BUILD, DEVICE_TESTS, PARTS, Part
+from bench.gpu.plan import Limits
 
-TOTAL_SECONDS = 570  # of one part
-DEVICE_TESTS_SECONDS = 150
-DEVICE_TESTS = "device tests"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Steps that are run and written together.
-
-    step_seconds: longest each step may run; what is left of the part's total bounds it too.
-    """
-
-    file: str
-    what: str
-    step_seconds: Mapping[str, int]
-
-
-PARTS = {
-    "memory": Part(
-        "gpu",
-        "the virtual expert tensor on a GPU",
-        {
-            DEVICE_TESTS: DEVICE_TESTS_SECONDS,
-            "vmm": 90,
-            "fragmentation": 90,
-            "load": 120,
-            "share": 60,
-            "moe: sglang fused_experts": 90,
-            "moe: torch grouped_mm": 60,
-            "moe: torch bmm over the base": 60,
-            "moe: by slot": 60,
-        },
-    ),
-    "reroute": Part(
-        "gpu_reroute",
-        "rerouting on a GPU: kernels, launches, CUDA graphs, a model's decode step",
-        {
-            "reroute: check": 120,
-            "reroute: launches": 60,
-            "reroute: graph safety": 60,
-            "reroute: time": 120,
-            "model step": 300,
-        },
-    ),
-    "serve": Part("gpu_serve", "SGLang with this plugin serving on a GPU", {"serve": 540}),
-    "elastic": Part(
-        "gpu_elastic", "an engine swap on a GPU with weights and KV resident", {"elastic": 540}
-    ),
-}
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt): ")
 _SERVED = ("serve", "elastic")
 _NEEDS_A_GPU = "SGLang's kernel needs a GPU"
 SIMULATED = "contract simulator: no GPU took part"
+COMPLETE, INCOMPLETE = "complete", "INCOMPLETE"
+_VERSIONED = ("triton", "sglang-kernel", "transformers", "numpy")
+MANIFEST_VARIABLE = "SGL_ESFT_GPU_BUNDLE"  # path of the bundle's manifest, set by lent_hour.sh
 
 # Of each test executable, those tests that run on a device; empty = all, which hold more than that.
 DEVICE_TEST_NAMES: dict[str, tuple[str, ...]] = {
@@ -111,9 +68,13 @@ class Report:
     def add(self, name: str, outcome: Mapping[str, Any]) -> None:
         self.steps[name] = dict(outcome)
         state = "ok" if outcome["ok"] else f"FAILED: {outcome['reason']}"
-        state = f"SKIPPED: {outcome['skipped']}" if "skipped" in outcome else state
+        state = f"NOT RUN: {outcome['reason']}" if outcome.get("not_run") else state
         print(f"gpu: {name}: {state} ({outcome['took_seconds']:.0f} s)", flush=True)
         self.write()
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """A step that is not begun, which leaves the result incomplete."""
+        self.add(name, {"ok": False, "not_run": True, "took_seconds": 0.0, "reason": reason})
 
     def write(self) -> Path:
         return write_result(
@@ -121,29 +82,53 @@ class Report:
             {
                 "what": self.part.what,
                 "evidence": self.evidence,
+                "status": INCOMPLETE if self.missing else COMPLETE,
+                "missing": self.missing,
                 "driver": self.device,
-                "complete": self.is_complete,
+                "bundle": bundle(),
                 "steps": self.steps,
             },
             device=str(self.device["name"]),
             folder=self.folder,
+            packages=_VERSIONED,
         )
 
     @property
+    def missing(self) -> dict[str, str]:
+        """Steps without figures, each with its reason."""
+        found = {}
+        for name in (BUILD, *self.part.steps):
+            step = self.steps.get(name, {"ok": False, "reason": "not yet run"})
+            if not step["ok"]:
+                found[name] = str(step["reason"])
+        return found
+
+    @property
     def is_complete(self) -> bool:
-        wanted = {"build", *self.part.step_seconds}
-        return wanted == set(self.steps) and all(step["ok"] for step in self.steps.values())
+        return not self.missing
+
+
+def bundle() -> dict[str, Any] | None:
+    """What the bundle says of itself: its SGLang, its kernels, what is unproved; None without."""
+    path = os.environ.get(MANIFEST_VARIABLE)
+    found: dict[str, Any] | None = json.loads(Path(path).read_text()) if path else None
+    return found
 
 
 class Clock:
-    """The budget of the whole run."""
+    """The budget of a call."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left(self, wanted: float) -> float:
         """At most `wanted` seconds, and at least enough to fail properly."""
-        return max(1.0, min(wanted, self._end - time.monotonic()))
+        return max(1.0, min(wanted, self.seconds))
+
+    @property
+    def seconds(self) -> float:
+        """That are left; below zero after the end."""
+        return self._end - time.monotonic()
 
 
 def outcome_of(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -238,26 +223,43 @@ def describe_gpu() -> dict[str, Any]:
     return found
 
 
-def run_all(report: Report, library: Callable[[Path], str], *, tiny: bool) -> None:
-    """Build, then the part. `library` is what to open instead of the driver, in a built folder."""
-    clock = Clock(TOTAL_SECONDS)
+def run_all(
+    report: Report, clock: Clock, later: list[Limits], library: Callable[[Path], str], *, tiny: bool
+) -> None:
+    """Build, then the part. `library` is what to open instead of the driver, in a built folder.
+
+    later: of parts that follow in this call, whose least seconds are kept for them.
+    """
     folders: list[Path] = []
-    report.add("build", outcome_of(lambda: folders.append(build.build()) or {}))
+    report.add(BUILD, outcome_of(lambda: folders.append(build.build()) or {}))
     if not folders:
+        for name in report.part.steps:
+            report.leave_out(name, "csrc/ was not built")
         return
-    instead = library(folders[0])
-    environment = environment_of(folders[0], instead, tiny=tiny)
-    arguments = ["--tiny"] * tiny + (["--library", instead] if instead else [])
-    for name, limit in report.part.step_seconds.items():
-        if skipped := why_skipped(name, simulated=bool(instead)):
-            report.add(name, {"ok": True, "took_seconds": 0.0, "skipped": skipped})
+    kept = sum(each.least for each in later)
+    chosen = plan.choose(report.part.steps, clock.seconds - kept)
+    environment = environment_of(folders[0], library(folders[0]), tiny=tiny)
+    waiting = list(chosen.run)
+    for name in report.part.steps:
+        reason = chosen.not_run.get(name) or why_skipped(name, simulated=tiny)
+        waiting = [each for each in waiting if each != name]
+        if reason:
+            report.leave_out(name, reason)
             continue
-        seconds = clock.left(limit)
-        if name == DEVICE_TESTS:
-            step = partial(run_device_tests, folders[0], environment, seconds)
-        else:
-            step = partial(run_step, name, arguments, environment, seconds)
-        report.add(name, outcome_of(step))
+        after = [*(chosen.run[each] for each in waiting), *later]
+        seconds = max(1.0, plan.allot(clock.seconds, chosen.run[name], after))
+        report.add(name, outcome_of(partial(_step, name, folders[0], environment, tiny, seconds)))
+
+
+def _step(
+    name: str, folder: Path, environment: Mapping[str, str], tiny: bool, seconds: float
+) -> Mapping[str, Any]:
+    if name == DEVICE_TESTS:
+        return run_device_tests(folder, environment, seconds)
+    library = environment.get("SGL_VMM_DEVICE_LIBRARY", "")
+    arguments = ["--tiny"] * tiny + (["--library", library] if library else [])
+    figures: Mapping[str, Any] = run_step(name, arguments, environment, seconds)
+    return figures
 
 
 def environment_of(folder: Path, library: str, *, tiny: bool) -> dict[str, str]:
@@ -274,11 +276,11 @@ def environment_of(folder: Path, library: str, *, tiny: bool) -> dict[str, str]:
 
 def main() -> None:
     """Run the parts and write their files."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--simulate", action="store_true", help="tiny, on the contract simulator")
-    options = parser.parse_args()
+    options = _options()
+    if options.plan:
+        for number, names in enumerate(parts.calls(), 1):
+            print(f"call {number}: {' '.join(names)}")
+        return
     try:
         evidence, device = (
             (SIMULATED, {"name": "none (contract simulator of cuda)"})
@@ -287,11 +289,48 @@ def main() -> None:
         )
     except StepError as error:
         sys.exit(f"gpu: {error}")
-    reports = [Report(PARTS[name], options.out, evidence, device) for name in options.parts]
+    names = parts.calls()[options.call - 1] if options.call else options.parts
+    reports = [Report(PARTS[name], options.out, evidence, device) for name in names]
+    run_call(reports, Clock(60 * options.minutes), simulate=options.simulate)
     for report in reports:
-        run_all(report, _simulator if options.simulate else _driver, tiny=options.simulate)
-        print(f"wrote {report.write()}")
+        print(f"wrote {report.write()}: {COMPLETE if report.is_complete else INCOMPLETE}")
+        for step, reason in report.missing.items():
+            print(f"  missing: {step}: {reason}")
     sys.exit(0 if all(report.is_complete for report in reports) else 1)
+
+
+def run_call(reports: list[Report], clock: Clock, *, simulate: bool) -> None:
+    """Part after part. Where the check fails, no server is started."""
+    is_usable = True
+    for number, report in enumerate(reports):
+        if not is_usable and set(report.part.steps) <= set(_SERVED):
+            for name in (BUILD, *report.part.steps):
+                report.leave_out(name, "the self-check failed")
+            continue
+        later = [each for other in reports[number + 1 :] for each in other.part.steps.values()]
+        # Parts that do not fit give way, last ones first, and keep nothing of this one's time.
+        later = list(_fitting(later, clock.seconds - report.part.least_seconds))
+        run_all(report, clock, later, _simulator if simulate else _driver, tiny=simulate)
+        is_usable &= report.part is not PARTS["check"] or report.is_complete
+
+
+def _fitting(later: list[Limits], seconds: float) -> Iterator[Limits]:
+    for each in later:
+        if each.least <= seconds:
+            seconds -= each.least
+            yield each
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    numbers = range(1, len(parts.calls()) + 1)
+    parser.add_argument("--call", type=int, choices=numbers, help="the parts of one call of --plan")
+    parser.add_argument("--minutes", type=float, default=plan.CALL_MINUTES, help="of this call")
+    parser.add_argument("--plan", action="store_true", help="print which parts share a call")
+    parser.add_argument("--simulate", action="store_true", help="tiny, on the contract simulator")
+    return parser.parse_args()
 
 
 def _simulator(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """SGLang with this plugin serving DeepSeek-V2-Lite's shape on a GPU, for bench/gpu/run.py.
 
-    gpu_checkpoint.py -> base, four published adapters -> a woven server with 20 names for them
+    free memory -> as many layers as both servers have room for (plan.py)
+    checkpoint.py -> base, four published adapters -> a woven server with 20 names for them
                                                        -> a plain server of the same base
     the same requests to both in turns, by SGLang's own client (bench/common/load.py)
     -> TTFT and TPOT over the plain server's, by batch size and number of adapters, minus the floor
@@ -26,13 +27,15 @@ import torch
 from bench.common.load import LoadFigures, Target, Workload, all_to_base, at_once, make_trace, play
 from bench.common.record import spread
 from bench.expertweave.floor import ModelBytes, expected_touched_at_random, floor_over_base
-from bench.gpu import checkpoint
+from bench.gpu import checkpoint, plan
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, read_expert_config
 from sgl_esft.zoo import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 PUBLISHED = ("gate-intent", "gate-law", "token-intent", "token-law")
+KV_TOKENS = 65536
+PAGE_BYTES = 2 << 20  # of the driver
 MARGIN_SECONDS = 20.0  # to stop the servers and to write
 
 Figures = dict[str, Any]
@@ -66,8 +69,8 @@ FULL = Size(
     prompt_tokens=128,
     output_tokens=64,
     rounds=5,
-    write_seconds=120.0,
-    start_seconds=240.0,
+    write_seconds=90.0,
+    start_seconds=180.0,
 )
 TINY = Size(
     name="tiny",
@@ -106,15 +109,41 @@ class Files:
     adapters: Mapping[str, Path]  # adapter name -> folder; several names share one
 
 
-def write_files(size: Size, root: Path) -> Files:
-    """Base and adapters below `root`, written once."""
-    folder = root / size.name
+def config_of(size: Size) -> dict[str, Any]:
+    """The whole model's."""
+    published = json.loads((DATA / "deepseek-v2-lite.json").read_text())
+    return {**published, **checkpoint.SERVED, **size.changes}
+
+
+def planned(size: Size, num_adapters: int) -> plan.Model:
+    """What a server of this model takes, with so many names for the published adapters."""
+    config = config_of(size)
+    trunk, layer = checkpoint.bytes_by_layer(config)
+    expert = ModelBytes.from_config(config).expert_bytes
+    names = itertools.islice(itertools.cycle(PUBLISHED), num_adapters)
+    adapters = [read_expert_config(DATA / "esft" / f"{name}.json") for name in names]
+    # A run of slots may begin and end inside a page of 2 MiB, in both tensors.
+    tuned = [
+        sum(len(each.get(at, ())) * expert + 4 * PAGE_BYTES for each in adapters)
+        for at in range(config["first_k_dense_replace"], config["num_hidden_layers"])
+    ]
+    kv = 2 * KV_TOKENS * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    return plan.Model(trunk, layer, tuned, kv)
+
+
+def free_bytes() -> int | None:
+    """Of the GPU's memory; None without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
+def write_files(size: Size, root: Path, most_layers: int | None = None) -> Files:
+    """Base and adapters below `root`, written once; None = all layers that disk and time allow."""
+    folder = root / f"{size.name}-{most_layers or 'all'}"
     config_path = folder / "base" / "config.json"
     if not (folder / "complete").exists():
-        published = json.loads((DATA / "deepseek-v2-lite.json").read_text())
-        config = {**published, **checkpoint.SERVED, **size.changes}
+        config = config_of(size)
         fitting = checkpoint.layers_that_fit(config, folder, size.write_seconds)
-        config["num_hidden_layers"] = fitting
+        config["num_hidden_layers"] = min(fitting, most_layers or fitting)
         pool = checkpoint.Pool()
         checkpoint.write_base(folder / "base", config, pool)
         for name in PUBLISHED:
@@ -128,10 +157,17 @@ def write_files(size: Size, root: Path) -> Files:
 
 def common_arguments(device: str, max_batch: int) -> list[str]:
     """What both servers are given: no prefix cache, and on a GPU no kernel library but Triton."""
-    arguments = ["--max-total-tokens", "65536", "--log-level", "warning", "--disable-radix-cache"]
+    arguments = [
+        "--max-total-tokens",
+        str(KV_TOKENS),
+        "--log-level",
+        "warning",
+        "--disable-radix-cache",
+    ]
     if device == "cuda":
         arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-        arguments += ["--cuda-graph-max-bs", str(max_batch), "--mem-fraction-static", "0.85"]
+        arguments += ["--cuda-graph-max-bs", str(max_batch)]
+        arguments += ["--mem-fraction-static", str(plan.STATIC_SHARE)]
     return arguments
 
 
@@ -153,7 +189,11 @@ def measure(size: Size, root: Path = ROOT / "build" / "gpu-serve") -> Figures:
     """Start both servers and drive them until the rounds or the time are through."""
     end = time.monotonic() + float(os.environ.get("BENCH_STEP_SECONDS", "540")) - MARGIN_SECONDS
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    files, max_batch = write_files(size, root), max(size.batch_sizes)
+    free, wanted = free_bytes(), config_of(size)["num_hidden_layers"]
+    most_layers = free and plan.layers_of_two_servers(
+        free, wanted, planned(size, size.num_adapters)
+    )
+    files, max_batch = write_files(size, root, most_layers), max(size.batch_sizes)
     with ExitStack() as stack:
         urls = []
         for arguments in (woven_arguments, plain_arguments):
@@ -164,6 +204,7 @@ def measure(size: Size, root: Path = ROOT / "build" / "gpu-serve") -> Figures:
         cells, missing = _drive(size, files, (urls[0], urls[1]), lambda: time.monotonic() < end)
     return {
         "num_layers": files.config["num_hidden_layers"],
+        "num_layers_that_fit": most_layers,
         "prompt_tokens": size.prompt_tokens,
         "output_tokens": size.output_tokens,
         "rounds_left_out": missing,

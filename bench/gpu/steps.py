@@ -26,6 +26,7 @@ from bench.common.layers import ExpertShape, Subject
 from bench.common.record import spread
 from bench.expertweave import adapter_load
 from bench.gpu import model as gpu_model
+from bench.gpu import plan, self_check
 from bench.gpu import reroute as gpu_reroute
 from bench.gpu.moe import METHODS
 from bench.kernels import moe_layer
@@ -55,7 +56,7 @@ class Size:
     moe_tokens: tuple[int, ...]
     moe_repeats: int
     reroute: gpu_reroute.Size
-    model: Callable[[], gpu_model.Size]  # reads files
+    model: Callable[[int | None], gpu_model.Size]  # of free bytes; reads files
 
 
 FULL = Size(
@@ -104,14 +105,18 @@ def vmm(subject: Subject, size: Size) -> Figures:
 
 
 def fragmentation(subject: Subject, size: Size) -> Figures:
-    """F_mem of table 1's adapters over the base: every page is there, and counted."""
+    """F_mem of table 1's adapters over the base: every page is there, and counted.
+
+    Of as many layers as the device has room for; the share is the same in each.
+    """
     free_before = _free_bytes(subject)
-    arena = subject.open_arena()
     shapes = _profile(size)
+    num_layers = fragmentation_layers(size, shapes, free_before)
+    arena = subject.open_arena()
     slots = max(max(shape.experts.values()) for shape in shapes)
     layout = SlotLayout(size.base_experts, size.base_experts, len(shapes), slots)
     usages = []
-    layers = [arena.make_layer(layout.num_slots, size.shape.slot_bytes) for _ in range(size.layers)]
+    layers = [arena.make_layer(layout.num_slots, size.shape.slot_bytes) for _ in range(num_layers)]
     for number, memory in enumerate(layers):
         memory.map(range(layout.num_base))
         for adapter_slot, shape in enumerate(shapes):
@@ -121,9 +126,10 @@ def fragmentation(subject: Subject, size: Size) -> Figures:
         usages.append(memory.usage())
     arena.check_integrity()
     used = sum(usage.used_bytes for usage in usages)
-    padded = size.layers * layout.num_slots * size.shape.num_bytes
+    padded = num_layers * layout.num_slots * size.shape.num_bytes
     state = arena.pool.state()
     return {
+        "num_layers": num_layers,
         "num_adapters": len(shapes),
         "max_experts": slots,
         "virtual": _mapped(usages) / used,
@@ -133,6 +139,17 @@ def fragmentation(subject: Subject, size: Size) -> Figures:
         # Of the whole device, so other processes count too; null on a simulator.
         "device_bytes": None if free_before is None else free_before - _free_bytes(subject),
     }
+
+
+def fragmentation_layers(size: Size, shapes: list[AdapterShape], free: int | None) -> int:
+    """Layers whose pages fit into `free` bytes; all on a simulator. Raises DoesNotFitError."""
+    if free is None:
+        return size.layers
+    counts = [sum(list(shape.experts.values())[n] for shape in shapes) for n in range(size.layers)]
+    # Each adapter's run of slots may begin and end inside a page, in both tensors.
+    edges = 4 * len(shapes) * size.page_sizes[0]
+    layer = (size.base_experts + max(counts)) * size.shape.num_bytes + edges
+    return plan.layers_that_fit(free, size.layers, plan.SERVER_BYTES, layer)
 
 
 def _mapped(usages: list[SlotUsage]) -> int:
@@ -282,6 +299,7 @@ def elastic(_subject: Subject, size: Size) -> Figures:
 
 
 STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
+    "self-check": lambda subject, size: self_check.check(subject, size.reroute.shape),
     "vmm": vmm,
     "fragmentation": fragmentation,
     "load": load,
@@ -291,7 +309,9 @@ STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
     "reroute: launches": lambda subject, size: gpu_reroute.launches(subject, size.reroute),
     "reroute: graph safety": lambda subject, size: gpu_reroute.graph_safety(subject, size.reroute),
     "reroute: time": lambda subject, size: gpu_reroute.time_calls(subject, size.reroute),
-    "model step": lambda subject, size: gpu_model.measure(subject, size.model()),
+    "model step": lambda subject, size: gpu_model.measure(
+        subject, size.model(_free_bytes(subject))
+    ),
     "serve": serve,
     "elastic": elastic,
 }
