@@ -14,7 +14,7 @@ typing_links := build/typing/sgl_esft_kernels build/typing/sgl_esft_launch
 pytest_some := scripts/pytest_some.sh $(python)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve serve-elastic test test-fast test-full test-soak browser check format wheel docs bench bench-gpu zoo clean distclean
+.PHONY: help setup serve serve-elastic test test-fast test-full test-soak browser check format wheel docs bench bench-gpu gpu-bundle zoo clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ bench: setup ## run the benches (BENCHES=, ARGS=) into bench/results
 
 bench-gpu: ## on a GPU machine: its tests and figures into bench/results/gpu*.json (GPU_PYTHON=)
 	@$(GPU_PYTHON) -m bench.gpu $(ARGS)
+
+gpu-bundle: setup ## what a GPU machine without network needs, at most 60 MiB, into build/gpu-bundle
+	@$(python) -m scripts.gpu_bundle $(ARGS)
 
 zoo: setup ## train the demo's base and adapters again into OUT= (under an hour on two cores)
 	@$(python) -m sgl_esft.zoo train --out $(OUT) $(ARGS)

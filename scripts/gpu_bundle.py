@@ -31,6 +31,7 @@ ROOT = FOLDER.parent
 OUT = ROOT / "build" / "gpu-bundle"
 ARCHIVE, MANIFEST, START = "bundle.tar.xz", "manifest.json", "lent_hour.sh"
 LIMIT_BYTES = 60 << 20
+PRESET = 2  # of xz: a third of the time of 6, for a twentieth more bytes
 PYTHON_VERSION = "3.12"
 PLATFORMS = (
     "manylinux1_x86_64",
@@ -155,7 +156,7 @@ def read_pins_of_machine() -> dict[str, str]:
 
 def pack(folders: Iterable[tuple[Path, str]], files: Iterable[Path], archive: Path) -> None:
     """One archive of `folders` (path, name inside) and of this project's `files`, below src/."""
-    with lzma.open(archive, "wb", preset=6) as out, tarfile.open(fileobj=out, mode="w") as tar:
+    with lzma.open(archive, "wb", preset=PRESET) as out, tarfile.open(fileobj=out, mode="w") as tar:
         for folder, name in folders:
             tar.add(folder, name, filter=_plain)
         for file in files:

@@ -61,10 +61,10 @@ def _most_layers(wanted: int, fits: Sequence[bool], what: str) -> int:
     raise DoesNotFitError(f"{what}: {LEAST_LAYERS} layers do not fit")
 
 
-def layers_that_fit(free: int, wanted: int, fixed: int, layer: int) -> int:
-    """Layers of `layer` bytes beside `fixed` ones. Raises DoesNotFitError."""
-    fits = [fixed + number * layer <= MARGIN * free for number in range(wanted + 1)]
-    return _most_layers(wanted, fits, f"{fixed + LEAST_LAYERS * layer} bytes of {free} free")
+def layers_that_fit(free: int, fixed: int, layers: Sequence[int]) -> int:
+    """How many of `layers`, by their bytes, fit beside `fixed` ones. Raises DoesNotFitError."""
+    fits = [fixed + sum(layers[:number]) <= MARGIN * free for number in range(len(layers) + 1)]
+    return _most_layers(len(layers), fits, f"{fixed + sum(layers)} bytes of {free} free")
 
 
 def layers_of_two_models(free: int, wanted: int, model: Model) -> int:

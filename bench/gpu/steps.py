@@ -148,8 +148,8 @@ def fragmentation_layers(size: Size, shapes: list[AdapterShape], free: int | Non
     counts = [sum(list(shape.experts.values())[n] for shape in shapes) for n in range(size.layers)]
     # Each adapter's run of slots may begin and end inside a page, in both tensors.
     edges = 4 * len(shapes) * size.page_sizes[0]
-    layer = (size.base_experts + max(counts)) * size.shape.num_bytes + edges
-    return plan.layers_that_fit(free, size.layers, plan.SERVER_BYTES, layer)
+    layers = [(size.base_experts + count) * size.shape.num_bytes + edges for count in counts]
+    return plan.layers_that_fit(free, plan.SERVER_BYTES, layers)
 
 
 def _mapped(usages: list[SlotUsage]) -> int:

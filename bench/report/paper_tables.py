@@ -212,14 +212,17 @@ def gpu_serve(result: Any) -> str:
 
 
 def _evidence(result: Any) -> str:
-    words = result["evidence"]
-    return f"{words[:1].upper()}{words[1:]}. {where(result)}"
+    words, missing = result["evidence"], ", ".join(result.get("missing", ()))
+    gaps = f" INCOMPLETE, without figures: {missing}." if missing else ""
+    return f"{words[:1].upper()}{words[1:]}.{gaps} {where(result)}"
 
 
 def _part(steps: Any, name: str, make: Callable[[Any], str]) -> str:
     """One step of bench/gpu/run.py as a table, or why there is none."""
-    step = steps.get(name, {"ok": False, "reason": "not yet run"})
-    return make(step) if step["ok"] else f"*{name}*: {step['reason']}"
+    step = steps.get(name, {"ok": False, "not_run": True, "reason": "no result"})
+    if step["ok"]:
+        return make(step)
+    return f"*{name}*: {'not run' if step.get('not_run') else 'failed'}: {step['reason']}"
 
 
 def _launches(step: Any) -> str:
@@ -264,7 +267,7 @@ def _served_rows(step: Any) -> str:
         cells = [str(row["batch_size"]), str(row["num_adapters"])]
         cells += [ratio(row.get(f"{metric}_over_plain")) for metric in ("ttft", "tpot")]
         points = row.get("tpot_points_over_floor")
-        over = "-" if points is None else f"{100 * points:+.1f}"
+        over = "not run" if points is None else f"{100 * points:+.1f}"
         rows.append(
             [*cells, f"{row['floor']:.3f}", over, str(row.get("rounds", row.get("reason")))]
         )
