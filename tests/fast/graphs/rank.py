@@ -201,8 +201,8 @@ class Rank:
             token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
             supports_swa=lambda: False,
             supports_mamba=lambda: False,
-            is_chunk_cache=lambda: True,
-            is_tree_cache=lambda: False,
+            supports_prefix_sharing=lambda: True,
+            maybe_hand_to_session=lambda _: None,
         )
         return ScheduleBatch.init_new(
             reqs=requests,
@@ -227,5 +227,5 @@ class Rank:
         )
         request.full_untruncated_fill_ids = request.origin_input_ids
         request.logprob_start_len = -1
-        request.set_extend_range(0, len(request.origin_input_ids))
+        request.extend_end = len(request.origin_input_ids)
         return request
