@@ -4,7 +4,7 @@
     sizes -> plan_blocks -> Blocks: the kernel's compile-time arguments
 
 The kernel and its differences from the CUDA one: reroute_triton_ascend_kernel.py. It was lowered
-by the vendor's compiler and interpreted, and has not run on an NPU (docs/ascend.md).
+by the vendor's compiler and interpreted, and has not run on an NPU (docs/ascend_kernel.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sgl_esft_kernels.op import RerouteFunction, implement, reroute
 
 # Sized for the unified buffer, 192 KiB on a vector core of the 910B: 4 KiB for int32 lanes, 16 KiB
 # for a tile. All values that the lowered kernel names fit at once, those that are copied from
-# global memory twice, so that one can arrive while the other is used. docs/ascend.md adds it up.
+# global memory twice, so that one can arrive while the other is used: docs/ascend_kernel.md.
 LANES = 1024  # expert ids a block, and the most that a token may have
 MAX_TOKENS = 512  # a block
 MAX_TILE = 4096  # cells of the map: 20 adapters of 160 experts fit in one tile

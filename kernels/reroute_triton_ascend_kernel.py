@@ -5,7 +5,7 @@
 
 One lookup for each of the num_tokens * k expert ids, as in the CUDA kernel (reroute_triton.py).
 What is different here, and why. "Lowered" is what triton-ascend 3.2.0 makes of it, which
-tests/fast/kernels/test_ascend_lowering.py reads; docs/ascend.md shows it.
+tests/fast/kernels/test_ascend_lowering.py reads; docs/ascend_kernel.md shows it.
 
 - **Grid.** CUDA takes a program for each block and lets the device schedule them. Here a program
   is bound to a core, and more programs than cores wait for each other in rounds. So there are at

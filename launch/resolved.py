@@ -188,6 +188,17 @@ CPU: tuple[Needed, ...] = (
 )
 
 
+_NPU: tuple[Needed, ...] = (
+    Needed(
+        "cuda_graph_config.decode.backend",
+        ("disabled",),
+        "rerouting in graphs was not shown on npu",
+        "use --disable-cuda-graph",
+        flag="--cuda-graph-backend-decode",
+    ),
+)
+
+
 def of_device(device: str) -> tuple[Needed, ...]:
     """What weaving needs where the launcher has found this device: cpu, cuda or npu."""
     backends = tuple(sorted(MOE_BACKENDS[device]))
@@ -202,8 +213,9 @@ def of_device(device: str) -> tuple[Needed, ...]:
             "moe_runner_backend",
             ("auto", *backends),
             f"on {device} weaving was not shown with it",
-            "use --moe-runner-backend triton",
+            f"use --moe-runner-backend {backends[0]}",
         ),
+        *(_NPU if device == "npu" else ()),
     )
 
 

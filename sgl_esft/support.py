@@ -15,13 +15,12 @@ from collections.abc import Mapping
 MOE_BACKENDS: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"triton"}),
     "cuda": frozenset({"triton"}),
-    "npu": frozenset(),  # "ascend", once weaving on SGLang's NPU backend has been shown
+    "npu": frozenset({"ascend"}),  # tests/fast/ascend/test_npu_moe.py
 }
 
-# Where an engine may weave. "npu" is for whoever has shown it, with "ascend" above.
-WEAVING_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})
+# Where an engine may weave.
+WEAVING_DEVICES: frozenset[str] = frozenset({"cpu", "cuda", "npu"})
 
-# The most devices that may scale; None = as many as there are.
-# "cuda": None, once a test has run SGLang's Triton path over the layout of elastic ranks, where
-# experts of other ranks are -1.
-ELASTIC_DEVICES: Mapping[str, int | None] = {"cpu": None, "cuda": 1, "npu": 0}
+# Where devices may come and go. On CUDA experts of other ranks are -1 in SGLang's Triton path:
+# tests/fast/moe_interpreted/test_whole_experts.py.
+ELASTIC_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})

@@ -14,12 +14,11 @@ fused function for ("none", "triton") and would call that before a core of the n
   the model) nor `config.num_local_experts` (SGLang's share of them);
 - id -1 is nobody's: its weights must not be read, and it adds nothing to the sum;
 - what is tuned or chosen by the number of experts gets `layout.num_base`, as without weaving.
-A device whose dispatcher groups tokens by expert before the runner is asked, as SGLang's
-`AscendTPDispatcher` does, must be rerouted before that: its function gives the layer a
-`StandardDispatcher`, which leaves tokens as they are, and lets the inner core call the device's
-dispatcher. A core that takes `StandardDispatchOutput` itself (a `DispatchMoeRunnerCore`, as the CPU
-platform's is) needs no entry. Nothing here may look at values of tensors: CUDA graphs record the
-calls once.
+A device whose dispatcher groups tokens by expert before the runner is asked must be rerouted before
+that: its function gives the layer a `StandardDispatcher`, which leaves tokens as they are, and lets
+the inner core call the device's dispatcher, as `platform/ascend.py` does. A core that takes
+`StandardDispatchOutput` itself (a `DispatchMoeRunnerCore`, as the CPU's is) needs no entry.
+Nothing here may look at values of tensors: CUDA graphs record the calls once.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
 from sgl_esft import platform
 from sgl_esft.errors import InvariantError, UnsupportedModelError
-from sgl_esft.platform import operators
+from sgl_esft.platform import ascend, operators
 from sgl_esft.weave.slot_layout import SlotLayout
 
 BACKEND = "esft"
@@ -88,6 +87,7 @@ class EsftRunnerCore(DispatchMoeRunnerCore):
 
 
 register_moe_runner_core(BACKEND, EsftRunnerCore)
+register_moe_runner_core("ascend", ascend.make_runner_core)
 
 
 def over_triton(module: Any, core: Any, layout: SlotLayout) -> Inner:
@@ -116,7 +116,7 @@ def over_triton(module: Any, core: Any, layout: SlotLayout) -> Inner:
     return run
 
 
-INNER_CORES: dict[str, InnerFactory] = {"triton": over_triton}
+INNER_CORES: dict[str, InnerFactory] = {"triton": over_triton, "ascend": ascend.over_ascend}
 
 
 def inner_core(

@@ -41,9 +41,14 @@ def find_python() -> str | None:
     wanted = [os.environ.get(PYTHON_VARIABLE), *sorted(map(str, pyenv.glob("3.12*/bin/python")))]
     for python in (*wanted, shutil.which("python3.12")):
         # A launcher of a version manager may be there without its Python.
-        if python and not subprocess.run([python, "-m", "venv", "-h"], capture_output=True).returncode:
+        if python and _makes_environments(python):
             return python
     return None
+
+
+def _makes_environments(python: str) -> bool:
+    done = subprocess.run([python, "-m", "venv", "-h"], check=False, capture_output=True)
+    return done.returncode == 0
 
 
 def environment(python: str) -> Path:

@@ -330,10 +330,10 @@ def test_every_moe_backend_but_tritons_is_refused() -> None:
     from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
 
     assert {"flashinfer_cutlass", "deep_gemm", "marlin"} <= set(MOE_RUNNER_BACKEND_CHOICES)
-    for device in ("cpu", "cuda"):
+    for device, own in (("cpu", "triton"), ("cuda", "triton"), ("npu", "ascend")):
         (need,) = (n for n in resolved.of_device(device) if n.field == "moe_runner_backend")
         for backend in MOE_RUNNER_BACKEND_CHOICES:
-            if backend in ("auto", "triton"):
+            if backend in ("auto", own):
                 resolved.check_resolved(SimpleNamespace(moe_runner_backend=backend), (need,))
             else:
                 assert_refused(need, backend)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,7 @@ class Case:
         return forward(make_layer(self.base.merged(adapter), self.rank), self.batch)
 
 
-def enter(rank: Rank, backend: str) -> None:
+def enter(rank: Rank, backend: str = "auto") -> None:
     """Make this process that rank, as SGLang's own start does with --moe-runner-backend."""
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
@@ -90,11 +91,11 @@ def enter(rank: Rank, backend: str) -> None:
     get_parallel().override_permanently(tp_group=SimpleNamespace(world_size=world))
 
 
-def make_layer(experts: RandomExperts, rank: Rank, backend: str = "auto") -> Any:
+def make_layer(experts: RandomExperts, rank: Rank, become: Callable[[Rank], None] = enter) -> Any:
     """SGLang's layer of that rank, filled by its own loader from whole experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    enter(rank, backend)
+    become(rank)
     layer = FusedMoE(
         num_experts=NUM_EXPERTS,
         hidden_size=HIDDEN,
@@ -205,7 +206,9 @@ def refusals_of_backends(base: RandomExperts) -> dict[str, str]:
     """What binding says to a layer that SGLang made for that backend."""
     found = {}
     for backend in OTHER_BACKENDS:
-        model = torch.nn.ModuleList([make_layer(base, Rank(), backend)])
+        model = torch.nn.ModuleList(
+            [make_layer(base, Rank(), functools.partial(enter, backend=backend))]
+        )
         found[backend] = refusal(functools.partial(build.bind_layers, model, SPEC))
     return found
 

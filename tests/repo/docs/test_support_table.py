@@ -73,19 +73,13 @@ def test_nothing_ran_on_a_device_that_no_result_is_of() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.part} {row.on}")
 def test_refused_is_what_the_launcher_refuses(row: Row) -> None:
     device = DEVICES[row.on]
-    weaves = device in WEAVING_DEVICES
-    most = ELASTIC_DEVICES[device] if weaves else 0
-    if row.part == "elastic":
-        words = {None: "", 0: "refused", 1: "one device"}[most]
-    else:
-        words = "" if weaves else "refused"
-    assert row.today.startswith(words)
-    assert ("refused" in row.today) == bool(words)
+    allowed = WEAVING_DEVICES & ELASTIC_DEVICES if row.part == "elastic" else WEAVING_DEVICES
+    assert ("refused" in row.today) == (device not in allowed)
 
 
 def test_a_device_that_weaves_has_a_backend() -> None:
     assert {device for device, backends in MOE_BACKENDS.items() if backends} == WEAVING_DEVICES
-    assert set(ELASTIC_DEVICES) == set(MOE_BACKENDS) == set(DEVICES.values())
+    assert set(MOE_BACKENDS) == set(DEVICES.values()) >= ELASTIC_DEVICES
 
 
 def test_tests_that_the_page_of_cuda_names_exist() -> None:
