@@ -41,6 +41,11 @@ def test_woven_is_merged(ran: dict[str, Any], name: str) -> None:
     assert ran["padded"][name] == dict.fromkeys(COMPARISONS, "equal")
 
 
+def test_two_ranks_parts_make_up_the_layer(ran: dict[str, Any]) -> None:
+    """Of merged layers; each woven rank is its merged one."""
+    assert ran["EP2"] == "close"
+
+
 def test_woven_is_merged_over_pages(ran: dict[str, Any]) -> None:
     """Slots without a page would fault."""
     assert ran["virtual"] == {"one rank, float32": dict.fromkeys(COMPARISONS, "equal")}

@@ -125,6 +125,14 @@ def one_rank_runs(case: Case, plain: Plain) -> dict[str, Any]:
     }
 
 
+def compare_sum(ranks: list[Plain], whole: Plain) -> str:
+    """SGLang's own ranks, to which woven ones are compared, make up the layer."""
+    total = sum(rank(LAST) for rank in ranks)
+    assert isinstance(total, torch.Tensor)
+    is_close = torch.allclose(total, whole(LAST), atol=1e-6, rtol=1e-6)
+    return "close" if is_close else compare(total, whole(LAST))
+
+
 def run_padded(case: Case, plain: Plain) -> dict[str, Any]:
     """A batch with rows that SGLang's router is told are padding: id -1, whatever they hold.
 
@@ -227,6 +235,7 @@ def other_runs(plain: dict[str, Plain], styles: dict[str, Plain]) -> dict[str, A
         "padded_batch": {
             name: run_padded(EXPERTS[name], plain[name]) for name in (ONE_RANK, SECOND_RANK)
         },
+        "EP2": compare_sum([plain[f"EP2 rank {rank}, float32"] for rank in range(2)], own),
         "stray_reads": stray_reads(case),
         "choices": choices,
         "orders": {backend: order_of_rows(backend) for backend in BACKENDS},
