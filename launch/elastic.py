@@ -251,7 +251,15 @@ def _serve(planned: ElasticPlan) -> int:
             f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
         )
         engine = ElasticEngine(runtime.directory, runtime, runtime.close, observe.tokenizer_manager)
-        return serve.run(launch, server_args, started, heartbeats, lambda: _ready(runtime), engine)
+        return serve.run(
+            launch,
+            server_args,
+            started,
+            heartbeats,
+            lambda: _ready(runtime),
+            engine,
+            front_hooks.FRONT_OVERRIDES,
+        )
     except (EsftError, ElasticError) as error:
         return _refuse(error)
     finally:

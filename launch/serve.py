@@ -16,9 +16,10 @@ from sgl_esft.errors import EsftError
 from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable
+from sgl_esft.hook_ledger import Hook
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS
 from sgl_esft.http.routes import add_routes
-from sgl_esft_launch import access, adapters, health, http_stack, observe, resolved
+from sgl_esft_launch import access, adapters, health, http_stack, observe, resolved, tokenizer
 from sgl_esft_launch.observe import tokenizer_manager
 from sgl_esft_launch.plan import LaunchPlan
 
@@ -74,17 +75,20 @@ def run(
     heartbeats: HeartbeatTable,
     when_ready: Callable[[], None] = lambda: None,
     engine: Engine | None = None,
+    overrides: tuple[Hook, ...] = (),
 ) -> int:
     """SGLang's HTTP server with our routes, until it is stopped. Returns the exit status.
 
     `when_ready` is called as soon as requests can be served. `engine` None: SGLang's own ranks.
-    Raises UndeclaredRouteError.
+    `overrides` are more than ours, of SGLang's TokenizerManager.
+    Raises UndeclaredRouteError, HookError.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
     from sgl_esft.health.detokenizer import run_beating_detokenizer
 
+    manager = tokenizer.manager_class(overrides)
     app = http_server.app
     holder: adapters.LibraryHolder | None = None
     if launch.config is not None:
@@ -112,6 +116,8 @@ def run(
     )
 
     def ready() -> None:
+        if launch.config is not None:
+            tokenizer.check_is(tokenizer_manager(), manager)
         if launch.access.inner_key is not None:
             launch.access.inner_key.close()
         if holder is not None:
@@ -124,6 +130,7 @@ def run(
     try:
         http_server.launch_server(
             server_args,
+            init_tokenizer_manager_func=tokenizer.initializer(manager),
             run_detokenizer_process_func=run_beating_detokenizer,
             launch_callback=ready,
         )

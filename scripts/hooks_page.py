@@ -1,7 +1,6 @@
 """docs/hooks.md from the hook ledgers: `python -m scripts.hooks_page`.
 
-    sgl_esft/plugin/hook_table.py, sgl_elastic's ENGINE_HOOKS and FRONT_HOOKS -> [page] ->
-    docs/hooks.md
+    sgl_esft/plugin/hook_table.py, sgl_elastic's ledgers -> [page] -> docs/hooks.md
 
 A test holds the page to the ledger.
 """
@@ -12,26 +11,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_elastic.engine.hooks import ENGINE_HOOKS
-from sgl_elastic.front_hooks import FRONT_HOOKS
-from sgl_esft.hook_ledger import Hook
+from sgl_elastic.front_hooks import FRONT_HOOKS, FRONT_OVERRIDES
+from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.plugin.hook_table import (
     CPU_HOOKS,
     JSON_LOG_HOOKS,
+    JSON_LOG_OVERRIDES,
     LAUNCHER_HOOKS,
-    OBSERVE_HOOKS,
+    OBSERVE_OVERRIDES,
     ROUTER_HOOKS,
+    SIGNAL_OVERRIDES,
     WEAVE_HOOKS,
+    WEAVE_OVERRIDES,
 )
 
-ALL_HOOKS: tuple[Hook, ...] = (
+HOOKS: tuple[Hook, ...] = (
+    *CPU_HOOKS,
+    *LAUNCHER_HOOKS,
     *WEAVE_HOOKS,
-    *OBSERVE_HOOKS,
     *JSON_LOG_HOOKS,
     *ROUTER_HOOKS,
-    *LAUNCHER_HOOKS,
-    *CPU_HOOKS,
     *ENGINE_HOOKS,
     *FRONT_HOOKS,
+)
+OVERRIDES: tuple[Hook, ...] = (
+    *WEAVE_OVERRIDES,
+    *OBSERVE_OVERRIDES,
+    *JSON_LOG_OVERRIDES,
+    *SIGNAL_OVERRIDES,
+    *FRONT_OVERRIDES,
 )
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hooks.md"
@@ -52,17 +60,26 @@ SGLang logs a plugin that fails and serves on. So each hook is checked before it
 target must exist and take the parameters that are known (of an *add* hook, it must not exist). It
 is checked again once it is installed, before the server starts, and with weaving when the model has
 been loaded. A hook that fails a check ends the process, and the server with it.
+
+Three other ways change nothing of SGLang. What it takes a registration for is registered with it:
+the runner core of woven layers (`sgl_esft/plugin/runner_core.py`), and the CPU platform's experts,
+attention and MLA handler (`sgl_esft/platform/operators.py`). Where its server takes a class or a
+function from its caller, our launcher hands one over (`launch/tokenizer.py`,
+`sgl_esft/health/detokenizer.py`): the *overrides* at the end of this page are the methods of those
+classes, checked as hooks are. What its platform interface asks for, the CPU platform answers
+(`sgl_esft/platform/cpu.py`).
+
+In all: {counts}.
 """
 
 
 def page() -> str:
     """The whole page."""
     parts = [
-        _HEAD,
+        _HEAD.format(counts=_counts()),
         *_section(
             "Weaving", "Installed unless the server was started with `--no-esft`.", WEAVE_HOOKS
         ),
-        *_section("Metrics and logs", "Installed with weaving.", OBSERVE_HOOKS),
         *_section("JSON logs", "Installed with `--log-format json`.", JSON_LOG_HOOKS),
         *_section("Rerouting in the router", "Installed with `--reroute router`.", ROUTER_HOOKS),
         *_section(
@@ -86,8 +103,27 @@ def page() -> str:
             "Installed there with `--elastic`, before SGLang starts.",
             FRONT_HOOKS,
         ),
+        *_section(
+            "Overrides: weaving",
+            "Methods of the class that our launcher starts SGLang's `TokenizerManager` as.",
+            WEAVE_OVERRIDES,
+        ),
+        *_section("Overrides: metrics and logs", "With weaving.", OBSERVE_OVERRIDES),
+        *_section("Overrides: JSON logs", "With `--log-format json`.", JSON_LOG_OVERRIDES),
+        *_section(
+            "Overrides: the end of the server",
+            "Of the class of its signal handlers, with and without weaving: "
+            "[health.md](health.md).",
+            SIGNAL_OVERRIDES,
+        ),
+        *_section("Overrides: the elastic runtime", "With `--elastic`.", FRONT_OVERRIDES),
     ]
     return "\n".join(parts)
+
+
+def _counts() -> str:
+    replacing = sum(hook.kind is HookKind.REPLACE for hook in HOOKS)
+    return f"{len(HOOKS)} hooks, {replacing} of which replace; {len(OVERRIDES)} overrides"
 
 
 def _section(title: str, when: str, hooks: Sequence[Hook]) -> list[str]:

@@ -86,6 +86,18 @@ FRONT_HOOKS: tuple[Hook, ...] = (
         why="ranks belong to instances that come and go while the HTTP server stays",
         remove_when="SGLang lets a plugin supply the engine class",
     ),
+    after(
+        "sglang.srt.managers.communicator.FanOutCommunicator.__init__",
+        note_who_asks,
+        "self send fan_out mode",
+        why="a control message that is held during a switch is answered by another number of "
+        "ranks than when it was asked: too few for ever, or one too many for the next question",
+        remove_when="SGLang's communicator counts the answers of those it was sent to",
+    ),
+)
+
+# Methods of the class that the launcher hands to SGLang: in the process that serves HTTP.
+FRONT_OVERRIDES: tuple[Hook, ...] = (
     *(
         replace(
             f"{_MANAGER}.{method}",
@@ -105,13 +117,5 @@ FRONT_HOOKS: tuple[Hook, ...] = (
         "self recv_obj",
         why="a request that is handed over goes on only after its last tokens have come by",
         remove_when="SGLang tells a plugin of outputs",
-    ),
-    after(
-        "sglang.srt.managers.communicator.FanOutCommunicator.__init__",
-        note_who_asks,
-        "self send fan_out mode",
-        why="a control message that is held during a switch is answered by another number of "
-        "ranks than when it was asked: too few for ever, or one too many for the next question",
-        remove_when="SGLang's communicator counts the answers of those it was sent to",
     ),
 )

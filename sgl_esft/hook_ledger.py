@@ -1,6 +1,7 @@
 """What a hook into SGLang is, and the proof that it is in place.
 
     [plugin/hook_table.py: the ledger] -> install() -> SGLang's HookRegistry -> verify()
+                                       -> subclass(): where SGLang takes a class from its caller
 
 SGLang's plugin loader logs a failing hook and goes on, which would give a
 running server that answers adapter requests with the base model. So every hook
@@ -11,6 +12,7 @@ Both failures are a `HookError`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -129,6 +131,43 @@ def install(hooks: Iterable[Hook]) -> None:
             HookRegistry.register(hook.target, hook.function, HookType(hook.kind.value))
     HookRegistry.apply_hooks()
     verify(hooks)
+
+
+def subclass(base: type, overrides: Iterable[Hook]) -> type:
+    """A subclass of one of SGLang's classes in which each entry meets the method of its name.
+
+    For SGLang's own factories, which take a class: nothing of SGLang is changed. Raises HookError
+    for an entry that is not `base`'s or whose method is not as it was.
+    """
+    methods = {}
+    for hook in overrides:
+        owner, name = hook.owner()
+        if owner is not base or hook.is_value:
+            raise HookError(f"{hook.target} is no method of {base.__name__}")
+        check_signature(hook)
+        methods[name] = _override(hook, hook.resolve())
+    return type(base.__name__, (base,), {"__module__": __name__, **methods})
+
+
+def _override(hook: Hook, original: Any) -> Callable[..., Any]:
+    function = hook.function
+    if hook.kind is HookKind.REPLACE:
+        return function  # type: ignore[no-any-return]
+
+    def before(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    def after(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        function(result, self, *args, **kwargs)
+        return result
+
+    def around(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    by_kind = {HookKind.BEFORE: before, HookKind.AFTER: after, HookKind.AROUND: around}
+    return functools.wraps(original)(by_kind[hook.kind])
 
 
 def require(hooks: Iterable[Hook]) -> None:

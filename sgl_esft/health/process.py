@@ -1,7 +1,7 @@
 """The one service of the process that serves HTTP, and the signals that reach it.
 
 until the engine is up: [hear_ends] --> SystemExit, and everything that was started is killed
-afterwards: the event loop --> Service; SGLang's own handlers, hooked --> Service
+afterwards: the event loop --> Service; SGLang's handlers, of our class --> Service
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     requests --acquire/release--> [LoRARegistry] <--put/take-- sglang_engine.py
 
-The registry maps a name to a LoRARef and counts requests by the ref's id. `acquire` here replaces
-SGLang's, which looks a name up and counts the request in two steps, between which the adapter
-could leave.
+The registry maps a name to a LoRARef and counts requests by the ref's id. `acquire` here is called
+in place of SGLang's, which looks a name up and counts the request in two steps, between which the
+adapter could leave.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 from sgl_esft import ports
 from sgl_esft.health import heartbeat, process
 from sgl_esft.hook_ledger import Hook, after, around, before, constant, replace
-from sgl_esft.lifecycle import registry
 from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
 from sgl_esft.plugin import engine_hooks, memory_hooks, registry_hooks, schedule_hooks, weave_hooks
@@ -18,6 +17,7 @@ from sgl_esft.plugin import engine_hooks, memory_hooks, registry_hooks, schedule
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 
 CPU_HOOKS: tuple[Hook, ...] = (
@@ -112,33 +112,11 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
         why="GET /readyz says whether the loop of every rank turns",
         remove_when="SGLang shows the progress of its loops without running the model",
     ),
-    replace(
-        f"{_SIGNALS}.sigterm_handler",
-        process.on_sigterm,
-        "self signum frame",
-        why="SGLang takes new requests while it drains, waits for ever, and hears no SIGINT",
-        remove_when="SGLang's drain refuses new requests and has a time-out",
-    ),
-    replace(
-        f"{_SIGNALS}.running_phase_sigquit_handler",
-        process.on_sigquit,
-        "self signum frame",
-        why="SGLang kills itself when a process has failed; its clients see broken connections",
-        remove_when="SGLang ends its streams with an error before it exits",
-    ),
 )
 
-_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _UNQUANT = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 
 WEAVE_HOOKS: tuple[Hook, ...] = (
-    before(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        registry_hooks.refuse_empty,
-        "self obj input_ids",
-        why="a prompt without tokens, from a text or as ids, ends the scheduler and so the server",
-        remove_when="SGLang refuses it",
-    ),
     around(
         f"{_UNQUANT}.create_weights",
         weave_hooks.create_weights_with_adapter_slots,
@@ -191,8 +169,54 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         why="the id keys the prefix cache; other weights in the same folder need another id",
         remove_when="SGLang derives the id from the adapter's content",
     ),
+)
+
+_LOGGING = "sglang.srt.utils.common"
+
+
+# Only with --log-format json.
+JSON_LOG_HOOKS: tuple[Hook, ...] = (
+    after(
+        f"{_LOGGING}.configure_logger",
+        json_logs.use_json,
+        "server_args prefix",
+        why="every process of SGLang sets up its own logging, as text",
+        remove_when="SGLang has a flag for JSON logs",
+    ),
+    after(
+        f"{_LOGGING}.set_uvicorn_logging_configs",
+        json_logs.use_json_in_uvicorn,
+        "server_args",
+        why="the HTTP server's lines are text, and its access lines have no request id",
+        remove_when="SGLang has a flag for JSON logs",
+    ),
+)
+
+# Only with --reroute router: the hook is called in every layer.
+ROUTER_HOOKS: tuple[Hook, ...] = (
+    around(
+        "sglang.srt.layers.moe.topk.select_experts",
+        weave_hooks.route_to_slots,
+        "hidden_states router_logits topk_config layer_id num_token_non_padded "
+        "expert_location_dispatch_info dynamic_expert_bias router_logits_partials",
+        why="top-k and rerouting are one kernel",
+        remove_when="SGLang lets a plugin supply the router of a layer",
+    ),
+)
+
+# ---- overrides: methods of subclasses that our launcher hands to SGLang's own factories ----
+
+# The class of the process that serves HTTP, with weaving.
+WEAVE_OVERRIDES: tuple[Hook, ...] = (
+    before(
+        f"{_TOKENIZER}._validate_one_request",
+        registry_hooks.refuse_empty,
+        "self obj input_ids",
+        why="a prompt without tokens, from a text or as ids, ends the scheduler and so the server",
+        remove_when="SGLang refuses it",
+    ),
     replace(
-        f"{_CONTROL}.load_lora_adapter",
+        f"{_TOKENIZER}.load_lora_adapter",
         registry_hooks.load,
         "self obj _",
         why="loads go through lifecycle/sglang_engine.py, which validates a folder before any rank "
@@ -200,42 +224,31 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         remove_when="SGLang lets a plugin supply the way an adapter is loaded",
     ),
     replace(
-        f"{_CONTROL}.load_lora_adapter_from_tensors",
+        f"{_TOKENIZER}.load_lora_adapter_from_tensors",
         registry_hooks.refuse_tensors,
         "self obj _",
         why="the ranks would unpickle what a client sent; a malformed body ends the server",
         remove_when="SGLang lets a server leave the route out",
     ),
     replace(
-        f"{_CONTROL}.unload_lora_adapter",
+        f"{_TOKENIZER}.unload_lora_adapter",
         registry_hooks.unload,
         "self obj _",
         why="SGLang keeps the path of an unloaded adapter and loads it again when it is asked for",
         remove_when="an explicit unload clears lora_ref_cache",
     ),
     replace(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
+        f"{_TOKENIZER}._resolve_lora_path",
         registry_hooks.resolve,
         "self obj",
         why="an adapter may leave host memory between its load for a request and its use by it; "
         "SGLang would load it beside whoever loads it, and name all adapters to who asks for one",
         remove_when="SGLang holds an adapter from its load to its use",
     ),
-    replace(
-        "sglang.srt.lora.lora_registry.LoRARegistry.acquire",
-        registry.acquire,
-        "self lora_name",
-        why="SGLang looks a name up and counts the request in two steps, and an adapter that is "
-        "replaced or leaves between them ends the rank",
-        remove_when="SGLang counts a request under the registry's lock",
-    ),
 )
 
-_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_LOGGING = "sglang.srt.utils.common"
-
 # With weaving too.
-OBSERVE_HOOKS: tuple[Hook, ...] = (
+OBSERVE_OVERRIDES: tuple[Hook, ...] = (
     after(
         f"{_TOKENIZER}._init_req_state",
         engine_hooks.note_sequences,
@@ -260,21 +273,7 @@ OBSERVE_HOOKS: tuple[Hook, ...] = (
 )
 
 # Only with --log-format json.
-JSON_LOG_HOOKS: tuple[Hook, ...] = (
-    after(
-        f"{_LOGGING}.configure_logger",
-        json_logs.use_json,
-        "server_args prefix",
-        why="every process of SGLang sets up its own logging, as text",
-        remove_when="SGLang has a flag for JSON logs",
-    ),
-    after(
-        f"{_LOGGING}.set_uvicorn_logging_configs",
-        json_logs.use_json_in_uvicorn,
-        "server_args",
-        why="the HTTP server's lines are text, and its access lines have no request id",
-        remove_when="SGLang has a flag for JSON logs",
-    ),
+JSON_LOG_OVERRIDES: tuple[Hook, ...] = (
     around(
         f"{_TOKENIZER}.auto_create_handle_loop",
         json_logs.start_loop_for_nobody,
@@ -285,14 +284,20 @@ JSON_LOG_HOOKS: tuple[Hook, ...] = (
     ),
 )
 
-# Only with --reroute router: the hook is called in every layer.
-ROUTER_HOOKS: tuple[Hook, ...] = (
-    around(
-        "sglang.srt.layers.moe.topk.select_experts",
-        weave_hooks.route_to_slots,
-        "hidden_states router_logits topk_config layer_id num_token_non_padded "
-        "expert_location_dispatch_info dynamic_expert_bias router_logits_partials",
-        why="top-k and rerouting are one kernel",
-        remove_when="SGLang lets a plugin supply the router of a layer",
+# The class of its signal handlers, always.
+SIGNAL_OVERRIDES: tuple[Hook, ...] = (
+    replace(
+        f"{_SIGNALS}.sigterm_handler",
+        process.on_sigterm,
+        "self signum frame",
+        why="SGLang takes new requests while it drains, waits for ever, and hears no SIGINT",
+        remove_when="SGLang's drain refuses new requests and has a time-out",
+    ),
+    replace(
+        f"{_SIGNALS}.running_phase_sigquit_handler",
+        process.on_sigquit,
+        "self signum frame",
+        why="SGLang kills itself when a process has failed; its clients see broken connections",
+        remove_when="SGLang ends its streams with an error before it exits",
     ),
 )

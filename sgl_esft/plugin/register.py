@@ -32,7 +32,7 @@ def install() -> None:
     """As `register`, but raises HookError or ConfigError."""
     if not hook_ledger.is_required():
         hooks = select_hooks()
-        hook_ledger.check_version(hooks, _sglang_version())
+        hook_ledger.check_version(hooks, sglang_version())
         hook_ledger.require(hooks)
 
 
@@ -49,12 +49,26 @@ def select_hooks() -> tuple[Hook, ...]:
         selected += hook_table.LAUNCHER_HOOKS
     config = current_config()
     if config is not None:
-        selected += hook_table.WEAVE_HOOKS + hook_table.OBSERVE_HOOKS
+        selected += hook_table.WEAVE_HOOKS
         selected += hook_table.ROUTER_HOOKS if config.reroute == "router" else ()
     return selected
 
 
-def _sglang_version() -> str:
+def manager_overrides() -> tuple[Hook, ...]:
+    """The ledger's entries for the TokenizerManager of this process, which serves HTTP."""
+    from sgl_esft import env
+    from sgl_esft.config import current_config
+    from sgl_esft.plugin import hook_table
+
+    is_json = env.log_format() == "json"
+    selected: tuple[Hook, ...] = hook_table.JSON_LOG_OVERRIDES if is_json else ()
+    if current_config() is not None:
+        selected += hook_table.WEAVE_OVERRIDES + hook_table.OBSERVE_OVERRIDES
+    return selected
+
+
+def sglang_version() -> str:
+    """The version that is installed."""
     import sglang
 
     return str(sglang.__version__)

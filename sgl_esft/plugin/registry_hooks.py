@@ -14,7 +14,7 @@ from sgl_esft import sglang_api
 from sgl_esft.errors import EmptyPromptError, EsftError, UnknownAdapterError
 from sgl_esft.lifecycle.adapter_engine import nobody_looks
 from sgl_esft.lifecycle.commands import named
-from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
+from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError, acquire
 from sgl_esft.lifecycle.sglang_engine import engine_of
 
 _MAX_RESOLVES = 8
@@ -60,7 +60,7 @@ async def resolve(manager: Any, obj: Any) -> None:
     for is_last in [False] * (_MAX_RESOLVES - 1) + [True]:
         try:
             await engine_of(manager).bring(wanted)
-            obj.lora_id = await manager.lora_registry.acquire(obj.lora_path)
+            obj.lora_id = await acquire(manager.lora_registry, obj.lora_path)
             break
         except AdapterGoneError:
             if is_last:

@@ -209,7 +209,7 @@ def never_loaded() -> Any:
 @scenario
 def an_sglang_that_was_not_tried() -> Any:
     weaving()
-    register._sglang_version = lambda: "0.5.22"
+    register.sglang_version = lambda: "0.5.22"
     load()
     return "served"
 

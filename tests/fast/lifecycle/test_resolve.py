@@ -8,10 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.lora.lora_registry import LoRARegistry
 
 from sgl_esft.errors import OutOfHostMemoryError, TooManyAdaptersError, UnknownAdapterError
-from sgl_esft.lifecycle import registry
 from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError
 from sgl_esft.lifecycle.room import HostLimits
 from sgl_esft.lifecycle.sglang_engine import SglangEngine
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> FakeManager:
-    monkeypatch.setattr(LoRARegistry, "acquire", registry.acquire)
     return FakeManager()
 
 
