@@ -26,7 +26,7 @@ def manager_class(more: tuple[Hook, ...] = ()) -> type:
     base: Any = hook_ledger.subclass(TokenizerManager, overrides)
     handler = hook_ledger.subclass(SignalHandler, hook_table.SIGNAL_OVERRIDES)
 
-    class ServingTokenizerManager(base):  # type: ignore[misc]
+    class ServingTokenizerManager(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.signal_handler_class = handler
