@@ -134,18 +134,11 @@ class Case:
         surround(block.experts)
         return block
 
-    def enter(self) -> None:
-        """Make this process that rank of that server."""
-        from sglang.srt.layers.moe.utils import get_flags, resolve_moe_runner_backend
-
-        enter(self.rank)
-        get_flags().moe.runner_backend = resolve_moe_runner_backend(self.runner_backend)
-
     def _block(self, experts: RandomExperts, resident: Iterable[int] | None = None) -> Block:
         """`resident`: the routed experts that SGLang's loader is given; None = all."""
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-        self.enter()
+        enter(self.rank, self.runner_backend)
         layer = FusedMoE(
             num_experts=len(experts.w13),
             hidden_size=HIDDEN,
