@@ -44,9 +44,13 @@ NOT = {
     # Operators of other devices and of attention backends that bench.gpu does not choose.
     "sglang-kernel": ("flash_ops", "flashmla_ops", "infllm_ops", "/sm100/", "/testing/"),
     # Pictures, and servers in Rust that are only started when they are asked for.
-    "sglang": ("multimodal_gen/", "_server.cpython", "_bench.cpython", "_multimodal.cpython"),
+    "sglang": (
+        "multimodal_gen/",
+        *(f"/_{n}.cpython" for n in ("server", "bench", "multimodal", "grpc")),
+    ),
     "pycountry": ("/locales/",),
-    "transformers": (),
+    "mistral-common": ("/data/",),  # its models' vocabularies
+    "zstandard": ("/_cffi.cpython",),  # the backend of other Pythons than CPython
 }
 # Of this project: what bench.gpu imports, compiles or reads.
 SOURCES = (

@@ -17,6 +17,7 @@ mkdir -p "$out" "$work"
 if ! cmp -s "$here/manifest.json" "$work/manifest.json"; then
     "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")' \
         "$here/bundle.tar.xz" "$work"
+    "$python" -m compileall -q -j 0 "$work/site" "$work/src" || true # or the first import is slow
     cp "$here/manifest.json" "$work/manifest.json"
 fi
 export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

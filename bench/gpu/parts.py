@@ -37,7 +37,7 @@ PARTS = {
     "check": Part(
         "gpu_check",
         "whether this machine can run the rest: imports, hooks, one tiny layer",
-        {"self-check": Limits(20, 60)},
+        {"self-check": Limits(30, 90)},
     ),
     "memory": Part(
         "gpu",

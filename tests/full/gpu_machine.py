@@ -47,8 +47,8 @@ def find_python() -> str | None:
 
 
 def _makes_environments(python: str) -> bool:
-    done = subprocess.run([python, "-m", "venv", "-h"], check=False, capture_output=True)
-    return done.returncode == 0
+    command = [python, "-m", "venv", "-h"]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 def environment(python: str) -> Path:

@@ -1,4 +1,4 @@
-"""`make gpu-bundle`, unpacked beside the packages of a bare GPU machine, loads and imports there.
+"""`make gpu-bundle`, unpacked beside a bare GPU machine's packages: it loads and imports there.
 
 Python 3.12 and the CUDA build of torch 2.11 are real, the GPU is not (tests/full/gpu_machine.py).
 The CPU build of that torch would not do: SGLang's operators link against the CUDA build.
