@@ -118,9 +118,7 @@ WEAVING: tuple[Needed, ...] = (
     Needed("dcp_size", (1,), _PARALLEL),
     Needed("dwdp_size", (1,), _PARALLEL),
     *_off("enable_prefill_cp", reason=_PARALLEL),
-    *_off(
-        "enable_kv_cache_sharding", "enable_cp_tp_group_sharing", reason=_PARALLEL, since="0.5.23"
-    ),
+    *_off("enable_kv_cache_sharding", reason=_PARALLEL, since="0.5.23"),
     # The prefix cache: KV of one adapter is never another's.
     *_off(
         "enable_hierarchical_cache",
@@ -174,7 +172,7 @@ ELASTIC: tuple[Needed, ...] = (
     Needed("load_format", ("auto",), _ITS_OWN),
     Needed("tp_size", (1,), "elastic ranks have TP 1"),
     Needed("ep_size", (1,), _ITS_OWN),
-    *_off("enable_dp_attention", reason=_ITS_OWN),
+    Needed("attn_dp_size", (1,), _ITS_OWN),
     *_off("enable_streaming_session", reason="sessions are not handed over"),
 )
 SERVER: tuple[Needed, ...] = (
@@ -182,6 +180,15 @@ SERVER: tuple[Needed, ...] = (
     *_off("encoder_only", reason="there are no experts in an encoder"),
     *_off("use_ray", reason="SGLang's Ray server is another program"),
     Needed("detokenizer_worker_num", (1,), "GET /readyz watches one detokenizer"),
+)
+# Where the command line does not ask for DP attention, by which ranks and slots are counted.
+NO_DP_ATTENTION: tuple[Needed, ...] = (
+    Needed(
+        "attn_dp_size",
+        (1,),
+        "the launcher has counted ranks and adapters without it",
+        "write it out on the command line",
+    ),
 )
 CPU: tuple[Needed, ...] = (
     Needed("page_size", (1, None), "SGLang's paged KV allocator is a kernel for accelerators"),

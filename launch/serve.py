@@ -19,7 +19,16 @@ from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.hook_ledger import Hook
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS
 from sgl_esft.http.routes import add_routes
-from sgl_esft_launch import access, adapters, health, http_stack, observe, resolved, tokenizer
+from sgl_esft_launch import (
+    access,
+    adapters,
+    health,
+    http_stack,
+    observe,
+    plan,
+    resolved,
+    tokenizer,
+)
 from sgl_esft_launch.observe import tokenizer_manager
 from sgl_esft_launch.plan import LaunchPlan
 
@@ -65,6 +74,8 @@ def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
         needed += resolved.of_device(launch.device) + resolved.WEAVING
         if launch.config.expert_memory == "virtual":
             needed += resolved.VIRTUAL
+        if not plan.has_dp_attention(launch.sglang_argv):
+            needed += resolved.NO_DP_ATTENTION
     return needed + (resolved.CPU if platform.is_active() else ())
 
 

@@ -25,16 +25,16 @@ from sgl_esft.plugin.hook_table import (
     WEAVE_OVERRIDES,
 )
 
-HOOKS: tuple[Hook, ...] = (
-    *CPU_HOOKS,
-    *LAUNCHER_HOOKS,
+ALL_HOOKS: tuple[Hook, ...] = (
     *WEAVE_HOOKS,
     *JSON_LOG_HOOKS,
     *ROUTER_HOOKS,
+    *LAUNCHER_HOOKS,
+    *CPU_HOOKS,
     *ENGINE_HOOKS,
     *FRONT_HOOKS,
 )
-OVERRIDES: tuple[Hook, ...] = (
+ALL_OVERRIDES: tuple[Hook, ...] = (
     *WEAVE_OVERRIDES,
     *OBSERVE_OVERRIDES,
     *JSON_LOG_OVERRIDES,
@@ -122,8 +122,8 @@ def page() -> str:
 
 
 def _counts() -> str:
-    replacing = sum(hook.kind is HookKind.REPLACE for hook in HOOKS)
-    return f"{len(HOOKS)} hooks, {replacing} of which replace; {len(OVERRIDES)} overrides"
+    replacing = sum(hook.kind is HookKind.REPLACE for hook in ALL_HOOKS)
+    return f"{len(ALL_HOOKS)} hooks, {replacing} of which replace; {len(ALL_OVERRIDES)} overrides"
 
 
 def _section(title: str, when: str, hooks: Sequence[Hook]) -> list[str]:

@@ -83,11 +83,11 @@ def _compare(name: Name, old: Definition | None, new: Definition | None) -> Find
 
 def names_used() -> list[Name]:
     """Every hook's target and every name of SGLang's in our code, in order."""
-    from scripts.hooks_page import HOOKS, OVERRIDES
+    from scripts.hooks_page import ALL_HOOKS, ALL_OVERRIDES
     from sgl_esft.hook_ledger import HookKind
 
-    added = {hook.target for hook in HOOKS if hook.kind is HookKind.ADD}
-    users: dict[str, set[str]] = {hook.target: {"hook"} for hook in (*HOOKS, *OVERRIDES)}
+    added = {hook.target for hook in ALL_HOOKS if hook.kind is HookKind.ADD}
+    users: dict[str, set[str]] = {hook.target: {"hook"} for hook in ALL_HOOKS + ALL_OVERRIDES}
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for target in imported(path.read_text()):
             users.setdefault(target, set()).add(str(path.relative_to(ROOT)))

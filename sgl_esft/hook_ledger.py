@@ -142,9 +142,11 @@ def subclass(base: type, overrides: Iterable[Hook]) -> type:
     methods = {}
     for hook in overrides:
         owner, name = hook.owner()
-        if owner is not base or hook.is_value:
+        if hook.is_value or not (isinstance(owner, type) and issubclass(base, owner)):
             raise HookError(f"{hook.target} is no method of {base.__name__}")
         check_signature(hook)
+        if getattr(base, name) is not hook.resolve():
+            raise HookError(f"{hook.target}: {base.__name__} has one of its own")
         methods[name] = _override(hook, hook.resolve())
     return type(base.__name__, (base,), {"__module__": __name__, **methods})
 

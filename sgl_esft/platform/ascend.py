@@ -174,9 +174,7 @@ def _check_shown(module: Any) -> None:
             f"{where}: SGLang did not ask for our runner core, so it has cast the weights: this "
             "SGLang cannot be woven there"
         )
-    if get_parallel().enable_dp_attention:
-        raise UnsupportedModelError(
-            f"{where}: --enable-dp-attention was not shown there; use TP and EP"
-        )
+    if get_parallel().attn_dp_enabled:
+        raise UnsupportedModelError(f"{where}: --attn-dp-size was not shown there; use TP and EP")
     if page_source.current() is not None:
         raise UnsupportedModelError(f"{where}: --elastic was not shown there; leave it out")

@@ -18,6 +18,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 
 CPU_HOOKS: tuple[Hook, ...] = (
@@ -215,8 +216,15 @@ WEAVE_OVERRIDES: tuple[Hook, ...] = (
         why="a prompt without tokens, from a text or as ids, ends the scheduler and so the server",
         remove_when="SGLang refuses it",
     ),
+    before(
+        f"{_TOKENIZER}._handle_abort_finish_reason",
+        registry_hooks.blame_grammar,
+        "self out state is_stream",
+        why="a grammar that allows no token is the client's mistake; SGLang answers 500",
+        remove_when="SGLang answers 400",
+    ),
     replace(
-        f"{_TOKENIZER}.load_lora_adapter",
+        f"{_CONTROL}.load_lora_adapter",
         registry_hooks.load,
         "self obj _",
         why="loads go through lifecycle/sglang_engine.py, which validates a folder before any rank "
@@ -224,14 +232,14 @@ WEAVE_OVERRIDES: tuple[Hook, ...] = (
         remove_when="SGLang lets a plugin supply the way an adapter is loaded",
     ),
     replace(
-        f"{_TOKENIZER}.load_lora_adapter_from_tensors",
+        f"{_CONTROL}.load_lora_adapter_from_tensors",
         registry_hooks.refuse_tensors,
         "self obj _",
         why="the ranks would unpickle what a client sent; a malformed body ends the server",
         remove_when="SGLang lets a server leave the route out",
     ),
     replace(
-        f"{_TOKENIZER}.unload_lora_adapter",
+        f"{_CONTROL}.unload_lora_adapter",
         registry_hooks.unload,
         "self obj _",
         why="SGLang keeps the path of an unloaded adapter and loads it again when it is asked for",

@@ -19,6 +19,9 @@ from sgl_esft.lifecycle.sglang_engine import engine_of
 
 _MAX_RESOLVES = 8
 
+# How SGLang's scheduler ends such a request.
+_NOT_ACCEPTED = "Grammar accept_token failed: "
+
 
 async def load(manager: Any, obj: Any, request: Any = None) -> Any:
     """In place of SGLang's own load; its answer."""
@@ -89,3 +92,11 @@ def refuse_empty(manager: object, obj: object, input_ids: Sized | None) -> None:
     """Before SGLang's checks. Raises EmptyPromptError, which SGLang answers as a ValueError."""
     if input_ids is not None and len(input_ids) == 0:
         raise EmptyPromptError("the prompt has no tokens: send at least one")
+
+
+def blame_grammar(manager: object, out: Any, state: object, is_stream: bool) -> None:
+    """No token was allowed, so SGLang's first was not accepted: 400, where SGLang says 500."""
+    reason = out["meta_info"]["finish_reason"]
+    if str(reason.get("message")).startswith(_NOT_ACCEPTED):
+        reason["status_code"] = 400
+        reason["message"] = f"the request's grammar allows no token here: {reason['message']}"

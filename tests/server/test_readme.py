@@ -90,12 +90,15 @@ def arguments_of(program: str) -> list[list[str]]:
     return [shlex.split(match[1]) for match in found if match]
 
 
+SGLANGS_OWN = {"--enable-metrics", "--ep-size", "8", "--disable-cuda-graph"}
+
+
 def test_launcher_commands_parse() -> None:
     lines = arguments_of("python -m sgl_esft.launch_server")
     assert len(lines) > 2
     for arguments in lines:
         rest = options.parse(arguments)[1] if "--elastic" in arguments else arguments
-        assert set(flags.parse(rest)[1]) <= {"--enable-metrics", "--ep-size", "8"}  # SGLang's own
+        assert set(flags.parse(rest)[1]) <= SGLANGS_OWN
 
 
 def test_tool_commands_parse() -> None:

@@ -268,6 +268,8 @@ def refusals(case: Case) -> dict[str, str]:
     """What cannot be woven on an NPU, or was not shown there."""
     from unittest.mock import patch
 
+    from sglang.srt.runtime_context import get_parallel
+
     from sgl_esft import config
     from sgl_esft.platform import ascend
 
@@ -283,7 +285,7 @@ def refusals(case: Case) -> dict[str, str]:
         "slots": with_config(100, 16),
         "float32": refusal(lambda: make(RandomExperts.draw(4, 32, 32, 0, torch.float32), ONE)),
     }
-    with patch.object(ascend, "get_parallel", lambda: SimpleNamespace(enable_dp_attention=True)):
+    with get_parallel().override(attn_dp_enabled=True):
         found["dp"] = refusal(woven.attach)
     with patch.object(ascend.page_source, "current", object):
         found["elastic"] = refusal(woven.attach)

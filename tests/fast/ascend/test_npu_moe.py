@@ -79,7 +79,7 @@ def test_the_adapters_are_seen(seen: dict[str, Any]) -> None:
     [
         ("slots", "MoE layer 3 on Ascend: 1616 slots, its grouped matmul takes 1024"),
         ("float32", "MoE layer 3 on Ascend: experts of torch.float32"),
-        ("dp", "MoE layer 3 on Ascend: --enable-dp-attention"),
+        ("dp", "MoE layer 3 on Ascend: --attn-dp-size"),
         ("elastic", "MoE layer 3 on Ascend: --elastic"),
         ("another core", "MoE layer 3 on Ascend: SGLang did not ask for our runner core"),
     ],

@@ -76,15 +76,15 @@ def test_gpu_tables_show_floors_and_what_has_failed() -> None:
     sample["steps"]["model step"] = {"ok": False, "reason": "out of memory"}
     del sample["steps"]["reroute: time"]
     text = TABLES["gpu_reroute"][1](sample)
-    assert "*model step*: out of memory" in text
-    assert "*reroute: time*: not yet run" in text
+    assert "*model step*: failed: out of memory" in text
+    assert "*reroute: time*: not run: no result" in text
 
 
 def test_gpu_serve_shows_cells_that_have_no_ratio() -> None:
     text = TABLES["gpu_serve"][1](gpu_serve())
     ratios = "1.100 (1.000 to 1.200) | 1.200 (1.100 to 1.300)"
     assert f"| 64 | 20 | {ratios} | 1.150 | +5.0 | 4 |" in text
-    assert "| 256 | 20 | - | - | 1.600 | - | 1 rounds: too few |" in text
+    assert "| 256 | 20 | - | - | 1.600 | not run | 1 rounds: too few |" in text
 
 
 @pytest.mark.parametrize(

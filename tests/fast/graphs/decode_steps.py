@@ -31,7 +31,7 @@ _TWO = ("--tp-size", "2", "--ep-size", "2")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one rank": (),
     "TP2": _TWO,
-    "DP2": (*_TWO, "--dp-size", "2", "--enable-dp-attention"),
+    "DP2": (*_TWO, "--attn-dp-size", "2"),
 }
 Seen = list[dict[str, Any]]
 

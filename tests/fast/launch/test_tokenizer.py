@@ -108,6 +108,7 @@ def test_with_weaving_and_elastic(environment: pytest.MonkeyPatch) -> None:
     assert found._dispatch_to_scheduler is front_hooks.dispatch
     assert overridden(found) == ELASTIC | {
         "_validate_one_request",
+        "_handle_abort_finish_reason",
         "load_lora_adapter",
         "load_lora_adapter_from_tensors",
         "unload_lora_adapter",

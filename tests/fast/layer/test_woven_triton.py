@@ -81,6 +81,8 @@ def test_an_adapters_rows_lie_as_sglang_loads_the_bases(seen: dict[str, Any], ba
 @pytest.mark.parametrize("backend", ["flashinfer_cutlass", "deep_gemm"])
 def test_a_backend_that_was_not_shown_is_refused(seen: dict[str, Any], backend: str) -> None:
     said = seen["rows"][backend]["refusal"]
-    assert said.startswith(f"UnsupportedModelError: MoE layer 1: --moe-runner-backend {backend} ")
-    assert said.endswith("use one of triton")
+    assert said.startswith("UnsupportedModelError: layer 1 on cpu computes its experts by the MoE ")
+    assert said.endswith(
+        f"{backend}, and weaving was not shown with it: use --moe-runner-backend triton"
+    )
     assert seen["rows"]["triton"]["refusal"] == "not refused"

@@ -149,7 +149,7 @@ def woven_calls(base: RandomExperts, ep_size: int, num_tokens: int) -> dict[str,
 def order_of_rows(base: RandomExperts, backend: str) -> dict[str, Any]:
     """An adapter's copy of an expert against what SGLang has loaded of the same expert."""
     module = make_layer(base, backend)
-    layer = build.bind_layers(torch.nn.ModuleList([module]), SPEC)[LAYER_ID]
+    layer = WovenLayer.bind(module, module.esft_layout)  # without the check of the backend
     layer.place(0, base.chosen(5))
     slot = layer.adapter_runs[0].start
     return {
