@@ -52,10 +52,11 @@ class StepError(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """What is compared: a name, and the launcher's arguments."""
+    """What is compared: a name, the launcher's arguments, and whose launcher; None: this one."""
 
     name: str
     arguments: tuple[str, ...]
+    checkout: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,9 @@ def fleet(systems: Sequence[System]) -> Iterator[dict[str, Server]]:
     """
     with ExitStack() as stack:
         stack.enter_context(_environment())
-        contexts = [serving.server(system.arguments) for system in systems]
+        contexts = [
+            serving.server(system.arguments, checkout=system.checkout) for system in systems
+        ]
         with ThreadPoolExecutor(len(systems)) as pool:
             entered = [pool.submit(stack.enter_context, context) for context in contexts]
             urls = [future.result() for future in entered]

@@ -128,6 +128,17 @@ def _moe_layer(result: Any) -> str:
     return result_table(result, header, rows)
 
 
+def _token_time(result: Any) -> str:
+    rows = []
+    for subject in ("base", "adapter"):
+        pairs = {name: found for name, found in result[subject].items() if "/" in name}
+        for name, found in pairs.items():
+            turns = str(result[subject]["num_pairs"])
+            rows.append([subject, name, turns, ratio(found["wall"]), ratio(found["cpu"])])
+    header = ["requests of", "servers", "pairs", "by the wall clock", "by processor time"]
+    return result_table(result, header, rows)
+
+
 def _expert_memory(result: Any) -> str:
     rows = []
     for row in result["rows"]:
@@ -214,6 +225,12 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "moe_layer": (
         "A MoE layer on a virtual tensor with holes, time over a plain one's; 1.03 is the goal:",
         _moe_layer,
+    ),
+    "token_time": (
+        "A decode step after rerouting became a runner core of SGLang over the one before it,\n"
+        "hooks in the dispatcher; servers of both commits, 1.01 is the goal. `this again` is a\n"
+        "second server of the same commit: what two servers differ by without a cause.",
+        _token_time,
     ),
     "expert_memory": (
         "DeepSeek-V2-Lite on a 64 GiB device: weights, tokens of KV cache, F_mem in brackets:",

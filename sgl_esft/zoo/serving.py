@@ -42,16 +42,25 @@ def merged_arguments(merged: Path) -> list[str]:
 
 
 @contextmanager
-def server(arguments: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[str]:
+def server(
+    arguments: Sequence[str],
+    start_seconds: float = START_SECONDS,
+    checkout: Path | None = None,
+) -> Iterator[str]:
     """The URL of a healthy server, alive for as long as the context is open.
+
+    `checkout`: another one of this repository, set up, whose server it is.
 
     Raises ServerError, with the end of the server's output, where it does not come up. If it ends
     while the context is open, an error of the context has that output as a note.
     """
     port = pick_free_port()
-    command = [sys.executable, "-m", "sgl_esft.launch_server", *arguments, "--port", str(port)]
+    python = sys.executable if checkout is None else str(checkout / ".venv/bin/python")
+    command = [python, "-m", "sgl_esft.launch_server", *arguments, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, cwd=checkout
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             if not _wait_healthy(url, process, start_seconds):
