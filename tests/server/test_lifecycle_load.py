@@ -67,6 +67,7 @@ def test_answers_are_right_while_adapters_change(sizes: tuple[int, ...], ground:
 
 
 @pytest.mark.full
+@pytest.mark.alone  # it counts requests of a time
 def test_scales_while_adapters_take_turns(ground: Ground) -> None:
     """Each begins with a load on its way: the ranks that take over must know that adapter too."""
     plan = replace(QUICK, sizes=ELASTIC_SIZES, pattern_s=45.0)
