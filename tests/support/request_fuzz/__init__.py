@@ -1,0 +1,1 @@
+"""Odd values in every field of every open route, while another tenant's streams run."""
