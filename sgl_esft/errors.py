@@ -128,6 +128,10 @@ class HeadersTooLargeError(AccessError, status=431):
     """Too many headers, or too many bytes of them."""
 
 
+class AmbiguousLengthError(AccessError, status=400):
+    """A request whose end two readers could see in two places."""
+
+
 class HeatOffError(UserError, status=404):
     """GET /v1/heat on a server that does not count its experts."""
 

@@ -12,7 +12,12 @@ import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from sgl_esft.errors import BadBodyError, HeadersTooLargeError, NotAllowedError
+from sgl_esft.errors import (
+    AmbiguousLengthError,
+    BadBodyError,
+    HeadersTooLargeError,
+    NotAllowedError,
+)
 from sgl_esft.http.answers import Headers, header_values
 
 MAX_HEADERS = 100
@@ -32,11 +37,16 @@ def is_loopback(host: str) -> bool:
 
 
 def check_headers(headers: Headers) -> None:
-    """Raises HeadersTooLargeError."""
+    """Raises HeadersTooLargeError, AmbiguousLengthError."""
     if len(headers) > MAX_HEADERS:
         raise HeadersTooLargeError(f"a request may have {MAX_HEADERS} headers")
     if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
         raise HeadersTooLargeError(f"a request's headers may have {MAX_HEADER_BYTES} bytes")
+    if header_values(headers, b"transfer-encoding") and header_values(headers, b"content-length"):
+        raise AmbiguousLengthError(
+            "a request has Content-Length or Transfer-Encoding, not both (RFC 9112, 6.3): a proxy "
+            "in front may see another end of it"
+        )
 
 
 def check_host(headers: Headers, *, has_keys: bool) -> None:

@@ -108,7 +108,7 @@ def resolve(path: str, body: Body, names: KnownNames, *, everywhere: bool = Fals
 def _rewritten(path: str, body: Body, names: KnownNames) -> Body | None:
     """The body SGLang should see, None for the one it was given."""
     fields = ("adapter", "lora_path") if path in ADAPTER_ROUTES else ("adapter",)
-    for field in fields:
+    for field in ("adapter", "lora_path"):  # some of the other routes read the second one too
         _check_batch(body.get(field), body)
     asked = [adapter for adapter in _asked_for(body, fields, names) if adapter is not None]
     if not asked:

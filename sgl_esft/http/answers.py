@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from starlette.responses import Response
 
 from sgl_esft.errors import (
+    AmbiguousLengthError,
     BodyTooLargeError,
     EsftError,
     HeadersTooLargeError,
@@ -26,7 +27,7 @@ Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The rest of the request is not wanted.
-_CLOSING = (BodyTooLargeError, HeadersTooLargeError, SlowBodyError)
+_CLOSING = (AmbiguousLengthError, BodyTooLargeError, HeadersTooLargeError, SlowBodyError)
 
 
 def header_values(headers: Headers, name: bytes) -> list[str]:
