@@ -14,6 +14,7 @@ from sgl_esft import env, platform, zoo
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
+from sgl_esft.formats.finite import check_weights
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.platform.device_ledger import DeviceLedger
@@ -255,8 +256,11 @@ def base_spec(model_path: str) -> MoeSpec:
 
 
 def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec) -> int:
-    manifests = [read_manifest(path, spec) for path in adapters.values()]
-    return max(manifest.max_experts_per_layer for manifest in manifests)
+    """Every first adapter is checked in full, weights too: no process is started in vain."""
+    manifests = {name: read_manifest(path, spec) for name, path in adapters.items()}
+    for name, manifest in manifests.items():
+        check_weights(name, manifest)
+    return max(manifest.max_experts_per_layer for manifest in manifests.values())
 
 
 def _given(value: int | None, default: int) -> int:

@@ -76,6 +76,10 @@ class AdapterFormatError(UserError):
     """The folder does not hold an ESFT adapter: a file is missing, damaged or malformed."""
 
 
+class AdapterNotFiniteError(AdapterFormatError):
+    """An adapter's weights hold a NaN or an infinity."""
+
+
 class UnsupportedAdapterError(UserError):
     """A well-formed ESFT adapter of a kind that cannot be woven."""
 

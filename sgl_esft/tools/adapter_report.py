@@ -13,6 +13,7 @@ from typing import Final
 from sgl_esft.errors import AdapterFormatError, AdapterMismatchError
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, read_expert_config
 from sgl_esft.formats.adapter_paths import adapter_weight_files, resolve_adapter_path
+from sgl_esft.formats.finite import check_weights
 from sgl_esft.formats.manifest import AdapterManifest, read_manifest
 from sgl_esft.formats.model_spec import DTYPE_BYTES, MoeSpec, read_moe_spec
 from sgl_esft.formats.safetensors_header import TensorInfo, read_header
@@ -64,10 +65,15 @@ class AdapterReport:
 
 
 def inspect_adapter(path: str, base_dir: Path | None) -> AdapterReport:
-    """Validate the folder against its base model or, without one, against itself."""
+    """Validate the folder against its base model or, without one, against itself.
+
+    Reads its weights too: raises AdapterNotFiniteError.
+    """
     folder = resolve_adapter_path(path, None)
     spec = _implied_spec(folder) if base_dir is None else read_moe_spec(base_dir)
-    return AdapterReport(read_manifest(folder, spec), base_dir)
+    manifest = read_manifest(folder, spec)
+    check_weights(folder.name, manifest)
+    return AdapterReport(manifest, base_dir)
 
 
 def _implied_spec(folder: Path) -> MoeSpec:

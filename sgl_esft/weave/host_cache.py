@@ -3,7 +3,8 @@
 manifest.py (validated folder) -> [host cache] -> moe_layer.py (device slots)
 
 Read in pieces, straight into memory of our own: a rank reads beside its steps, and neither a file
-that is cut short nor one that is slow may stop them.
+that is cut short nor one that is slow may stop them. Each piece is checked while it is in the
+processor's cache: a NaN would end the rank's sampler, and with it every request.
 """
 
 from __future__ import annotations
@@ -13,20 +14,19 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from sgl_esft.errors import AdapterFormatError, InvariantError
+from sgl_esft.formats.finite import PIECE_BYTES, FiniteCheck, not_finite
 from sgl_esft.formats.manifest import AdapterManifest
-from sgl_esft.formats.model_spec import DTYPE_BYTES, Proj
+from sgl_esft.formats.model_spec import DTYPE_BYTES, ExpertTensorKey, Proj
 from sgl_esft.formats.safetensors_header import SafetensorsHeader, read_header
 from sgl_esft.formats.strict_json import open_regular
 from sgl_esft.weave.moe_layer import ExpertShard, ExpertWeights
 
-PIECE_BYTES: Final = 256 << 10  # some ten microseconds of copying between two chances to yield
-
-# Called after each piece with its bytes; what it raises ends the reading.
+# Called after each piece with its bytes; what it raises ends the reading. Between two pieces, some
+# tens of microseconds, a reader yields to the rank's steps.
 OnRead = Callable[[int], None]
 
 
@@ -54,10 +54,11 @@ def read_adapter(
     """Read a validated adapter's experts for the layers and shards of this rank.
 
     shards: layer id -> what this rank holds of that layer. pin_memory: for copies to an
-    accelerator. Raises AdapterFormatError when a file changed or broke after it was validated.
+    accelerator. Raises AdapterNotFiniteError, and AdapterFormatError when a file changed or broke
+    after it was validated.
     """
     with ExitStack() as stack:
-        files = _ExpertFiles(manifest, on_read, stack, pin_memory=pin_memory)
+        files = _ExpertFiles(name, manifest, on_read, stack, pin_memory=pin_memory)
         experts = {
             layer_id: {
                 expert_id: _read_expert(files, layer_id, expert_id, shards[layer_id])
@@ -104,10 +105,18 @@ class _ExpertFiles:
     """The open files of one adapter, read by ranges of rows."""
 
     def __init__(
-        self, manifest: AdapterManifest, on_read: OnRead, stack: ExitStack, *, pin_memory: bool
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        on_read: OnRead,
+        stack: ExitStack,
+        *,
+        pin_memory: bool,
     ) -> None:
         """stack: closes them."""
+        self._name = name
         self._manifest = manifest
+        self._check = FiniteCheck(manifest.dtype)
         self._on_read = on_read
         self._pin_memory = pin_memory
         self._dtype: torch.dtype = getattr(torch, manifest.dtype)
@@ -126,7 +135,7 @@ class _ExpertFiles:
     ) -> None:
         """`out` [len(rows), columns], contiguous, becomes these rows of the tensor.
 
-        Raises AdapterFormatError if the file changed since it was validated.
+        Raises AdapterFormatError if the file changed since it was validated, AdapterNotFiniteError.
         """
         location = self._manifest.tensors[layer_id, expert_id, proj]
         fd, header = self._open(location.file)
@@ -143,11 +152,14 @@ class _ExpertFiles:
             raise InvariantError(
                 f"asked for rows {rows} of a {list(location.shape)} tensor into {out.nbytes} bytes"
             )
-        self._read(fd, location.file, info.start + rows.start * row_bytes, out)
+        offset = info.start + rows.start * row_bytes
+        self._read(fd, location.file, offset, out, (layer_id, expert_id, proj))
 
-    def _read(self, fd: int, path: Path, offset: int, out: torch.Tensor) -> None:
+    def _read(
+        self, fd: int, path: Path, offset: int, out: torch.Tensor, key: ExpertTensorKey
+    ) -> None:
         buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)
-        position = 0
+        position = num_checked = 0
         while position < len(buffer):
             piece = buffer[position : position + PIECE_BYTES]
             try:
@@ -157,6 +169,10 @@ class _ExpertFiles:
             if not num_read:
                 raise AdapterFormatError(f"{path.name} was cut short since it was validated.")
             position += num_read
+            num_whole = position - position % self._check.item_bytes
+            if not self._check.holds(buffer[num_checked:num_whole]):
+                raise not_finite(self._name, key)
+            num_checked = num_whole
             self._on_read(num_read)
 
     def _open(self, path: Path) -> tuple[int, SafetensorsHeader]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS
-from tests.support.adapter_factory import BAD_ADAPTERS, corrupt, write_random_adapter
+from tests.support.adapter_factory import BAD_ADAPTERS, BAD_WEIGHTS, corrupt, write_random_adapter
 from tests.support.one_rank import MAX_EXPERTS, OneRank
 
 pytestmark = pytest.mark.server
@@ -26,7 +26,7 @@ def refuse_load(one_rank: OneRank, name: str, path: Path | str, error: str) -> s
     return message
 
 
-@pytest.mark.parametrize("kind", sorted(BAD_ADAPTERS))
+@pytest.mark.parametrize("kind", sorted([*BAD_ADAPTERS, *BAD_WEIGHTS]))
 def test_damaged_adapter(kind: str, one_rank: OneRank) -> None:
     folder = one_rank.root / f"bad-{kind.replace(' ', '-')}"
     write_random_adapter(folder, one_rank.family.base, seed=7)

@@ -17,7 +17,7 @@ import torch
 
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, write_expert_config
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
-from tests.support.bad_adapters import BAD_ADAPTERS, BadAdapter, corrupt
+from tests.support.bad_adapters import BAD_ADAPTERS, BAD_WEIGHTS, BadAdapter, corrupt
 from tests.support.base_factory import (
     SERVED_ARCHITECTURES,
     random_base_config,
@@ -28,6 +28,7 @@ from tests.support.base_factory import (
 
 __all__ = [
     "BAD_ADAPTERS",
+    "BAD_WEIGHTS",
     "SERVED_ARCHITECTURES",
     "BadAdapter",
     "corrupt",

@@ -1,6 +1,7 @@
 """The table of bad adapters: every way to break a good adapter folder that we know of.
 
     BAD_ADAPTERS[kind] -> what the damage is, which error reading it must raise, and in which words
+    BAD_WEIGHTS[kind]  -> the same for what only weights show, and not their headers
     corrupt(folder, kind) -> the error's class
 
 A folder is as `write_random_adapter` wrote it, with one shard and no index.
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from sgl_esft.errors import (
     AdapterFormatError,
     AdapterMismatchError,
+    AdapterNotFiniteError,
     AdapterPathError,
     UnsupportedAdapterError,
     UserError,
@@ -51,8 +53,9 @@ class BadAdapter:
 
 def corrupt(adapter_dir: Path, kind: str) -> type[UserError]:
     """Break the folder as `kind` says; returns the class of error that reading it must raise."""
-    BAD_ADAPTERS[kind].damage(adapter_dir)
-    return BAD_ADAPTERS[kind].error
+    bad = {**BAD_ADAPTERS, **BAD_WEIGHTS}[kind]
+    bad.damage(adapter_dir)
+    return bad.error
 
 
 # ---- what is done to a file of the folder ----
@@ -127,6 +130,15 @@ def _tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
 
 def _first_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
     return _tensors(lambda found: found.update({min(found): change(found[min(found)])}))
+
+
+def _last_value(value: float) -> Damage:
+    """Of the last tensor in the order of names, the last value: no piece may be left out."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[max(tensors)].view(-1)[-1] = value
+
+    return _tensors(change)
 
 
 def _rename_first(tensors: dict[str, torch.Tensor]) -> None:
@@ -365,4 +377,9 @@ BAD_ADAPTERS: Mapping[str, BadAdapter] = {
         "convert to safetensors",
         lambda folder: torch.save({"weight": torch.zeros(4)}, folder / _WEIGHTS),
     ),
+}
+
+BAD_WEIGHTS: Mapping[str, BadAdapter] = {
+    "a_nan": BadAdapter(AdapterNotFiniteError, "expert", _last_value(float("nan"))),
+    "an_infinity": BadAdapter(AdapterNotFiniteError, "expert", _last_value(float("-inf"))),
 }

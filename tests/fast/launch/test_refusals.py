@@ -25,6 +25,7 @@ from sgl_esft_launch import resolved
 from sgl_esft_launch.resolved import Needed
 from tests.support.adapter_factory import (
     BAD_ADAPTERS,
+    BAD_WEIGHTS,
     corrupt,
     write_random_adapter,
     write_random_base,
@@ -57,7 +58,7 @@ def refuse(tmp_path: Path) -> Refuse:
     return refused
 
 
-@pytest.mark.parametrize("kind", sorted(BAD_ADAPTERS)[::4])
+@pytest.mark.parametrize("kind", [*sorted(BAD_ADAPTERS)[::4], *BAD_WEIGHTS])
 def test_damaged_adapter(kind: str, family: Family, tmp_path: Path, refuse: Refuse) -> None:
     folder = write_random_adapter(tmp_path / "bad", family.base, seed=3)
     expected = corrupt(folder, kind)

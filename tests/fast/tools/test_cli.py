@@ -12,6 +12,7 @@ from sgl_esft.formats.adapter_config import read_expert_config
 from sgl_esft.tools import cli
 from sgl_esft.tools.cli import main
 from tests.support.adapter_factory import (
+    BAD_WEIGHTS,
     SERVED_ARCHITECTURES,
     corrupt,
     write_random_adapter,
@@ -90,6 +91,12 @@ def test_inspect_without_base(
 def test_inspect_without_base_still_validates(adapter: Path, capsys: Capture) -> None:
     corrupt(adapter, "missing_tensor")
     assert "missing" in fails(capsys, 2, "inspect", adapter)
+
+
+@pytest.mark.parametrize("kind", BAD_WEIGHTS)
+def test_inspect_reads_the_weights(adapter: Path, capsys: Capture, kind: str) -> None:
+    corrupt(adapter, kind)
+    assert "NaN or an infinity" in fails(capsys, 2, "inspect", adapter)
 
 
 def test_inspect_of_another_naming(adapter: Path, capsys: Capture) -> None:

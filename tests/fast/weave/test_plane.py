@@ -17,6 +17,7 @@ from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.weave.plane import AdapterSource
 from tests.support.adapter_factory import (
     BAD_ADAPTERS,
+    BAD_WEIGHTS,
     corrupt,
     write_random_adapter,
     write_random_base,
@@ -196,7 +197,7 @@ def test_pins_change_while_loaded(make_device: MakeDevice, root: Path) -> None:
     assert set(device.slots()) == {"law", "code"}
 
 
-@pytest.mark.parametrize("breakage", BAD_ADAPTERS)
+@pytest.mark.parametrize("breakage", [*BAD_ADAPTERS, *BAD_WEIGHTS])
 def test_a_bad_folder_changes_nothing(
     make_device: MakeDevice, root: Path, tmp_path: Path, breakage: str
 ) -> None:
