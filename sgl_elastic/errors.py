@@ -3,6 +3,7 @@
     ElasticError
     ├── RequestError            the caller must change something; nothing was changed
     ├── MemoryLost-, Busy-, ClosingError    not now: try again later, or another server
+    ├── SuspectRequestError     a request that ends engines
     ├── StepFailedError         one step of a scale failed; the scale was rolled back
     └── ElasticInternalError    a defect
 
@@ -58,6 +59,10 @@ class ClosingError(ElasticError, status=503):
 
 class MemoryLostError(ElasticError, status=503):
     """The memory worker of a serving device has died: nothing can be copied from there any more."""
+
+
+class SuspectRequestError(ElasticError):
+    """A request that ended the engines that ran it, the last one alone. It is not tried again."""
 
 
 class StepFailedError(ElasticError):

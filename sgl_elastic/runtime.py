@@ -97,6 +97,7 @@ class Runtime:
         self._ends.callback(self.hmm.close)
         self.hmm.reserve_for_adapters(adapter_reserve_bytes)
         self._reserves = adapter_reserve_bytes > 0
+        self._wire = wire
         self.router = assembly.make_router(
             options,
             wire,
@@ -121,6 +122,7 @@ class Runtime:
 
     def start(self, port_args: Any) -> dict[str, Any]:
         """Start the first instance. Returns what SGLang wants to know of its scheduler."""
+        self._wire.answer_at(port_args.tokenizer_ipc_name)
         settings = self._settings(port_args)
         manager = assembly.make_instances(self.options, settings, self.hmm, self.router)
         self._ends.callback(manager.close)
@@ -147,12 +149,13 @@ class Runtime:
         threading.Thread(
             target=self._start_standbys, args=(parts.manager,), name="elastic-standbys", daemon=True
         ).start()
-        self._start_watchdog(parts)
+        faults = FaultMetrics()
+        self._start_watchdog(parts, faults)
         observed = metrics.ScaleMetrics()
         observed.set_placement(parts.coordinator.serving[1])
         parts.coordinator.listen(observed.observe)
         parts.coordinator.listen(metrics.when_ended(on_ended))
-        self.router.listen(on_size, observed.observe_held)
+        self.router.listen(on_size, observed.observe_held, lambda: faults.count("request"))
         if self.options.autoscale is not None:
             autoscaler = Autoscaler(
                 self.options.autoscale,
@@ -163,9 +166,7 @@ class Runtime:
             autoscaler.start()
             self._ends.callback(autoscaler.stop)
 
-    def _start_watchdog(self, parts: Parts) -> None:
-        faults = FaultMetrics()
-
+    def _start_watchdog(self, parts: Parts, faults: FaultMetrics) -> None:
         def note(kind: str) -> None:
             faults.count(kind)
             if not parts.watched.is_lost():

@@ -109,7 +109,10 @@ def when_ended(tell: Callable[[int], None]) -> Callable[[Operation, Placement], 
 
 
 class FaultMetrics:
-    """`sgl_elastic:faults_total{kind}`: instance, memory, recovery. None: the default registry."""
+    """`sgl_elastic:faults_total{kind}`: instance, memory, recovery, request.
+
+    `registry` None is prometheus_client's own.
+    """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         # As in metrics.py: not before SGLang has named the folder that its processes share.
@@ -117,7 +120,8 @@ class FaultMetrics:
 
         self._faults = Counter(
             "sgl_elastic:faults",
-            "Instances and memory workers that were lost, and recoveries of the serving one.",
+            "Instances and memory workers that were lost, recoveries of the serving one, and "
+            "requests that ended engines.",
             ["kind"],
             registry=registry or REGISTRY,
         )

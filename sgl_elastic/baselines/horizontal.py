@@ -178,8 +178,13 @@ class ReplicaRouter:
         self.defer_adapter_changes, self.scaling = changes.defer, changes.scaling
         self._defers = changes.defers
 
-    def listen(self, on_size: Callable[[int], None], on_held: Callable[[float], None]) -> None:
-        """As a RequestRouter's; nothing is ever held."""
+    def listen(
+        self,
+        on_size: Callable[[int], None],
+        on_held: Callable[[float], None],
+        on_given_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As a RequestRouter's; nothing is ever held, and what dies is not replaced."""
         self._on_size = on_size
 
     # ---- EngineLink ----

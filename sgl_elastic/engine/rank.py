@@ -177,10 +177,13 @@ class EngineRank:
         self._channel.send(
             m.Frozen(
                 sequences=kv_handover.sequences_of(scheduler),
-                requests=tuple(
-                    requests.state_of(req)
-                    for req in sglang_api.waiting_requests(scheduler)
-                    if len(req.output_ids) > 0
+                requests=(
+                    *(
+                        requests.state_of(req)
+                        for req in sglang_api.waiting_requests(scheduler)
+                        if len(req.output_ids) > 0
+                    ),
+                    *self._resumed.values(),  # the front has not sent these yet
                 ),
             )
         )

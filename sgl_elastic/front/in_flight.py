@@ -80,10 +80,21 @@ class InFlight:
             request.rank = handed.ranks.get(rid, moves[request.rank])
         self._window.forget_finished()
 
-    def to_send(self) -> Iterator[tuple[Any, int]]:
-        """(message, rank) of each, in the order of their arrival."""
-        for request in list(self._requests.values()):
-            yield request.message, request.rank
+    def to_send(self) -> Iterator[tuple[str, Any, int]]:
+        """(id, message, rank) of each, in the order of their arrival."""
+        for rid, request in list(self._requests.items()):
+            yield rid, request.message, request.rank
+
+    def find(self, rid: str) -> tuple[Any, int, int]:
+        """(message, rank, tokens that came back) of a request that has not been answered."""
+        request = self._requests[rid]
+        return request.message, request.rank, request.num_seen
+
+    def give_up(self, rid: str) -> None:
+        """Nobody will answer it."""
+        if self._requests.pop(rid, None) is not None:
+            self._book.finish(rid)
+            self._window.dropped(rid)
 
     def output(
         self, rid: str, new_ids: Sequence[int], num_tokens: int, now_s: float, *, is_finished: bool

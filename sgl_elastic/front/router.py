@@ -4,8 +4,9 @@
     detokenizer --on_output--> [RequestRouter]   (in_flight.py: who runs where, what was sent)
     scale.py --hold, switch, release--> [RequestRouter]
 
-A request whose instance goes away is sent again, under the same id, to the one that has taken over.
-While the instance that serves is lost, requests wait. Any thread may call anything.
+A request whose instance goes away is sent again, under the same id, to the one that has taken over:
+at once where it is handed over, one by one where its instance has died (quarantine.py). While the
+instance that serves is lost, requests wait. Any thread may call anything.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any
 
 from sgl_elastic.autoscale.slo import Attainment, SloWindow
 from sgl_elastic.coordinator.ports import Wire
-from sgl_elastic.errors import EngineFailedError, IllegalTransitionError
+from sgl_elastic.errors import EngineFailedError, IllegalTransitionError, SuspectRequestError
 from sgl_elastic.front.adapter_changes import AdapterChanges
 from sgl_elastic.front.in_flight import InFlight
 from sgl_elastic.front.instance_links import InstanceLinks
+from sgl_elastic.front.quarantine import Quarantine
 from sgl_elastic.front.rank_choice import RankPolicy
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.rank_messages import RequestState
@@ -52,12 +54,14 @@ class RequestRouter(InstanceLinks):
         super().__init__(wire, clock)
         self._window = window
         self._in_flight = InFlight(policy or RankPolicy(), window)
+        self._quarantine = Quarantine()
         self._changes = AdapterChanges(wire, self._lock, self.dispatch, clock)
         self._held: deque[tuple[Any, float]] = deque()  # with when each came
         self._asked: dict[type, Any] = {}  # control messages that ranks were sent, the last of each
         self._lost = ""  # the instance that requests may not be sent to
         self._on_size: Callable[[int], None] = lambda num_ranks: None
         self._on_held: Callable[[float], None] = lambda seconds: None
+        self._on_given_up: Callable[[], None] = lambda: None
         self._table: tuple[str, Placement] | None = None
         self._is_held = False
 
@@ -71,13 +75,19 @@ class RequestRouter(InstanceLinks):
             raise IllegalTransitionError("no instance serves yet: begin with the first one")
         return self._table
 
-    def listen(self, on_size: Callable[[int], None], on_held: Callable[[float], None]) -> None:
+    def listen(
+        self,
+        on_size: Callable[[int], None],
+        on_held: Callable[[float], None],
+        on_given_up: Callable[[], None] = lambda: None,
+    ) -> None:
         """Of each switch `on_size` hears the number of ranks, before anything is sent to them.
 
-        `on_held` hears how long each held message waited, in seconds.
+        `on_held` hears how long each held message waited, in seconds; `on_given_up` of each request
+        that is not tried again.
         """
         with self._lock:
-            self._on_size, self._on_held = on_size, on_held
+            self._on_size, self._on_held, self._on_given_up = on_size, on_held, on_given_up
 
     # ---- an instance that stops, or is lost ----
 
@@ -99,7 +109,21 @@ class RequestRouter(InstanceLinks):
         ):
             time.sleep(_QUIET_S / 4)
         with self._lock:
+            if self._lost == self.table[0]:
+                for rid, num_deaths in self._quarantine.died().items():
+                    self._give_up(rid, num_deaths)
             return self._in_flight.states()
+
+    def _give_up(self, rid: str, num_deaths: int) -> None:
+        self._in_flight.give_up(rid)
+        error = SuspectRequestError(
+            f"{num_deaths} engine instances ended while they ran this request: it is not tried "
+            "again. Look at its prompt, its parameters and its adapter; the server's log says how "
+            "the instances ended"
+        )
+        logger.error("elastic: request %s is given up: %s", rid, error)
+        self._wire.fail(rid, error)
+        self._on_given_up()
 
     def wait_for_outputs(self, num_sent: Mapping[str, int]) -> None:
         """Until so many tokens of each request have come by: the detokenizer must see them first.
@@ -156,8 +180,11 @@ class RequestRouter(InstanceLinks):
             if self._lost and self._lost != instance:
                 self._lost = ""
                 self._ask_again()
-            for message, rank in self._in_flight.to_send():
-                self._send_or_keep(instance, self._wire.with_rank(message, rank))
+            ran = frozenset(self._quarantine.running)
+            self._quarantine.handed_over()
+            for rid, message, rank in self._in_flight.to_send():
+                if rid in ran or self._quarantine.is_over:
+                    self._send_request(rid, message, rank)
 
     def release(self) -> None:
         with self._lock:
@@ -165,10 +192,29 @@ class RequestRouter(InstanceLinks):
                 return  # a release follows its replacement's switch
             self._is_held = False
             sys.setswitchinterval(_INTERVAL_S)
-            while self._held and not self._is_held:
-                message, since_s = self._held.popleft()
-                self._route(message)
-                self._on_held(self._clock() - since_s)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """What waits is sent: the next suspect alone, and when there is none all the rest."""
+        self._try_next()
+        while self._held and self._may_route():
+            message, since_s = self._held.popleft()
+            self._route(message)
+            self._on_held(self._clock() - since_s)
+
+    def _try_next(self) -> None:
+        while not self._is_held and (rid := self._quarantine.next()):
+            message, rank, num_tokens = self._in_flight.find(rid)
+            self.wake(self.table[0])
+            if self._send_request(rid, message, rank):
+                self._quarantine.begin(rid, num_tokens)
+        running = self._quarantine.running
+        for rid, message, rank in self._in_flight.to_send() if self._may_route() else ():
+            if rid not in running:
+                self._send_request(rid, message, rank)
+
+    def _may_route(self) -> bool:
+        return not self._is_held and self._quarantine.is_over
 
     def defer_adapter_changes(self, timeout_s: float) -> bool:
         return self._changes.defer(timeout_s, lambda: bool(self._lost))
@@ -184,10 +230,10 @@ class RequestRouter(InstanceLinks):
             self._asked.pop(type(message), None)
             if self._changes.defers(message):
                 return
-            if self._is_held:
-                self._held.append((copy.copy(message), self._clock()))
-            else:
+            if self._may_route():
                 self._route(message)
+            else:
+                self._held.append((copy.copy(message), self._clock()))
 
     def on_output(
         self,
@@ -203,6 +249,8 @@ class RequestRouter(InstanceLinks):
                 self.note_warm(rid)
                 now_s, is_finished = self._clock(), reason is not None
                 self._in_flight.output(rid, ids, num, now_s, is_finished=is_finished)
+                if self._quarantine.output(rid, num, is_finished=is_finished):
+                    self._go_on()
 
     def _route(self, message: Any) -> None:
         instance, placement = self.table
@@ -211,7 +259,7 @@ class RequestRouter(InstanceLinks):
         if self._wire.is_request(message):
             for request in self._wire.singles(message):
                 rank = self._in_flight.admit(request, placement.dp_size, self._clock())
-                self._send_or_keep(instance, self._wire.with_rank(request, rank))
+                self._send_request(request.rid, request, rank)
             return
         # Every rank answers a control message. While it was held their number may have changed.
         self._wire.expect_answers(message)
@@ -225,6 +273,12 @@ class RequestRouter(InstanceLinks):
         unanswered = [asked for asked in self._asked.values() if self._wire.is_waiting(asked)]
         self._held.extendleft((message, self._clock()) for message in reversed(unanswered))
         self._asked.clear()
+
+    def _send_request(self, rid: str, message: Any, rank: int) -> bool:
+        is_sent = self._send_or_keep(self.table[0], self._wire.with_rank(message, rank))
+        if is_sent:
+            self._quarantine.sent(rid)
+        return is_sent
 
     def _send_or_keep(self, instance: str, message: Any) -> bool:
         """False when the instance has ended: what was admitted goes to its replacement."""

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import (
+    AbortReq,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
     LoadLoRAAdapterReqInput,
@@ -26,7 +27,7 @@ from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.network import get_zmq_socket
 
-from sgl_elastic.errors import EngineFailedError
+from sgl_elastic.errors import ElasticError, EngineFailedError
 from sgl_elastic.instance.rank_messages import PAUSE_TO_PARK
 
 _BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
@@ -55,12 +56,23 @@ class SglangWire:
 
     def __init__(self) -> None:
         self._context = zmq.Context(2)
+        self._answers: Any = None  # to the tokenizer manager
 
     def open(self, address: str) -> Any:
         return get_zmq_socket(self._context, zmq.PUSH, address, True)
 
     def close(self, socket: Any) -> None:
         socket.close(linger=0)
+
+    def answer_at(self, address: str) -> None:
+        """Where the tokenizer manager hears of outputs."""
+        self._answers = get_zmq_socket(self._context, zmq.PUSH, address, False)
+
+    def fail(self, rid: str, error: ElasticError) -> None:
+        """The client's answer is this error, as if a scheduler had refused the request."""
+        message = f"{type(error).__name__}: {error}"
+        reason = {"type": "abort", "message": message, "status_code": error.http_status}
+        sock_send(self._answers, AbortReq(rid=rid, finished_reason=reason))
 
     def send(self, socket: Any, message: Any) -> None:
         try:

@@ -7,8 +7,9 @@ from array import array
 
 import pytest
 
-from sgl_elastic.errors import EngineFailedError, PlanError
+from sgl_elastic.errors import EngineFailedError, PlanError, SuspectRequestError
 from sgl_elastic.front import router as module
+from sgl_elastic.front.quarantine import CLEARING_TOKENS
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.types import Placement
 from tests.fast.elastic.front.test_router import (
@@ -139,3 +140,107 @@ def test_the_book_starts_with_a_placement_of_any_size() -> None:
     bench.router.lose("i1")
     bench.router.switch("i2", Placement((4,), (4, 4), (10,)), HandedOver({}, {0: 0}))
     assert bench.sent_to("i2") == ["a@0"]
+
+
+# ---- suspects: quarantine.py says who, these that the router does it ----
+
+
+def die(bench: Bench, replacement: str, placement: Placement = TWO) -> None:
+    """The instance that serves is lost, and replaced."""
+    bench.router.lose(bench.router.table[0])
+    bench.router.states()
+    if replacement != "i2":
+        bench.connect(replacement)
+    bench.router.switch(replacement, placement, NOTHING)
+    bench.router.release()
+
+
+def clear(bench: Bench, rid: str, so_far: int) -> None:
+    output(bench, rid, *range(CLEARING_TOKENS), so_far=so_far + CLEARING_TOKENS)
+
+
+def test_what_ran_is_sent_one_by_one_and_what_is_new_waits(bench: Bench) -> None:
+    bench.dispatch("a", "b")
+    output(bench, "a", 7, so_far=1)
+    die(bench, "i2")
+    bench.dispatch("c")
+    bench.router.dispatch(Control("abort b"))
+    assert bench.sent_to("i2") == ["a@0"], "alone"
+    output(bench, "a", 8, so_far=2)
+    assert bench.sent_to("i2") == ["a@0"], "it may not be where it was when its instance died"
+    clear(bench, "a", 1)
+    assert bench.sent_to("i2") == ["a@0", "b@1"]
+    output(bench, "b", 5, so_far=1, is_finished=True)
+    assert bench.sent_to("i2") == ["a@0", "b@1", "c@0", "abort b"]
+    assert len(bench.held_s) == 2
+
+
+def test_what_ends_two_instances_is_given_up_and_the_others_go_on(bench: Bench) -> None:
+    bench.dispatch("a", "poison", "b")
+    die(bench, "i2")
+    clear(bench, "a", 0)
+    assert bench.sent_to("i2") == ["a@0", "poison@1"]
+    die(bench, "i3")
+    ((rid, error),) = bench.wire.failed
+    assert rid == "poison"
+    assert isinstance(error, SuspectRequestError)
+    assert "2 engine instances ended" in str(error)
+    assert bench.num_given_up == 1
+    assert bench.sent_to("i3") == ["b@0"]
+    clear(bench, "b", 0)
+    clear(bench, "a", CLEARING_TOKENS)
+    bench.dispatch("c")
+    assert bench.sent_to("i3") == ["b@0", "a@0", "c@1"]
+    assert bench.router.num_running() == 3
+    assert states(bench)["a"] == (0, 2 * list(range(CLEARING_TOKENS)))
+
+
+def test_one_that_is_given_up_has_no_state_elsewhere(bench: Bench) -> None:
+    """A client may choose the same id again: it begins from nothing."""
+    bench.dispatch("a")
+    output(bench, "a", 7, so_far=1)
+    die(bench, "i2")
+    bench.router.lose("i2")
+    assert states(bench) == {}
+    assert bench.router.num_running() == 0
+    assert bench.router.num_tokens() == 0
+
+
+def test_a_recovery_that_is_tried_again_counts_one_death(bench: Bench) -> None:
+    bench.dispatch("a")
+    bench.router.lose("i1")
+    for _ in range(3):
+        bench.router.states()
+    replace(bench)
+    assert bench.wire.failed == []
+    assert bench.sent_to("i2") == ["a@0"]
+
+
+def test_a_scale_between_two_trials(bench: Bench) -> None:
+    """The one on trial and the cleared ones are handed over; the others wait on."""
+    bench.dispatch("a", "b", "c")
+    die(bench, "i2")
+    clear(bench, "a", 0)
+    bench.connect("i3")
+    bench.router.hold()
+    clear(bench, "b", 0)  # what i2 had sent before it was frozen
+    bench.router.switch("i3", TWO, NOTHING)
+    assert bench.sent_to("i3") == ["a@0", "b@1"], "c has had no trial"
+    bench.router.release()
+    assert bench.sent_to("i3") == ["a@0", "b@1", "c@0"]
+    clear(bench, "c", 0)
+    bench.dispatch("d")
+    assert bench.sent_to("i3")[-1].startswith("d@")
+    assert bench.sent_to("i2") == ["a@0", "b@1"]
+
+
+def test_what_was_never_sent_is_no_suspect(bench: Bench) -> None:
+    bench.wire.on_send = fail
+    bench.dispatch("late")
+    bench.wire.on_send = lambda message: None
+    die(bench, "i2")
+    die(bench, "i3")
+    die(bench, "i4")
+    assert bench.sent_to("i3") == ["late@0"]
+    assert bench.sent_to("i4") == []
+    assert [rid for rid, _ in bench.wire.failed] == ["late"], "it ran on i2 and i3"

@@ -56,6 +56,7 @@ class FakeWire:
 
     sent: list[tuple[str, Any]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    failed: list[tuple[str, Exception]] = field(default_factory=list)
     is_changing: bool = False
     waiting: tuple[str, ...] = ()  # names of control messages whose answers have not come
     on_expect: Callable[[Any], None] = lambda message: None
@@ -95,6 +96,12 @@ class FakeWire:
     def pause(self):
         return Control("pause")
 
+    def answer_at(self, address):
+        pass
+
+    def fail(self, rid, error):
+        self.failed.append((rid, error))
+
     def warm_up(self, rid, rank):
         return Request(f"warm-{rid}", routed_dp_rank=rank)
 
@@ -110,10 +117,14 @@ class Bench:
         policy = RankPolicy(strategy=RankStrategy.ROUND_ROBIN)
         more.setdefault("window", SloWindow(SloTargets(1.0, 0.1)))
         self.router = RequestRouter(self.wire, policy=policy, **more)
-        self.router.listen(self.sizes.append, self.held_s.append)
+        self.num_given_up = 0
+        self.router.listen(self.sizes.append, self.held_s.append, self._count)
         for name in ("i1", "i2"):
             self.connect(name)
         self.router.begin("i1", placement)
+
+    def _count(self) -> None:
+        self.num_given_up += 1
 
     def connect(self, name: str) -> None:
         self.router.connect(name, f"{name}.in", lambda: self.woken.append(name))
