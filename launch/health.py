@@ -18,17 +18,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sgl_esft import env
 from sgl_esft.errors import ConfigError
-from sgl_esft.health import process
+from sgl_esft.health import ending, load_file, process
 from sgl_esft.health.engine import Engine, PlainEngine
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.health.processes import kill_children
-from sgl_esft.health.service import Service, Times
+from sgl_esft.health.service import CrashDump, Service, Times
 from sgl_esft.http.routes import Route, add_routes
 
 DEFAULT_READY_TIMEOUT_S = 2.0
 DEFAULT_DRAIN_TIMEOUT_S = 30.0
 DEFAULT_HANG_TIMEOUT_S = 60.0
 MAX_DRAIN_S = 86_400.0
+# SGLang's dumps of schedulers before it ends; on unless they are set, and a minute long.
+_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+_DUMP_S = 30.0  # SGLang waits 5 s, then py-spy reads one process after the other
 _SLEEP_S = 1.0  # of an idle rank; a shorter time would call it lost
 
 
@@ -89,9 +92,16 @@ def read_flags(found: argparse.Namespace) -> HealthFlags:
 
 
 def prepare() -> HeartbeatTable:
-    """The heartbeat table of this process and its children; before SGLang is imported."""
+    """What this process shares with its children, and who removes what they leave.
+
+    Before SGLang is imported. Returns the heartbeat table.
+    """
+    ending.track_apart()
     heartbeats = HeartbeatTable.create()
     os.environ[env.HEARTBEAT_TABLE] = str(heartbeats.path)
+    os.environ[env.LOAD_FILE] = load_file.create()
+    for name in _DUMPS:
+        os.environ.setdefault(name, "0")
     return heartbeats
 
 
@@ -111,10 +121,26 @@ def install(
         _stop_server(manager(), service.life.exit_status)
 
     times = Times(flags.ready_timeout_s, flags.drain_timeout_s, flags.hang_timeout_s)
-    service = Service(times, heartbeats, engine or PlainEngine(heartbeats, manager), stop_server)
+    dump = CrashDump(lambda: manager().dump_requests_before_crash(), dump_s())
+    service = Service(
+        times,
+        heartbeats,
+        engine or PlainEngine(heartbeats, manager),
+        stop_server,
+        crash_dump=dump,
+    )
     process.use(service)
     add_routes(app, routes_of(service))
     return service
+
+
+def dump_s() -> float:
+    """How long the dumps of schedulers may take that the operator has asked SGLang for."""
+    from sglang.srt.environ import envs
+
+    pyspy, core = (getattr(envs, name).get() for name in _DUMPS)
+    wait_s = float(envs.SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS.get()) if core else 0.0
+    return _DUMP_S + wait_s if pyspy or core else 0.0
 
 
 class DrainBody(BaseModel):

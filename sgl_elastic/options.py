@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_elastic.autoscale.policy import AutoscalePolicy, parse_policy
 from sgl_elastic.baselines.strategies import (
@@ -16,6 +17,7 @@ from sgl_elastic.baselines.strategies import (
     check_switches,
     parse_switches,
 )
+from sgl_elastic.coordinator.operations import check_file
 from sgl_elastic.errors import ElasticConfigError
 from sgl_elastic.front.rank_choice import RankStrategy
 from sgl_esft.byte_size import parse_bytes
@@ -198,6 +200,8 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         devices_per_node=found.devices_per_node,
     )
     _check(options)
+    if options.journal is not None:
+        check_file(Path(options.journal))
     return options, rest
 
 

@@ -6,6 +6,7 @@
 | ESFT_PLATFORM | auto, cpu, native | auto | whether the CPU reference platform takes over |
 | ESFT_DEVICE_MEMORY | a size, such as 512MiB | unset | of each of the CPU platform's devices |
 | ESFT_HEARTBEAT_TABLE | a file | unset | set by the launcher: where ranks show that they turn |
+| ESFT_LOAD_FILE | a file | unset | set by the launcher: where ranks write their load |
 | ESFT_DEVICE_LEDGER | a file | unset | where servers that share devices write what they use |
 | ESFT_LOG_FORMAT | text, json | text | set by the launcher, from --log-format |
 | ESFT_KEY | a server's admin key | unset | shown to it by `sgl-esft memory` and `adapters` |
@@ -30,6 +31,7 @@ LOG_FORMAT = "ESFT_LOG_FORMAT"
 LogFormat = Literal["text", "json"]
 KEY = "ESFT_KEY"
 HEARTBEAT_TABLE = "ESFT_HEARTBEAT_TABLE"
+LOAD_FILE = "ESFT_LOAD_FILE"
 _PLATFORMS = ("auto", "cpu", "native")
 
 
@@ -74,4 +76,10 @@ def key() -> str | None:
 def heartbeat_table() -> Path | None:
     """Where loops of this server write that they turn; None outside our launcher."""
     text = os.environ.get(HEARTBEAT_TABLE)
+    return Path(text) if text else None
+
+
+def load_file() -> Path | None:
+    """Where ranks of this server write their load; None outside our launcher."""
+    text = os.environ.get(LOAD_FILE)
     return Path(text) if text else None

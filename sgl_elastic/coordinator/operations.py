@@ -243,6 +243,7 @@ class Journal:
         return closed
 
     def _open(self, path: Path) -> None:
+        check_file(path)
         try:
             with _transaction(path) as file:
                 rows = file.execute(
@@ -271,7 +272,26 @@ class Journal:
                 file.execute(_RECORD, (operation.operation_id, msgspec.json.encode(operation)))
                 file.execute(_TRIM, (self._max_operations,))
         except (sqlite3.Error, OSError) as error:
-            logger.error("Scale journal %s could not be written: %s", path, error)
+            logger.error(
+                "Scale journal %s could not be written, operation %s is known in memory only: %s",
+                path,
+                operation.operation_id,
+                error,
+            )
+
+
+def check_file(path: Path) -> None:
+    """A journal is a regular file, there or not yet. Raises ElasticConfigError."""
+    if path.exists() and not path.is_file():
+        raise ElasticConfigError(
+            f"the scale journal {path} is a folder, a device or a pipe: name a regular file, in a "
+            "folder of the server's own"
+        )
+    if not path.absolute().parent.is_dir():
+        raise ElasticConfigError(
+            f"the scale journal {path} would be in {path.absolute().parent}, which is no folder: "
+            "make it, or name a file in another one"
+        )
 
 
 @contextlib.contextmanager

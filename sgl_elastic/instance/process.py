@@ -54,6 +54,8 @@ def main() -> int:
     os.environ[engine_config.VARIABLE] = spec.engine
     engine = engine_config.EngineConfig.from_json(spec.engine)
     os.environ[env.HEARTBEAT_TABLE] = f"{engine.directory}/{engine.instance}.beats"
+    os.environ[env.LOAD_FILE] = f"{engine.directory}/{engine.instance}.loads"
+    ending.track_apart()
     os.environ.update(engine_config.rank_environment(engine.backend, engine.device_ids, os.environ))
     ending.ignore_ends()  # a terminal's, a service manager's; the front says when to end
     return _run(spec, engine_config.start_method(engine.backend))

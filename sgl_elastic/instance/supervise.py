@@ -114,6 +114,7 @@ def clean(settings: EngineSettings, instance: str) -> None:
 
 
 def remove_sockets(directory: Path, instance: str) -> None:
-    """What an instance's sockets, and its ranks' heartbeats, leave behind in the file system."""
-    for path in (*directory.glob(f"{instance}.in*"), directory / f"{instance}.beats"):
+    """What an instance's sockets, its ranks' heartbeats and loads leave in the file system."""
+    files = (directory / f"{instance}.{what}" for what in ("beats", "loads"))
+    for path in (*directory.glob(f"{instance}.in*"), *files):
         path.unlink(missing_ok=True)

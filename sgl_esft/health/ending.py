@@ -11,9 +11,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 
 from sgl_esft.health.processes import kill_children
 
@@ -78,6 +80,31 @@ def leave_to_front() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():
         sys.exit("the process that started this one is gone already")
+
+
+# Segments and semaphores are recorded, by who makes them, with a process of Python's that unlinks
+# what is still recorded when the pipe to it is closed: when all who have it are gone, however they
+# ended. As a child it would be killed with the others.
+_TRACKER = """
+import os
+if os.fork():
+    os._exit(0)
+os.setsid()
+from multiprocessing import resource_tracker
+resource_tracker.main({fd})
+"""
+
+
+def track_apart() -> None:
+    """Start that process for this one and its children, outside of its family and group.
+
+    Before anything is shared. It says nothing of what it removes: there was no time to.
+    """
+    readable, writable = os.pipe()
+    command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", _TRACKER.format(fd=readable)]
+    subprocess.run(command, pass_fds=(readable,), stdin=subprocess.DEVNULL, check=True)
+    os.close(readable)
+    resource_tracker._resource_tracker._fd = writable  # type: ignore[attr-defined]
 
 
 def ignore_ends() -> None:

@@ -50,6 +50,17 @@ class Times:
     hang_s: float
 
 
+@dataclass(frozen=True)
+class CrashDump:
+    """What SGLang is asked to write down when the engine has failed, before requests are ended.
+
+    `takes_s` is for what its operator asked for beyond that of requests.
+    """
+
+    write: Callable[[], None] = lambda: None
+    takes_s: float = 0.0
+
+
 class InFlight:
     """The requests that are being answered, and how they are ended before they are."""
 
@@ -85,6 +96,7 @@ class Service:
         engine: Engine,
         stop_server: Callable[[], None],
         *,
+        crash_dump: CrashDump | None = None,
         exit_: Callable[[int], None] = os._exit,
     ) -> None:
         self.life = Life()
@@ -92,6 +104,7 @@ class Service:
         self._heartbeats = heartbeats
         self._engine = engine
         self._stop_server = stop_server
+        self._crash_dump = crash_dump or CrashDump()
         self._exit = exit_
         self._fault = ""
         self._closed = threading.Event()
@@ -178,14 +191,15 @@ class Service:
         self.note_fault("a process of the engine has failed; its reason is in the log above")
 
     def note_fault(self, fault: str) -> None:
-        """A process has died or hangs. From any thread; this one ends within FAIL_S.
+        """A process has died or hangs. From any thread; this one ends within FAIL_S and the dump.
 
         Not when it ends anyway: then others end too.
         """
         if self._fault or self.life.phase in (Phase.STOPPING, Phase.FAILED):
             return
         self._fault = fault
-        ending.leave_within(FAIL_S, phases.EXIT_FAILED, self._closed, self._exit)
+        within_s = FAIL_S + self._crash_dump.takes_s
+        ending.leave_within(within_s, phases.EXIT_FAILED, self._closed, self._exit)
         self._from_thread(lambda: self._take(Event.FAULT))
 
     def _take(self, event: Event, timeout_s: float | None = None, signum: int = 0) -> None:
@@ -233,6 +247,10 @@ class Service:
                 await asyncio.sleep(_POLL_S)
 
     async def _fail(self) -> None:
+        try:
+            self._crash_dump.write()  # here: SGLang's own loop must not change what is written
+        except Exception:  # the server ends all the same
+            logger.exception("health: the crash dump failed")
         await self._in_flight.end(EngineLostError(f"the request is lost: {self._fault}"))
         kill_children()
         self._stop_server()

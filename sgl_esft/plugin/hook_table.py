@@ -8,7 +8,7 @@ installs them and refuses to serve when one is not in place.
 from __future__ import annotations
 
 from sgl_esft import ports
-from sgl_esft.health import heartbeat, process
+from sgl_esft.health import heartbeat, load_file, process
 from sgl_esft.hook_ledger import Hook, after, around, before, constant, replace
 from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
@@ -105,6 +105,13 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
         why="SGLang lets the kernel choose where ranks will meet, from the range of outgoing "
         "connections: one of those may have the port by then, and the server does not start",
         remove_when="SGLang holds the port until its ranks listen there",
+    ),
+    replace(
+        "sglang.srt.managers.load_snapshot.shm_path_for",
+        load_file.path_for,
+        "ipc_name",
+        why="SGLang never removes the file in shared memory in which ranks write their load",
+        remove_when="it is gone when its last user is",
     ),
     before(
         "sglang.srt.managers.scheduler.Scheduler.ingest_requests",
@@ -289,6 +296,18 @@ JSON_LOG_OVERRIDES: tuple[Hook, ...] = (
         why="the first request starts the loop for all, and every line of it would have that "
         "request's id",
         remove_when="SGLang starts its loop before it serves",
+    ),
+)
+
+# The class of the process that serves HTTP, always.
+ENDING_OVERRIDES: tuple[Hook, ...] = (
+    around(
+        f"{_TOKENIZER}.handle_loop",
+        process.keep_loop,
+        "self",
+        why="when it fails, SGLang holds the event loop for a minute of dumps and kills itself; "
+        "its clients see broken connections",
+        remove_when="SGLang ends its streams with an error before it exits",
     ),
 )
 

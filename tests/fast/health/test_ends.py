@@ -39,6 +39,22 @@ threading.Thread(target=time.sleep, args=(60,)).start()
 print("buffered", end=" ")
 ending.leave_after(lambda: LEAVE)
 """
+SHARING = """
+import multiprocessing, sys, time
+from multiprocessing.shared_memory import SharedMemory
+from sgl_esft.health import ending
+
+def share(path):
+    memory = SharedMemory(create=True, size=4096)
+    with open(path, "a") as file:
+        file.write(memory.name + "\\n")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    ending.track_apart()
+    multiprocessing.get_context("spawn").Process(target=share, args=(sys.argv[1],)).start()
+    share(sys.argv[1])
+"""
 HANGING = """
 import os, signal, time
 from sgl_esft.health import process
@@ -71,6 +87,26 @@ def test_a_child_leaves_its_end_to_the_front(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
+
+
+def test_what_killed_processes_shared_is_removed(tmp_path: Path) -> None:
+    """All at once, as a supervisor and its ranks are; then there is nobody to say so."""
+    script, names = tmp_path / "sharing.py", tmp_path / "names"
+    script.write_text(SHARING)
+    with (tmp_path / "log").open("wb") as log:
+        parent = subprocess.Popen(
+            [sys.executable, str(script), str(names)], start_new_session=True, stderr=log
+        )
+    try:
+        wait_until(lambda: names.exists() and len(names.read_text().split()) == 2, 60)
+        shared = [Path("/dev/shm") / name for name in names.read_text().split()]
+        assert all(path.exists() for path in shared)
+        assert len(descendants(parent.pid)) == 1, "who removes it is not of the family"
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+    wait_until(lambda: not any(path.exists() for path in shared), 10)
+    assert (tmp_path / "log").read_text() == ""
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

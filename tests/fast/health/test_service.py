@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from sgl_esft.errors import DrainingError, DrainTimeoutError, EngineLostError
-from sgl_esft.health import ending
+from sgl_esft.health import ending, process
 from sgl_esft.health import service as service_module
 from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED, Phase
+from sgl_esft.health.service import CrashDump
 from tests.fast.health.fakes import Harness, send, serving
 
 pytestmark = pytest.mark.anyio
@@ -128,6 +129,49 @@ async def test_a_fault_that_cannot_be_handled_ends_the_process(
     h.service.note_fault("rank 1 has died")
     await h.until(lambda: bool(h.statuses))
     assert h.statuses == [EXIT_FAILED]
+
+
+async def test_a_loop_of_the_front_that_fails_is_a_fault(
+    h: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a metric's label is refused: SGLang would dump and sleep, then kill the process."""
+    monkeypatch.setattr(service_module, "FAIL_S", 60.0)
+    monkeypatch.setattr(process, "_service", h.service)
+
+    async def handle_loop(manager: Any) -> None:
+        raise ValueError("Incorrect label names")
+
+    await process.keep_loop(handle_loop, None)
+    await h.stopped()
+    assert h.service.readiness().reason == "the front has failed: ValueError: Incorrect label names"
+    assert h.service.life.exit_status == EXIT_FAILED
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+async def test_a_crash_dump_is_written_while_there_are_requests_to_write(
+    h: Harness, monkeypatch: pytest.MonkeyPatch, succeeds: bool
+) -> None:
+    in_flight: list[int] = []
+
+    def write() -> None:
+        in_flight.append(h.service.num_in_flight)
+        if not succeeds:
+            raise OSError("no space")
+
+    monkeypatch.setattr(h.service, "_crash_dump", CrashDump(write, takes_s=60.0))
+
+    async def request() -> None:
+        with h.service.in_flight() as over:
+            await asyncio.shield(over)
+
+    running = asyncio.ensure_future(request())
+    await asyncio.sleep(0)
+    monkeypatch.setattr(service_module, "FAIL_S", 0.0)
+    h.service.note_fault("rank 1 has died")
+    await running
+    await h.stopped()
+    assert in_flight == [1]
+    assert h.statuses == []  # it has its own time
 
 
 async def test_sigquit_is_how_the_engine_says_that_it_failed(

@@ -93,12 +93,17 @@ def overridden(found: type) -> set[str]:
     return {name for name in names if getattr(found, name) is not getattr(own, name)}
 
 
-ELASTIC = {"_dispatch_to_scheduler", "_async_dispatch_to_scheduler", "_handle_batch_output"}
+ALWAYS = {"handle_loop"}
+ELASTIC = ALWAYS | {
+    "_dispatch_to_scheduler",
+    "_async_dispatch_to_scheduler",
+    "_handle_batch_output",
+}
 
 
 def test_without_weaving_it_is_sglangs(environment: pytest.MonkeyPatch) -> None:
     assert current_config() is None
-    assert overridden(tokenizer.manager_class()) == set()
+    assert overridden(tokenizer.manager_class()) == ALWAYS
 
 
 def test_with_weaving_and_elastic(environment: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sqlite3
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_elastic import options
 from sgl_elastic.coordinator.operations import (
     ErrorRecord,
     Journal,
@@ -177,6 +179,30 @@ def test_a_path_that_cannot_be_used_is_named_at_the_start(tmp_path: Path) -> Non
     for bad in (tmp_path, tmp_path / "missing" / "journal"):
         with pytest.raises(ElasticConfigError, match=str(bad)):
             Journal(bad)
+
+
+@pytest.mark.parametrize("kind", ["folder", "device", "link to a device", "pipe", "no folder"])
+def test_only_a_regular_file_can_be_one(tmp_path: Path, kind: str) -> None:
+    """Nothing of another kind is opened: a pipe waits, and /dev/full can be read without end."""
+    bad = tmp_path / "journal"
+    if kind == "folder":
+        bad.mkdir()
+    elif kind == "device":
+        bad = Path("/dev/full")
+    elif kind == "link to a device":
+        bad.symlink_to("/dev/full")
+    elif kind == "pipe":
+        os.mkfifo(bad)
+    else:
+        bad = bad / "journal"
+    with pytest.raises(ElasticConfigError, match=f"{bad}.*name a"):
+        options.parse(["--elastic", "--scale-journal", str(bad)])
+
+
+def test_a_file_that_is_not_there_yet_can(tmp_path: Path) -> None:
+    found, _ = options.parse(["--elastic", "--scale-journal", str(tmp_path / "journal")])
+    assert found.journal == str(tmp_path / "journal")
+    assert not (tmp_path / "journal").exists()
 
 
 def test_only_the_last_operations_are_kept(path: Path) -> None:
