@@ -1,6 +1,6 @@
 """What every request passes, as one list, and the application that it is put around.
 
-    client -> Observer -> Gate -> Admission -> AdapterNames -> SGLang's own middleware -> routes
+    client -> Observer -> ErrorShape -> Gate -> Admission -> AdapterNames -> SGLang's own -> routes
 
 The list is around SGLang's middleware too, whatever SGLang adds later. The gate reads a body once;
 `http.body.body_of` has it for those behind.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from fastapi.exceptions import RequestValidationError
+
 from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Gate
 from sgl_esft.access.limits import KeyLimits
@@ -21,7 +23,8 @@ from sgl_esft.http.adapter_names import AdapterNames, Ensure, KnownNames
 from sgl_esft.http.admission import Admission, AdmissionControl
 from sgl_esft.http.answers import App
 from sgl_esft.http.classes import check_routes, routes_of
-from sgl_esft.http.routes import answer_defect, answer_invalid_value
+from sgl_esft.http.error_shape import ErrorShape
+from sgl_esft.http.routes import answer_bad_body, answer_defect, answer_invalid_value
 from sgl_esft_launch.access import AccessPlan
 
 Layer: TypeAlias = Callable[[App], App]
@@ -45,6 +48,7 @@ def layers(parts: Parts) -> list[Layer]:
     plan = parts.access
     return [
         parts.observer,
+        ErrorShape,
         partial(
             Gate,
             policy=plan.policy,
@@ -66,6 +70,7 @@ def install(app: Any, parts: Parts) -> None:
     so SGLang's is inside, and what needs the started engine is made then.
     """
     check_routes(routes_of(app.router.routes), parts.access.policy.table)
+    app.add_exception_handler(RequestValidationError, answer_bad_body)
     app.add_exception_handler(ValueError, answer_invalid_value)
     app.add_exception_handler(Exception, answer_defect)
     build = app.build_middleware_stack

@@ -4,8 +4,8 @@
                                       └<-- Operation.to_json <-- Journal
 
 Routes are data here; the launcher adds them to the application that it serves, and they answer from
-its `state.elastic`. Errors are `{"error": {"type": class name, "message": ...}}` with the class's
-`http_status` (answer_error).
+its `state.elastic`. Errors are OpenAI's, `{"error": {"message", "type": class name, "param",
+"code"}}`, with the class's `http_status` (answer_error).
 """
 
 from __future__ import annotations
@@ -130,9 +130,15 @@ async def is_scaling_elastic_ep(request: Request) -> Any:
     )
 
 
-_BAD = error_example("The request makes no sense or does not fit", "BadScaleError", "dp_size is 0")
-_BUSY = error_example("Another scale runs, or the key was used", "BusyError", "scale-0c is running")
-_UNKNOWN = error_example("No such operation", "UnknownOperationError", "no scale operation has...")
+_BAD = error_example(
+    "The request makes no sense or does not fit", "BadScaleError", 400, "dp_size is 0"
+)
+_BUSY = error_example(
+    "Another scale runs, or the key was used", "BusyError", 409, "scale-0c is running"
+)
+_UNKNOWN = error_example(
+    "No such operation", "UnknownOperationError", 404, "no scale operation has..."
+)
 _SHOWN = Operation(
     "scale-0c5f1e9a7b21",
     ScaleRequest(dp_size=3),
@@ -219,4 +225,5 @@ def answer_error(error: ElasticError, status: int | None = None) -> JSONResponse
 
 
 def _error_json(status: int, name: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"type": name, "message": message}}, status_code=status)
+    error = {"message": message, "type": name, "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status)

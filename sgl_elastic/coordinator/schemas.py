@@ -98,6 +98,7 @@ def example(description: str, value: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"example": value}}}
 
 
-def error_example(description: str, name: str, message: str) -> dict[str, Any]:
+def error_example(description: str, name: str, status: int, message: str) -> dict[str, Any]:
     """An OpenAPI response that is an error."""
-    return example(description, {"error": {"type": name, "message": message}})
+    error = {"message": message, "type": name, "param": None, "code": status}
+    return example(description, {"error": error})

@@ -2,6 +2,7 @@
 
     Route --[add_routes]--> the application, in place of SGLang's of the same method and path
       endpoint raises --> [_OurRoute, ErrorAnswers] --> the error's own status, in our shape
+    SGLang's route gets a body of another form --[answer_bad_body]--> 400
     SGLang's route raises ValueError --[answer_invalid_value]--> 400, or 500 where it is our defect
                       anything else --[answer_defect]--> 500, traceback in the log
 
@@ -143,6 +144,11 @@ def _first_fault(error: RequestValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return f"{where}: {first['msg']}{more}; GET /openapi.json describes the body"
+
+
+async def answer_bad_body(request: Request, error: Any) -> Response:
+    """FastAPI's handler of a body that does not fit the route: 400, where SGLang repeats it."""
+    return as_response(BadBodyError(_first_fault(error)))
 
 
 async def answer_invalid_value(request: Request, error: Exception) -> Response:

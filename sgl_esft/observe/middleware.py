@@ -30,7 +30,8 @@ _NOT_NOW_STATUS: Final = 503
 _TIMEOUT_STATUS: Final = 504
 _MAX_ERROR_BYTES: Final = 64 << 10
 _MAX_PATH: Final = 200
-_ERROR_EVENT: Final = b'data: {"error"'
+# The second is Anthropic's.
+_ERROR_EVENTS: Final = (b'data: {"error"', b"event: error\n")
 
 
 class Observer:
@@ -148,7 +149,9 @@ class _Answer:
         if not self.error:
             return None
         try:
-            told: Any = json.loads(self.error.removeprefix(b"data: "))
+            told: Any = json.loads(
+                self.error.removeprefix(b"event: error\n").removeprefix(b"data: ")
+            )
         except (ValueError, RecursionError):
             return None
         inner = told.get("error") if isinstance(told, dict) else None
@@ -170,7 +173,7 @@ class _Answer:
     def _read_error(self, body: bytes) -> None:
         if (self.status or 0) >= 400:
             self.error = (self.error + body)[:_MAX_ERROR_BYTES]
-        elif body.startswith(_ERROR_EVENT):
+        elif body.startswith(_ERROR_EVENTS):
             self.error = body[:_MAX_ERROR_BYTES]
 
     def _with_id(self, headers: Any) -> list[tuple[bytes, bytes]]:
