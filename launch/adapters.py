@@ -26,6 +26,11 @@ from sgl_esft_launch import plan
 from sgl_esft_launch.plan import LaunchPlan
 
 
+def base_names(manager: Any) -> frozenset[str]:
+    """What SGLang's TokenizerManager calls the base model, and its path, which was its name."""
+    return frozenset({manager.served_model_name, manager.model_path})
+
+
 class LibraryHolder:
     """Where a server keeps its library. `manager` gives SGLang's TokenizerManager, once it runs."""
 
@@ -56,7 +61,7 @@ class LibraryHolder:
         manager = self._manager()
         return KnownNames(
             adapters=self.backing.library.known.usable,
-            base_models=frozenset({manager.served_model_name, manager.model_path}),
+            base_models=base_names(manager),
         )
 
     async def ensure(self, names: Collection[str]) -> None:

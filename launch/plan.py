@@ -24,6 +24,7 @@ from sgl_esft_launch import resolved
 from sgl_esft_launch.access import AccessPlan, plan_access
 from sgl_esft_launch.flags import LaunchFlags
 from sgl_esft_launch.health import HealthFlags
+from sgl_esft_launch.models import served_name
 
 DEFAULT_MAX_ADAPTERS = 4
 DEFAULT_MAX_EXPERTS = 13  # the most any adapter of the paper's table 1 has in a layer
@@ -268,7 +269,9 @@ def _given(value: int | None, default: int) -> int:
 
 
 def _own_argv(flags: LaunchFlags, model_path: str) -> list[str]:
+    name = served_name(model_path)
     return [
+        *(() if name is None else ("--served-model-name", name)),  # a later one wins
         *("--model-path", model_path, "--host", flags.host, "--port", str(flags.port)),
         *("--tp-size", str(flags.tp_size), "--dp-size", str(flags.dp_size)),
     ]

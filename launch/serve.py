@@ -17,13 +17,14 @@ from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.hook_ledger import Hook
-from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS
+from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, KnownNames
 from sgl_esft.http.routes import add_routes
 from sgl_esft_launch import (
     access,
     adapters,
     health,
     http_stack,
+    models,
     observe,
     plan,
     resolved,
@@ -105,6 +106,8 @@ def run(
     if launch.config is not None:
         holder = adapters.install(app, launch, launch.config, tokenizer_manager)
         add_routes(app, observe.ROUTES)
+    names = _base_only if holder is None else holder.known_names
+    add_routes(app, models.routes_of(names))
     pages.add_routes(app)
     service = health.install(app, launch.health, heartbeats, tokenizer_manager, engine)
     pads = launch.config is None or launch.config.expert_memory != "virtual"
@@ -148,6 +151,10 @@ def run(
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return service.life.exit_status
+
+
+def _base_only() -> KnownNames:
+    return KnownNames(frozenset(), adapters.base_names(tokenizer_manager()))
 
 
 def _bounds() -> ModelBounds:

@@ -21,8 +21,8 @@ from sgl_esft.access.bodies import Ask, BodyRules, ModelBounds, check_client_bod
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits, Ticket
 from sgl_esft.access.token_usage import UsageReader
-from sgl_esft.access.visible import VisibleSend, check_visible, sees_less
-from sgl_esft.errors import EsftError, NoKeyError, NotAllowedError, UnknownAdapterError
+from sgl_esft.access.visible import MODEL, VisibleSend, check_visible
+from sgl_esft.errors import EsftError, NoKeyError, NotAllowedError
 from sgl_esft.http import adapter_names, body, record
 from sgl_esft.http.adapter_names import ADAPTER_ROUTES, KnownNames
 from sgl_esft.http.answers import (
@@ -136,8 +136,9 @@ class Gate:
                 return
             route_class, caller = self._admit(scope, scope["method"])
             path = routed_path(scope)
-            if sees_less(caller, scope["method"], path):
-                send = VisibleSend(send, caller, path)
+            if route_class is not RouteClass.PUBLIC and not caller.is_admin:
+                self._check_model(caller, path)
+                send = VisibleSend(send, caller, scope["method"], path)
             ticket = self._limits.enter(caller)
             if route_class is not RouteClass.PUBLIC:  # those take no body, and leave it unread
                 rules, seconds = self._policy.rules, self._policy.body_timeout_s
@@ -207,6 +208,15 @@ class Gate:
         check_visible(caller, routed_path(scope))
         return route_class, caller
 
+    def _check_model(self, caller: Caller, path: str) -> None:
+        """Of /v1/models/{name}, what a restricted key may ask for. Raises EsftError."""
+        model = path.removeprefix(MODEL)
+        if self._names is None or not caller.is_restricted or model == path:
+            return
+        names = _names_for(caller, self._names())
+        if names.adapter_of_model(model) is None and not caller.base_model:
+            raise NotAllowedError("this key may not use the base model: name an adapter")
+
     def _caller(self, headers: Headers, keys: KeyRing) -> Caller:
         key = _presented_key(headers)
         if self._inner_key is not None and self._inner_key.opens(key):
@@ -246,10 +256,7 @@ class Gate:
         """
         if self._names is None or not isinstance(found.document, dict):
             return found
-        names = self._names()
-        if caller.adapters is not None:
-            allowed = frozenset(n for n in caller.adapters if n in names.adapters)
-            names = replace(names, adapters=allowed)
+        names = _names_for(caller, self._names())
         try:
             resolved = adapter_names.resolve(
                 path, found.document, names, everywhere=caller.is_restricted
@@ -257,8 +264,6 @@ class Gate:
         except EsftError as error:
             if not caller.is_restricted:
                 return replace(found, refusal=error)
-            if isinstance(error, UnknownAdapterError):
-                raise NotAllowedError("this key may not use that adapter") from None
             raise
         if None in resolved.asked and not caller.base_model and path not in WITHOUT_MODEL:
             raise NotAllowedError("this key may not use the base model: name an adapter")
@@ -312,6 +317,16 @@ class _Meter:
             return told
         passed = self._ask.prompt_tokens + self._reader.num_events
         return max(passed, self._ask.tokens if told is None else told)
+
+
+def _names_for(caller: Caller, names: KnownNames) -> KnownNames:
+    """Those that the key may say: others' are not there."""
+    if not caller.is_restricted:
+        return names
+    own = names.adapters
+    if caller.adapters is not None:
+        own = frozenset(name for name in caller.adapters if name in names.adapters)
+    return replace(names, adapters=own, of_some=True)
 
 
 def _presented_key(headers: Headers) -> str:

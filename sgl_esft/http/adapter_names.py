@@ -11,14 +11,17 @@ in /v1/models suggest, and what names nobody is a 404.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sgl_esft.errors import (
     AdapterNameError,
     ConfigError,
     EsftError,
+    NotAllowedError,
     UnknownAdapterError,
 )
 from sgl_esft.http.answers import App, Receive, Scope, Send, send_error
@@ -35,7 +38,7 @@ ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completion
 _PROMPT_FIELDS: Mapping[str, type] = {"text": int, "input_ids": int, "prompt": int}
 # Routes of SGLang 0.5.23 that read whole weights, so also slots that have no memory.
 ROUTES_OVER_ALL_SLOTS = frozenset({"/weights_checker", "/send_weights_to_remote_instance"})
-_MAX_LISTED = 20
+_MAX_COMPARED, _MAX_NAME = 256, 64  # names, characters: a comparison takes time
 # Names of the base model that clients send when they do not care.
 BASE_ALIASES = frozenset({"", "default", "base"})
 
@@ -46,20 +49,19 @@ class KnownNames:
 
     adapters: Collection[str]  # loaded, or loaded when a request asks for them
     base_models: frozenset[str]  # the served model's names, besides BASE_ALIASES
+    of_some: bool = False  # of a key that may not use all: what is not here may be others'
 
     def is_base(self, model: str) -> bool:
         return model in self.base_models or model in BASE_ALIASES
 
     def check_adapter(self, name: object) -> str | None:
-        """The adapter's name; None for the base. Raises AdapterNameError, UnknownAdapterError."""
+        """The adapter's name; None for the base. Raises EsftError."""
         if name is None:
             return None
         if not isinstance(name, str):
             raise AdapterNameError(f"an adapter is named by a string, not by {_shown(name)}")
         if name not in self.adapters:
-            raise UnknownAdapterError(
-                f"adapter {_shown(name)} is not known; known: {self._listed()}"
-            )
+            raise self._unknown(f"adapter {_shown(name)} is not known", name)
         return name
 
     def adapter_of_model(self, model: str) -> str | None:
@@ -70,16 +72,19 @@ class KnownNames:
             return None
         _, colon, adapter = model.partition(":")
         if not colon:
-            raise UnknownAdapterError(
-                f"model {_shown(model)} is neither the base model nor an adapter; adapters: "
-                f"{self._listed()}"
-            )
+            what = f"model {_shown(model)} is neither the base model nor an adapter"
+            raise self._unknown(what, model)
         return self.check_adapter(adapter.strip() or None)
 
-    def _listed(self) -> str:
-        names = sorted(self.adapters)
-        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        return (", ".join(names[:_MAX_LISTED]) or "none") + more
+    def _unknown(self, what: str, name: str) -> EsftError:
+        """The error of a name that nothing has: with the nearest, of the names here only."""
+        # Sorted, so that of many names the same are looked at each time.
+        names = sorted(islice(self.adapters, _MAX_COMPARED))
+        near = difflib.get_close_matches(name.rpartition(":")[2][:_MAX_NAME], names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "GET /v1/models lists what is loaded"
+        if self.of_some:
+            return NotAllowedError(f"this key may not use that adapter; {hint}")
+        return UnknownAdapterError(f"{what}; {hint}")
 
 
 @dataclass(frozen=True)

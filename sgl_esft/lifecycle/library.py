@@ -196,8 +196,10 @@ class AdapterLibrary:
             if action is Action.JOIN or is_same:
                 return job
         if action is Action.UNKNOWN:
-            listed = ", ".join(sorted(self.known.loaded())[:20]) or "none"
-            raise UnknownAdapterError(f"adapter {name!r} is not known; loaded: {listed}")
+            # Without others' names: a request's client may not be one to know them.
+            raise UnknownAdapterError(
+                f"adapter {name!r} is not known; GET /v1/adapters lists those that are"
+            )
         situation = self.known.situation(name).value
         if action is Action.NOT_LOADED:
             raise AdapterNotLoadedError(

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from sgl_esft.access.gate import Gate, Policy
 from sgl_esft.access.keys import Caller
 from sgl_esft.access.limits import KeyLimits
-from sgl_esft.access.visible import check_visible, visible_part
+from sgl_esft.access.visible import check_visible, visible_part, without_folders
 from sgl_esft.errors import NotAllowedError
 from sgl_esft.http.classes import Declared, RouteClass, RouteTable
 from tests.fast.access.asgi import (
@@ -49,12 +49,24 @@ async def answer(request: Request) -> Response:
     path = request.url.path
     if path == "/v1/adapters/nobody":
         return JSONResponse({"error": {"type": "UnknownAdapterError"}}, 404)
-    documents: dict[str, Any] = {"/v1/models": MODELS, "/v1/adapters": ADAPTERS}
+    if path == "/detokenize":
+        return JSONResponse({"error": {"message": "/data/models/base/config.json: no"}}, 400)
+    documents: dict[str, Any] = {
+        "/v1/models": MODELS,
+        "/v1/adapters": ADAPTERS,
+        "/model_info": {"model_path": "/data/models/base"},
+        "/get_model_info": {"model_path": "/data/models/base"},
+    }
+    if path.startswith("/v1/models/"):
+        return JSONResponse({"id": "math", "root": "/adapters/math"})
     return JSONResponse(documents.get(path, ADAPTERS["adapters"][0]))  # type: ignore[index]
 
 
 TENANT = Caller("tenant", adapters=frozenset({"math"}))
-PATHS = ("/v1/models", "/v1/adapters", "/v1/adapters/{name}", "/metrics")
+PATHS = (
+    *("/v1/models", "/v1/models/{name:path}", "/v1/adapters", "/v1/adapters/{name}", "/metrics"),
+    *("/model_info", "/get_model_info", "/detokenize"),
+)
 METHODS = ["GET", "HEAD", "POST", "PATCH", "DELETE"]
 
 
@@ -63,9 +75,9 @@ def gate(policy: Policy) -> Gate:
     return Gate(app, policy, KeyLimits(lambda: 0.0), lambda: BOUNDS, lambda: NAMES)
 
 
-def get(path: str, key: str | None) -> tuple[int, Any]:
+def get(path: str, key: str | None, method: str = "GET") -> tuple[int, Any]:
     app = gate(Policy(keys=RING) if key else Policy())
-    found = call(app, "GET", path, bearer(key) if key else {})
+    found = call(app, method, path, bearer(key) if key else {})
     assert int(found.headers["content-length"]) == len(found.body)
     return found.status, json.loads(found.body)
 
@@ -129,3 +141,48 @@ def test_adapters() -> None:
 def test_one_adapter() -> None:
     one = {"name": "math", "folder": "m", "state": "on_disk"}
     assert visible_part(one, TENANT, "/v1/adapters/math") == {"name": "math", "state": "on_disk"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/data/models/base", "base"),
+        ('{"model_path":"/data/models/base","n":1}', '{"model_path":"base","n":1}'),
+        ("'/data/a b/c' is no folder", "'a b/c' is no folder"),
+        ("adapter folder /data/adapters/math: missing", "adapter folder math: missing"),
+        ("GET /v1/models lists, /openapi.json too", "GET /v1/models lists, /openapi.json too"),
+        ("http://127.0.0.1/data/models 1/2", "http://127.0.0.1/data/models 1/2"),
+    ],
+)
+def test_folders_are_cut_to_their_names(text: str, shown: str) -> None:
+    assert without_folders(text) == shown
+
+
+@pytest.mark.parametrize("key", [TENANT_KEY, CLIENT_KEY, ADMIN_KEY])
+def test_only_admins_are_told_of_folders(key: str) -> None:
+    """By the routes of the base, and by errors."""
+    for path in ("/model_info", "/get_model_info", "/detokenize"):
+        _, document = get(path, key, "POST" if path == "/detokenize" else "GET")
+        assert ("/data/models" in json.dumps(document)) is (key == ADMIN_KEY)
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "status"),
+    [
+        (TENANT_KEY, "math", 200),
+        (TENANT_KEY, "base:math", 200),
+        (TENANT_KEY, "law", 403),
+        (TENANT_KEY, "nobody", 403),
+        (TENANT_KEY, "base", 403),
+        (TENANT_KEY, "/models/base", 403),
+        (CLIENT_KEY, "law", 200),
+        (CLIENT_KEY, "base", 200),
+    ],
+)
+def test_one_model(key: str, model: str, status: int) -> None:
+    found, document = get(f"/v1/models/{model}", key)
+    assert found == status
+    if status == 200:
+        assert document["root"] == document["id"] == "math"
+    else:
+        assert "law" not in document["error"]["message"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_esft.errors import ConfigError, UnknownAdapterError
+from sgl_esft.errors import ConfigError, NotAllowedError, UnknownAdapterError
 from sgl_esft.http.adapter_names import KnownNames, resolve
 
 NAMES = KnownNames(frozenset({"math", "law"}), frozenset({"/models/base"}))
@@ -80,3 +80,18 @@ def test_what_others_routes_read_is_theirs_to_judge() -> None:
     assert resolve("/v1/embeddings", body, NAMES).asked == frozenset()
     with pytest.raises(UnknownAdapterError):
         resolve("/v1/embeddings", body, NAMES, everywhere=True)
+
+
+@pytest.mark.parametrize(
+    ("of_some", "error"), [(False, UnknownAdapterError), (True, NotAllowedError)]
+)
+def test_the_nearest_name_is_offered_of_those_the_key_may_use(
+    of_some: bool, error: type[Exception]
+) -> None:
+    names = KnownNames(frozenset({"caesar"}), frozenset({"/models/base"}), of_some)
+    for body in ({"adapter": "ceasar"}, {"model": "base:ceasar"}, {"model": "ceasar"}):
+        with pytest.raises(error, match="did you mean 'caesar'"):
+            resolve("/v1/completions", body, names)
+    with pytest.raises(error, match="GET /v1/models") as found:
+        resolve("/v1/completions", {"adapter": "reverse"}, names)
+    assert "caesar" not in str(found.value)

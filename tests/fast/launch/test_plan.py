@@ -94,6 +94,7 @@ def test_a_launch_with_adapters(make: Make, root: Path) -> None:
     assert launch.adapters == {n: (root / n).resolve() for n in ("math", "law")}
     assert launch.config == EsftConfig(max_adapters=2, max_experts_per_adapter=3)
     assert launch.model_path == option(launch, "--model-path") == str(root / "base")
+    assert option(launch, "--served-model-name") == "base"
     assert option(launch, "--max-loras-per-batch") == "2"
     assert "--enable-lora" in launch.sglang_argv
     start = launch.sglang_argv.index("--lora-paths") + 1
