@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from fastapi.exceptions import RequestValidationError
 
+from sgl_esft import __version__
 from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Gate
 from sgl_esft.access.limits import KeyLimits
@@ -24,7 +25,12 @@ from sgl_esft.http.admission import Admission, AdmissionControl
 from sgl_esft.http.answers import App
 from sgl_esft.http.classes import check_routes, routes_of
 from sgl_esft.http.error_shape import ErrorShape
-from sgl_esft.http.routes import answer_bad_body, answer_defect, answer_invalid_value
+from sgl_esft.http.routes import (
+    answer_bad_body,
+    answer_defect,
+    answer_invalid_value,
+    answer_no_route,
+)
 from sgl_esft_launch.access import AccessPlan
 
 Layer: TypeAlias = Callable[[App], App]
@@ -70,6 +76,8 @@ def install(app: Any, parts: Parts) -> None:
     so SGLang's is inside, and what needs the started engine is made then.
     """
     check_routes(routes_of(app.router.routes), parts.access.policy.table)
+    app.title, app.version = "sgl-esft", __version__
+    app.add_exception_handler(404, answer_no_route)
     app.add_exception_handler(RequestValidationError, answer_bad_body)
     app.add_exception_handler(ValueError, answer_invalid_value)
     app.add_exception_handler(Exception, answer_defect)

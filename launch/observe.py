@@ -1,6 +1,7 @@
 """What a server does, to be seen: the Observer around it, and the routes that tell of its inside.
 
 http_stack.py -> [observer] -> Observer(gate(SGLang)), metrics and access log where they are on
+GET /version
 GET /v1/heat, /v1/memory -> SGLang's TokenizerManager -> every rank
 """
 
@@ -21,6 +22,7 @@ from sgl_esft.observe.middleware import Observer
 from sgl_esft.observe.request_metrics import RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import HostTierMetrics
 from sgl_esft.plugin import engine_hooks
+from sgl_esft.tools.versions import versions
 
 
 def observer(app: App, log_format: str, *, weave: bool, is_ready: Callable[[], bool]) -> Observer:
@@ -65,6 +67,14 @@ async def _memory() -> JSONResponse:
 
     return JSONResponse((await memory_hooks.fetch_report(tokenizer_manager())).to_json())
 
+
+async def _version() -> JSONResponse:
+    return JSONResponse(versions())
+
+
+VERSION = Route(
+    "GET", "/version", _version, "Versions of this package, of SGLang and of torch", tag="observe"
+)
 
 # Of a server that weaves. `sgl-esft memory` shows the report as a table or a picture.
 ROUTES = (

@@ -107,7 +107,7 @@ def run(
         holder = adapters.install(app, launch, launch.config, tokenizer_manager)
         add_routes(app, observe.ROUTES)
     names = _base_only if holder is None else holder.known_names
-    add_routes(app, models.routes_of(names))
+    add_routes(app, (*models.routes_of(names), observe.VERSION))
     pages.add_routes(app)
     service = health.install(app, launch.health, heartbeats, tokenizer_manager, engine)
     pads = launch.config is None or launch.config.expert_memory != "virtual"

@@ -84,6 +84,7 @@ _CLIENT: Mapping[str, tuple[str, ...]] = {
     "/v1/score": _POST,
     "/v1/systemone": _POST,
     "/v1/tokenize": _POST,
+    "/version": _GET,
 }
 _ADMIN: Mapping[str, tuple[str, ...]] = {
     "/abort_request": _POST,

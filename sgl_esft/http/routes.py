@@ -2,6 +2,7 @@
 
     Route --[add_routes]--> the application, in place of SGLang's of the same method and path
       endpoint raises --> [_OurRoute, ErrorAnswers] --> the error's own status, in our shape
+    no route of this server --[answer_no_route]--> 404, with what would turn it on
     SGLang's route gets a body of another form --[answer_bad_body]--> 400
     SGLang's route raises ValueError --[answer_invalid_value]--> 400, or 500 where it is our defect
                       anything else --[answer_defect]--> 500, traceback in the log
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -26,7 +27,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from sgl_esft.errors import BadBodyError, EsftError, InternalError
+from sgl_esft.errors import BadBodyError, EsftError, InternalError, UnknownRouteError
 from sgl_esft.http.answers import as_response
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,19 @@ Endpoint: TypeAlias = Callable[..., Any]
 
 _SGLANG = "sglang"
 _OURS = frozenset({"sgl_esft", "sgl_elastic", "sgl_esft_kernels"})
+# Routes that some servers have: what another says of them, and of all below them.
+_ABSENT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("/v1/scale", "/v1/instances"),
+        "this server was started without --elastic: start it with --elastic --max-devices N to "
+        "scale it (docs/elastic.md)",
+    ),
+    "/metrics": "this server was started without --enable-metrics",
+    **dict.fromkeys(
+        ("/v1/adapters", "/v1/memory", "/v1/heat"),
+        "this server was started with --no-esft, and so has no adapters",
+    ),
+}
 _UNFIT = BadBodyError(
     "the route cannot use a value of the body or of the address, or the prompt and the tokens that "
     "were asked for are more than the model's context; GET /openapi.json describes the values"
@@ -144,6 +158,16 @@ def _first_fault(error: RequestValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return f"{where}: {first['msg']}{more}; GET /openapi.json describes the body"
+
+
+async def answer_no_route(request: Request, error: Any) -> Response:
+    """Starlette's handler of a 404: a route's own, or that there is none."""
+    path = request.scope["path"]
+    if "endpoint" in request.scope:
+        return JSONResponse({"detail": error.detail}, 404)
+    known = (why for start, why in _ABSENT.items() if path == start or path.startswith(start + "/"))
+    why = next(known, "this server has no such route; GET /openapi.json lists those it has")
+    return as_response(UnknownRouteError(why))
 
 
 async def answer_bad_body(request: Request, error: Any) -> Response:

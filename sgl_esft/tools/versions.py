@@ -1,5 +1,6 @@
 """What `--version` says: this project, SGLang, torch, and the device that a server would run on.
 
+GET /version says the same, but for the device.
 Read from what is installed. torch is imported only where its build could have an accelerator.
 """
 
@@ -14,10 +15,19 @@ from sgl_esft import __version__, env
 _MISSING: Final = "not installed"
 
 
+def versions() -> dict[str, str]:
+    """Of this project, of SGLang and of torch, as they are installed."""
+    return {
+        "version": __version__,
+        "sglang": _installed("sglang"),
+        "torch": _installed("torch"),
+    }
+
+
 def describe_versions() -> str:
     """One line: `sgl-esft 0.1.0, SGLang 0.5.23, torch 2.13.0+cpu, device cpu`."""
-    sglang, torch = _installed("sglang"), _installed("torch")
-    return f"sgl-esft {__version__}, SGLang {sglang}, torch {torch}, device {_device(torch)}"
+    ours, sglang, torch = versions().values()
+    return f"sgl-esft {ours}, SGLang {sglang}, torch {torch}, device {_device(torch)}"
 
 
 def _installed(name: str) -> str:

@@ -77,7 +77,7 @@ def declared() -> set[tuple[str, str]]:
 NOT_SGLANGS = {
     *FILES,
     *("/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc", "/metrics"),
-    *("/healthz", "/readyz", "/v1/heat", "/v1/drain", "/v1/memory"),
+    *("/healthz", "/readyz", "/v1/heat", "/v1/drain", "/v1/memory", "/version"),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from fastapi import Body, FastAPI, HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from sgl_esft import __version__
 from sgl_esft.http.error_shape import shaped, shaped_event
 from tests.fast.http.stack import answers, install
 
@@ -79,6 +80,9 @@ def server() -> FastAPI:
     def fail() -> None:
         raise HTTPException(400, "m")
 
+    def miss() -> None:
+        raise HTTPException(404, "no such response")
+
     def check(body: dict[str, int] = Body()) -> None:  # noqa: B008
         pass
 
@@ -91,6 +95,7 @@ def server() -> FastAPI:
 
     for path, endpoint in (
         ("/tokenize", fail),
+        ("/v1/responses/{response_id}/cancel", miss),
         ("/detokenize", check),
         ("/v1/completions", lambda: JSONResponse(FLAT, 400)),
         ("/v1/chat/completions", lambda: PlainTextResponse("busy", 503)),
@@ -111,8 +116,9 @@ def server() -> FastAPI:
         ("POST", "/v1/messages", 503, "overloaded_error"),
         ("GET", "/v1/messages", 405, "invalid_request_error"),
         ("GET", "/tokenize", 405, "UnknownMethodError"),
+        ("POST", "/v1/responses/x/cancel", 404, "NotFoundError"),
         ("GET", "/nowhere", 404, "UnknownRouteError"),
-        ("POST", "/v1/embeddings", 404, "NotFoundError"),  # declared, and not there
+        ("POST", "/v1/embeddings", 404, "UnknownRouteError"),  # declared, and not there
     ],
 )
 def test_through_the_stack(method: str, path: str, status: int, name: str) -> None:
@@ -149,3 +155,26 @@ def test_openais_library_reads_it() -> None:
             assert (bad.value.type, bad.value.param) == ("BadRequestError", "n")
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "remedy"),
+    [
+        ("POST", "/v1/scale", "--elastic --max-devices"),
+        ("GET", "/v1/scale/scale-1", "--elastic"),
+        ("GET", "/v1/instances", "--elastic"),
+        ("GET", "/metrics", "--enable-metrics"),
+        ("GET", "/v1/adapters/math", "--no-esft"),
+    ],
+)
+def test_a_route_that_another_start_would_have_says_so(method: str, path: str, remedy: str) -> None:
+    (answer,) = asyncio.run(answers(server(), [(method, path, None, {})]))
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "UnknownRouteError"
+    assert remedy in answer.json()["error"]["message"]
+
+
+def test_the_openapi_page_has_our_name() -> None:
+    (answer,) = asyncio.run(answers(server(), [("GET", "/openapi.json", None, {})]))
+    info = answer.json()["info"]
+    assert (info["title"], info["version"]) == ("sgl-esft", __version__)
