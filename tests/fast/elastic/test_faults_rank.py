@@ -34,6 +34,7 @@ class Bench:
         self.rank._channel = channel(theirs, _DECODER)
         self.rank._num_received = 0
         self.rank._sleeper = None
+        self.rank._resumed = {}
         self.rank.rank = 0
         self.rank.config = SimpleNamespace(instance="i1")  # type: ignore[assignment]
         self.num_said = 0
@@ -108,6 +109,15 @@ def test_a_parked_rank_answers_each_instruction_by_its_number(bench: Bench) -> N
     assert bench.hears() == m.Pong()
     assert [bench.hears_done().number for _ in range(3)] == [2, 3, 5]
     assert bench.carried_out == [m.Detach(), m.Detach()]
+
+
+def test_a_request_that_has_not_come_yet_is_published(bench: Bench) -> None:
+    """It waits for its trial; whoever takes over must know its tokens as this rank did."""
+    state = m.RequestState("a", b"12345678", 1, {}, {})
+    bench.rank._resumed = {"a": state}
+    bench.says(m.Run())
+    bench.rank.park(None)
+    assert bench.hears() == m.Frozen((), (state,))
 
 
 @pytest.mark.parametrize("loop", ["poll", "park"])
