@@ -35,14 +35,15 @@ Expected = Mapping[Ask, tuple[int, ...]]
 class Elastic:
     """The server, what it should answer, and its processes."""
 
-    def __init__(self, log_path: Path) -> None:
+    def __init__(self, log_path: Path, spec: ServerSpec = SPEC) -> None:
         self._log_path = log_path
+        self._spec = spec
         self.server = self._started()
         self.asks = make_asks(list(zoo.adapter_paths()), 24, range(16, 48))
         self.expected: Expected = {}
 
     def _started(self) -> Server:
-        server = Server(SPEC, self._log_path)
+        server = Server(self._spec, self._log_path)
         try:
             server.wait_until_ready()
         except RuntimeError:
