@@ -69,6 +69,7 @@ class AccessFlags:
     allowed_origins: tuple[str, ...]
     enabled_routes: tuple[str, ...]
     allows_stop_regex: bool = False
+    isolates_prefix_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class AccessPlan:
     inner_key: InnerKey | None  # what SGLang is started with; None without keys
     keys: Callable[[], KeyRing]  # those of now
     forgotten: tuple[str, ...] = ()  # variables that no child process may inherit
+    isolates_prefix_cache: bool = False  # by key
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
@@ -135,6 +137,12 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="let clients send stop_regex: a pattern can hold up the server for all of them",
     )
+    group.add_argument(
+        "--isolate-prefix-cache",
+        action="store_true",
+        help="no key's requests use what the prefix cache has of another's, so that none can time "
+        "the prompts of others; a prompt that keys share is computed and kept once for each",
+    )
 
 
 def read_flags(found: argparse.Namespace) -> AccessFlags:
@@ -150,6 +158,7 @@ def read_flags(found: argparse.Namespace) -> AccessFlags:
         allowed_origins=tuple(found.allowed_origins),
         enabled_routes=tuple(found.enable_route),
         allows_stop_regex=found.allow_stop_regex,
+        isolates_prefix_cache=found.isolate_prefix_cache,
     )
 
 
@@ -179,6 +188,11 @@ def plan_access(
             "--api-keys-file or --api-key (and --admin-key-env), or leave --host out"
         )
     _check_doors(sglang_argv, environment)
+    if flags.isolates_prefix_cache and not ring:
+        raise ConfigError(
+            "--isolate-prefix-cache keeps keys apart, and there are no keys: give --api-keys-file, "
+            "or leave it out"
+        )
     policy = Policy(
         keys=ring,
         table=RouteTable(flags.enabled_routes),
@@ -195,7 +209,9 @@ def plan_access(
     )
     forgotten = () if flags.admin_key_env is None else (flags.admin_key_env,)
     current = _watched(ring, flags, dict(environment), weave)
-    return AccessPlan(policy, InnerKey() if ring else None, current, forgotten)
+    return AccessPlan(
+        policy, InnerKey() if ring else None, current, forgotten, flags.isolates_prefix_cache
+    )
 
 
 def _check_doors(sglang_argv: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -267,6 +283,11 @@ def check_keys(arguments: Any, plan: AccessPlan) -> None:
         if getattr(arguments, name) != expected:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"write {flag} in full, on the command line")
+    if plan.inner_key is not None and arguments.enable_response_store:
+        raise ConfigError(
+            "--enable-response-store keeps answers for whoever names their id, whatever their key: "
+            "leave it out, or serve without keys"
+        )
 
 
 def forget(plan: AccessPlan) -> None:

@@ -1,6 +1,7 @@
 """What every request passes, as one list, and the application that it is put around.
 
-    client -> Observer -> ErrorShape -> Gate -> Admission -> AdapterNames -> SGLang's own -> routes
+    client -> Observer -> ErrorShape -> Gate -> RequestIds -> Admission -> AdapterNames
+           -> SGLang's own -> routes
 
 The list is around SGLang's middleware too, whatever SGLang adds later. The gate reads a body once;
 `http.body.body_of` has it for those behind.
@@ -25,6 +26,7 @@ from sgl_esft.http.admission import Admission, AdmissionControl
 from sgl_esft.http.answers import App
 from sgl_esft.http.classes import check_routes, routes_of
 from sgl_esft.http.error_shape import ErrorShape
+from sgl_esft.http.request_ids import RequestIds
 from sgl_esft.http.routes import (
     answer_bad_body,
     answer_defect,
@@ -64,6 +66,7 @@ def layers(parts: Parts) -> list[Layer]:
             inner_key=plan.inner_key,
             keys=plan.keys,
         ),
+        RequestIds,
         partial(Admission, control=parts.control),
         partial(AdapterNames, ensure=parts.ensure, refused_routes=parts.refused_routes),
     ]

@@ -18,7 +18,9 @@ from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.hook_ledger import Hook
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, KnownNames
+from sgl_esft.http.request_ids import IdBook
 from sgl_esft.http.routes import add_routes
+from sgl_esft.plugin import request_hooks
 from sgl_esft_launch import (
     access,
     adapters,
@@ -101,6 +103,7 @@ def run(
     from sgl_esft.health.detokenizer import run_beating_detokenizer
 
     manager = tokenizer.manager_class(overrides)
+    request_hooks.use(IdBook(isolates_prefix_cache=launch.access.isolates_prefix_cache))
     app = http_server.app
     holder: adapters.LibraryHolder | None = None
     if launch.config is not None:
@@ -130,8 +133,7 @@ def run(
     )
 
     def ready() -> None:
-        if launch.config is not None:
-            tokenizer.check_is(tokenizer_manager(), manager)
+        tokenizer.check_is(tokenizer_manager(), manager)
         if launch.access.inner_key is not None:
             launch.access.inner_key.close()
         if holder is not None:

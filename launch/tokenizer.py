@@ -46,5 +46,5 @@ def check_is(manager: Any, wanted: type) -> None:
     if not isinstance(manager, wanted):
         raise HookError(
             f"SGLang serves with {type(manager).__name__}, not with the class it was started with, "
-            "so adapters' requests would not be resolved"
+            "so requests would not have ids of their own, nor adapters"
         )

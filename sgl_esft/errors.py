@@ -104,6 +104,10 @@ class EmptyPromptError(BadBodyError, ValueError):
     """A prompt whose text has no tokens."""  # a ValueError: SGLang's routes answer that with 400
 
 
+class DuplicateRequestIdError(BadBodyError, ValueError):
+    """A `rid` under which a request of the same key runs."""  # a ValueError, as above
+
+
 class NoKeyError(AccessError, status=401):
     """A request without a key, or with one that is not known."""
 

@@ -23,7 +23,7 @@ from sgl_esft.access.limits import KeyLimits, Ticket
 from sgl_esft.access.token_usage import UsageReader
 from sgl_esft.access.visible import MODEL, VisibleSend, check_visible
 from sgl_esft.errors import EsftError, NoKeyError, NotAllowedError
-from sgl_esft.http import adapter_names, body, record
+from sgl_esft.http import adapter_names, body, record, request_ids
 from sgl_esft.http.adapter_names import ADAPTER_ROUTES, KnownNames
 from sgl_esft.http.answers import (
     App,
@@ -135,6 +135,7 @@ class Gate:
                 await self._app(scope, receive, send)
                 return
             route_class, caller = self._admit(scope, scope["method"])
+            scope = request_ids.carry(caller.name, scope, is_admin=caller.is_admin)
             path = routed_path(scope)
             if route_class is not RouteClass.PUBLIC and not caller.is_admin:
                 self._check_model(caller, path)

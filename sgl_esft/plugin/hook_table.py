@@ -12,7 +12,14 @@ from sgl_esft.health import heartbeat, load_file, process
 from sgl_esft.hook_ledger import Hook, after, around, before, constant, replace
 from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
-from sgl_esft.plugin import engine_hooks, memory_hooks, registry_hooks, schedule_hooks, weave_hooks
+from sgl_esft.plugin import (
+    engine_hooks,
+    memory_hooks,
+    registry_hooks,
+    request_hooks,
+    schedule_hooks,
+    weave_hooks,
+)
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
@@ -214,7 +221,33 @@ ROUTER_HOOKS: tuple[Hook, ...] = (
 
 # ---- overrides: methods of subclasses that our launcher hands to SGLang's own factories ----
 
-# The class of the process that serves HTTP, with weaving.
+# The class of the process that serves HTTP, always.
+REQUEST_OVERRIDES: tuple[Hook, ...] = (
+    around(
+        f"{_TOKENIZER}.generate_request",
+        request_hooks.answer,
+        "self obj request",
+        why="the engine knows requests by ids of ours; answers have the client's",
+        remove_when="SGLang's ids inside are not those of its clients",
+    ),
+    before(
+        f"{_TOKENIZER}._set_default_priority",
+        request_hooks.take_ids,
+        "self obj",
+        why="SGLang aborts every request whose id begins with the one it is told: one client's "
+        "leaving ends another's request. Here it has settled ids, and nothing knows them yet",
+        remove_when="SGLang aborts by equal ids, and two clients may use the same one",
+    ),
+    around(
+        f"{_TOKENIZER}.abort_request",
+        request_hooks.abort,
+        "self rid abort_all",
+        why="who aborts a request names it as its client did",
+        remove_when="SGLang's ids inside are not those of its clients",
+    ),
+)
+
+# With weaving.
 WEAVE_OVERRIDES: tuple[Hook, ...] = (
     before(
         f"{_TOKENIZER}._validate_one_request",

@@ -61,7 +61,7 @@ def manager_overrides() -> tuple[Hook, ...]:
     from sgl_esft.plugin import hook_table
 
     is_json = env.log_format() == "json"
-    selected: tuple[Hook, ...] = hook_table.ENDING_OVERRIDES
+    selected = hook_table.ENDING_OVERRIDES + hook_table.REQUEST_OVERRIDES
     selected += hook_table.JSON_LOG_OVERRIDES if is_json else ()
     if current_config() is not None:
         selected += hook_table.WEAVE_OVERRIDES + hook_table.OBSERVE_OVERRIDES

@@ -93,5 +93,11 @@ def test_errors_are_all_there_with_their_status() -> None:
     for status, name in rows:
         assert getattr(errors, name).http_status == int(status)
     of_access = {each.__name__ for each in errors.AccessError.__subclasses__()}
-    others = {"EmptyPromptError", "KeyLimitError", "RequestTimeoutError", "InternalError"}
+    others = {
+        "DuplicateRequestIdError",
+        "EmptyPromptError",
+        "KeyLimitError",
+        "RequestTimeoutError",
+        "InternalError",
+    }
     assert {name for _, name in rows} == of_access | others

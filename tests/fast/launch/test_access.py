@@ -51,6 +51,13 @@ def test_defaults() -> None:
     assert make("--allow-stop-regex").policy.rules.takes_stop_regex
 
 
+def test_keys_are_kept_apart_where_there_are_keys() -> None:
+    assert not make(f"--api-key={KEY}").isolates_prefix_cache
+    assert make(f"--api-key={KEY}", "--isolate-prefix-cache").isolates_prefix_cache
+    with pytest.raises(ConfigError, match="there are no keys: give --api-keys-file"):
+        make("--isolate-prefix-cache")
+
+
 def test_every_flag(keys_file: Path) -> None:
     plan = make(
         *("--api-keys-file", str(keys_file), "--admin-key-env", "ADMIN_KEY"),
@@ -158,7 +165,10 @@ def test_sglang_knows_the_inner_key_only() -> None:
     plan = make(f"--api-key={KEY}")
     value = plan.inner_key.value
     assert access.argv_of(plan) == (f"--api-key={value}", f"--admin-api-key={value}")
-    access.check_keys(SimpleNamespace(api_key=value, admin_api_key=value), plan)
+    ours = {"api_key": value, "admin_api_key": value, "enable_response_store": False}
+    access.check_keys(SimpleNamespace(**ours), plan)
+    with pytest.raises(ConfigError, match="--enable-response-store keeps answers for whoever"):
+        access.check_keys(SimpleNamespace(**ours | {"enable_response_store": True}), plan)
     access.check_keys(SimpleNamespace(api_key=None, admin_api_key=None), make())
     for api_key, admin in ((value, KEY), (KEY, value), (None, value)):
         with pytest.raises(ConfigError, match="in full, on the command line") as caught:

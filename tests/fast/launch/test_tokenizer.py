@@ -93,15 +93,15 @@ def overridden(found: type) -> set[str]:
     return {name for name in names if getattr(found, name) is not getattr(own, name)}
 
 
-ALWAYS = {"handle_loop"}
-ELASTIC = ALWAYS | {
+ALWAYS = {"generate_request", "_set_default_priority", "abort_request", "handle_loop"}
+ELASTIC = {
     "_dispatch_to_scheduler",
     "_async_dispatch_to_scheduler",
     "_handle_batch_output",
 }
 
 
-def test_without_weaving_it_is_sglangs(environment: pytest.MonkeyPatch) -> None:
+def test_without_weaving_ids_are_ours(environment: pytest.MonkeyPatch) -> None:
     assert current_config() is None
     assert overridden(tokenizer.manager_class()) == ALWAYS
 
@@ -111,7 +111,7 @@ def test_with_weaving_and_elastic(environment: pytest.MonkeyPatch) -> None:
     found: Any = tokenizer.manager_class(front_hooks.FRONT_OVERRIDES)
     assert found._resolve_lora_path is registry_hooks.resolve
     assert found._dispatch_to_scheduler is front_hooks.dispatch
-    assert overridden(found) == ELASTIC | {
+    assert overridden(found) == ALWAYS | ELASTIC | {
         "_validate_one_request",
         "_handle_abort_finish_reason",
         "load_lora_adapter",

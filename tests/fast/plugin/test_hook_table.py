@@ -30,7 +30,8 @@ LEDGER = (
 )
 # Of classes that are handed to SGLang's own factories: nothing of SGLang is changed for them.
 OVERRIDES = (
-    hook_table.WEAVE_OVERRIDES
+    hook_table.REQUEST_OVERRIDES
+    + hook_table.WEAVE_OVERRIDES
     + hook_table.OBSERVE_OVERRIDES
     + hook_table.JSON_LOG_OVERRIDES
     + hook_table.ENDING_OVERRIDES
@@ -38,7 +39,7 @@ OVERRIDES = (
     + FRONT_OVERRIDES
 )
 # A new way into SGLang needs a reason to raise these; one that goes lowers them.
-NUM_HOOKS, NUM_REPLACING, NUM_OVERRIDES = 39, 12, 16
+NUM_HOOKS, NUM_REPLACING, NUM_OVERRIDES = 39, 12, 19
 CPU_TARGETS = {hook.target for hook in hook_table.CPU_HOOKS}
 LAUNCHER_TARGETS = {hook.target for hook in hook_table.LAUNCHER_HOOKS}
 WEAVE_TARGETS = {hook.target for hook in hook_table.WEAVE_HOOKS}
