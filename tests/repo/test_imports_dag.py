@@ -96,7 +96,8 @@ ROOMS = {
         formats
         access lang weave
         memory platform
-        sglang_api tools
+        sglang_api tune
+        tools
         health lifecycle zoo
         plugin
         launch_server

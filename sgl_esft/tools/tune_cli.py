@@ -1,0 +1,119 @@
+"""`sgl-esft score` and `tune`: their flags, and what they print.
+
+command line -> [run_score, run_tune] -> sgl_esft.tune, imported when it is asked for
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+from sgl_esft.errors import ConfigError
+from sgl_esft.tune.run_folder import Settings, training_folder
+
+_EXIT_OK: Final = 0
+_INTERRUPTED: Final = 130
+_DATA_HELP: Final = 'JSONL: {"messages": [...]} or {"prompt": ..., "answer": ...} a line'
+
+
+def configure_score(parser: argparse.ArgumentParser) -> None:
+    """Flags of `score`."""
+    _add_inputs(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to make")
+    parser.add_argument(
+        "--samples", type=int, default=512, help="examples to read, spread; default: %(default)s"
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=4096, help="tokens of one; default: %(default)s"
+    )
+
+
+def configure_tune(parser: argparse.ArgumentParser) -> None:
+    """Flags of `tune`: its inputs, and one for each of `Settings`."""
+    _add_inputs(parser)
+    parser.add_argument(
+        "--experts", type=Path, required=True, metavar="FILE", help="expert_cfg.json of select"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="adapter folder to make")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    for name, kind, text in (
+        ("epochs", float, "passes over the data"),
+        ("learning-rate", float, "its peak"),
+        ("batch-size", int, "rows at a time"),
+        ("accumulate", int, "batches of one step"),
+        ("max-length", int, "tokens of a row; longer ones are cut"),
+        ("seed", int, "of the order of examples"),
+        ("save-steps", int, "steps between checkpoints"),
+    ):
+        default = getattr(Settings, name.replace("-", "_"))
+        parser.add_argument(
+            f"--{name}", type=kind, default=default, metavar="N", help=f"{text}; default: {default}"
+        )
+    parser.add_argument(
+        "--recompute", action="store_true", help="activations, for less memory and more time"
+    )
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base checkpoint")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help=_DATA_HELP)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda if there is one")
+
+
+def run_score(arguments: argparse.Namespace) -> int:
+    """Score, and say what was written."""
+    _quiet()
+    from sgl_esft.tune.base import pick_device
+    from sgl_esft.tune.score import Sampling, score
+
+    for flag in ("samples", "max_length"):
+        if getattr(arguments, flag) < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} is less than 1.")
+    sampling = Sampling(arguments.samples, arguments.max_length, max(4096, arguments.max_length))
+    device = pick_device(arguments.device)
+    count = score(arguments.base, arguments.data, arguments.out, sampling, device, _report)
+    print(f"scored the experts on {count} examples, wrote {arguments.out}")
+    return _EXIT_OK
+
+
+def run_tune(arguments: argparse.Namespace) -> int:
+    """Train, and say what was written, or how to go on."""
+    settings = Settings(**{name: getattr(arguments, name) for name in Settings.__annotations__})
+    if arguments.out is None:
+        raise ConfigError("--out is missing: name the adapter folder to make.")
+    _quiet()
+    from sgl_esft.tune.base import pick_device
+    from sgl_esft.tune.train import tune
+
+    try:
+        manifest = tune(
+            arguments.base,
+            arguments.data,
+            arguments.experts,
+            arguments.out,
+            settings,
+            resume=arguments.resume,
+            device=pick_device(arguments.device),
+            report=_report,
+        )
+    except KeyboardInterrupt:
+        _report(f"stopped; --resume goes on from {training_folder(arguments.out)}")
+        return _INTERRUPTED
+    print(
+        f"trained {manifest.num_experts} experts of {len(manifest.experts)} layers, "
+        f"wrote {manifest.num_bytes / 1e6:,.1f} MB to {arguments.out}"
+    )
+    return _EXIT_OK
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _quiet() -> None:
+    """Hugging Face's warnings speak of its own flags; what matters here is an error or a report."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
