@@ -161,6 +161,7 @@ def test_one_that_is_cleared_is_not_blamed_for_the_next_ones_trial() -> None:
     assert quarantine.output("a", 21, is_finished=False)
     assert quarantine.is_over
     assert quarantine.running == {"a"}
+    assert quarantine.died() == {}, "b's trial counts for b alone"
 
 
 def test_what_ends_engines_without_being_tried_is_given_up_too() -> None:
