@@ -235,6 +235,8 @@ class Runtime:
                 manager.keep_standbys(self._stopping)
                 pause_s = _FIRST_PAUSE_S
             except Exception:  # the thread's main loop: a standby less is no outage
+                if self._stopping.is_set():
+                    return  # it ended with the server
                 logger.exception("elastic: a standby could not be started")
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

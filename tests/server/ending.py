@@ -50,7 +50,7 @@ class Stream:
                 json=self._body,
                 headers=self._headers,
                 stream=True,
-                timeout=60,
+                timeout=90,
             ) as answer:
                 for line in answer.iter_lines():
                     self._note(line.removeprefix(b"data: "))

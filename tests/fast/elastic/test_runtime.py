@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, cast
 
 import pytest
 
 from sgl_elastic.coordinator.coordinator import Coordinator
+from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.runtime import Runtime
 from sgl_elastic.types import OperationState
 from tests.fast.elastic.scale_fakes import UP, WAIT_S, Paused
@@ -49,3 +52,32 @@ def test_a_scale_that_runs_ends_before_what_it_works_on(
     assert ended.state is OperationState.SUCCEEDED
     runtime.close()
     assert ends.count("folder") == 1
+
+
+class Starting:
+    """A manager whose standby ends while it starts, because of `why`."""
+
+    def __init__(self, why: Callable[[], None]) -> None:
+        self._why = why
+
+    def keep_standbys(self, stop: threading.Event) -> None:
+        self._why()
+        raise EngineFailedError("instance i2 ended while it started")
+
+
+@pytest.mark.parametrize("server_ends", [True, False])
+def test_a_standby_that_ends_with_the_server_is_no_fault(
+    server_ends: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_elastic.runtime._FIRST_PAUSE_S", 0.0)
+    runtime = runtime_of(Paused().coordinator, [])
+    times = iter([False, False, True])
+    first = server_ends
+
+    def why() -> None:
+        if first or next(times):
+            runtime._stopping.set()
+
+    runtime._wanted.set()
+    runtime._start_standbys(cast(Any, Starting(why)))
+    assert caplog.text.count("a standby could not be started") == (0 if server_ends else 2)
