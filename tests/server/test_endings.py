@@ -54,10 +54,6 @@ class Cell:
     after_s: float = 0.0  # so long until it is noticed
     in_each_run: bool = False
 
-    @property
-    def marks(self) -> tuple[pytest.MarkDecorator, ...]:
-        return () if self.in_each_run else (pytest.mark.full,)
-
 
 LOST, KILLED = "EngineLostError", -signal.SIGKILL
 CELLS = (
@@ -89,7 +85,11 @@ CELLS = (
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=cell.marks, id=f"{cell.layout}-{cell.process}-{cell.signal}")
+        pytest.param(
+            cell,
+            marks=() if cell.in_each_run else pytest.mark.full,
+            id=f"{cell.layout}-{cell.process}-{cell.signal}",
+        )
         for cell in CELLS
     ],
 )
