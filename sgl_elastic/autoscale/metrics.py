@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sgl_elastic.coordinator.operations import Operation, StepState
-from sgl_elastic.types import Placement
+from sgl_elastic.types import OperationState, Placement, StepKind
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # From a page that is mapped in a millisecond to an instance that is started in minutes.
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_OUTCOMES = (OperationState.SUCCEEDED, OperationState.ROLLED_BACK, OperationState.DEGRADED)
+_PHASES = ("plan", "memory", "prepare", "switch", "drain")
+_FAULTS = ("instance", "memory", "recovery")
 
 
 class ScaleMetrics:
@@ -53,6 +56,16 @@ class ScaleMetrics:
         self._kv_tokens = gauge("device_kv_tokens", "KV capacity in tokens.", "device")
         self._shown: frozenset[int] = frozenset()  # devices with gauges
         self._last: tuple[str, str] = ("", "")  # id and outcome of what was counted last
+        self._begin()
+
+    def _begin(self) -> None:
+        """Series at 0: until the first scale a scrape would not know the metrics' names."""
+        for outcome in _OUTCOMES:
+            self._operations.labels(outcome.value)
+        for kind in StepKind:
+            self._step_seconds.labels(kind.value)
+        for phase in _PHASES:
+            self._phase_seconds.labels(phase)
 
     def observe(self, operation: Operation, placement: Placement) -> None:
         """A listener of the coordinator."""
@@ -125,6 +138,8 @@ class FaultMetrics:
             ["kind"],
             registry=registry or REGISTRY,
         )
+        for kind in _FAULTS:
+            self._faults.labels(kind)
 
     def count(self, kind: str) -> None:
         """One more of this kind."""

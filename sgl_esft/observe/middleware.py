@@ -25,7 +25,6 @@ from sgl_esft.observe.request_metrics import RequestMetrics
 # (method, path) -> whether such requests are for the model
 RunsModel: TypeAlias = Callable[[str, str], bool]
 
-OUTCOMES: Final = ("ok", "refused", "timeout", "failed", "cancelled")
 _NOT_NOW_STATUS: Final = 503
 _TIMEOUT_STATUS: Final = 504
 _MAX_ERROR_BYTES: Final = 64 << 10
@@ -128,7 +127,7 @@ class _Answer:
         await self.client_send(message)
 
     def outcome(self) -> str:
-        """One of OUTCOMES."""
+        """One of request_metrics.OUTCOMES."""
         if self.has_client_left and not self.error:
             return "cancelled"  # whatever SGLang makes of that: a 400, or the end of a stream
         if self.status is None or not self.has_ended:

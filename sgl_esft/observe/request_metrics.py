@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 OTHER: Final = "other"
+OUTCOMES: Final = ("ok", "refused", "timeout", "failed", "cancelled")  # of a request
 _MAX_ERROR_TYPES: Final = 100
 _ERROR_TYPE = re.compile(r"[A-Za-z]\w{0,63}")
 
@@ -82,6 +83,18 @@ class RequestMetrics:
         self._adapters = BoundedLabel(MAX_ADAPTERS, OTHERS, always=(BASE, NO_ADAPTER))
         # Class names of ours and of SGLang's: few.
         self._error_types = BoundedLabel(_MAX_ERROR_TYPES, OTHER)
+        self._begin()
+
+    def _begin(self) -> None:
+        """The base's series, at 0: until then a scrape would not know the metrics' names."""
+        for outcome in OUTCOMES:
+            self._requests.labels(BASE, outcome)
+        for is_streaming in ("false", "true"):
+            self._ttft.labels(BASE, is_streaming)
+        self._errors.labels(OTHER)
+        tokens = (self._prompt_tokens, self._cached_tokens, self._generation_tokens)
+        for metric in (*tokens, self._inter_token, self._e2e):
+            metric.labels(BASE)
 
     def observe_output(self, state: Any, outputs: Any, index: int) -> None:
         """One sequence's part of a batch of outputs, before SGLang has counted it.

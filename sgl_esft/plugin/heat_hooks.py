@@ -7,7 +7,7 @@ a sampled step -> [sampler_of]'s summary -> SGLang's /metrics
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,11 +45,15 @@ def sampler_of(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
         config.heat_every,
         owners,
         device,
-        distinct_summary() if sglang_api.has_metrics() and sglang_api.tp_rank() == 0 else None,
+        distinct_summary(layers)
+        if sglang_api.has_metrics() and sglang_api.tp_rank() == 0
+        else None,
     )
 
 
-def distinct_summary(registry: CollectorRegistry | None = None) -> OnDistinct:
+def distinct_summary(
+    layer_ids: Iterable[int], registry: CollectorRegistry | None = None
+) -> OnDistinct:
     """Distinct experts of sampled steps, at /metrics. None: prometheus_client's own registry."""
     # SGLang names the folder that its processes share before it starts a rank, and
     # prometheus_client reads that name when it is imported.
@@ -61,6 +65,8 @@ def distinct_summary(registry: CollectorRegistry | None = None) -> OnDistinct:
         ["layer"],
         registry=registry or REGISTRY,
     )
+    for layer_id in layer_ids:  # at 0, so that a scrape knows them before a step was sampled
+        summary.labels(str(layer_id))
     return lambda layer_id, number: summary.labels(str(layer_id)).observe(number)
 
 

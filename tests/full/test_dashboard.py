@@ -259,6 +259,14 @@ def test_what_the_server_says_is_never_markup(admin: Dashboard, server: Server) 
     assert admin.page.evaluate("window.wasRun") is None
 
 
+def test_a_failed_adapter_can_be_unloaded(admin: Dashboard, server: Server) -> None:
+    assert not call(server, "POST", "/v1/adapters?wait=true", {"name": BROKEN}).ok
+    admin.page.click(f"{row(BROKEN)}[data-state=failed] [data-act=unload]:enabled")
+    admin.page.click("#confirm-yes")
+    admin.page.wait_for_selector(f"{row(BROKEN)} [data-act=unload]:disabled")
+    assert not adapter(server, BROKEN)["on_demand"]
+
+
 def test_heat_is_that_of_the_adapters_asked(admin: Dashboard, server: Server) -> None:
     for name in FIRST:
         ask(server, name, sampling_params={"max_new_tokens": 64, "ignore_eos": True})

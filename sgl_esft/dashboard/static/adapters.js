@@ -43,8 +43,10 @@ async function act(words, method, path, body) {
   }
 }
 
-async function unload({ name, num_references: used }) {
-  const details = used
+async function unload({ name, state, num_references: used }) {
+  const details = state === "failed"
+    ? "Its error is forgotten. It is tried again when somebody loads it, or its folder changes."
+    : used
     ? `${plural(used, "request")} still use it and end first. New requests for it are refused at once.`
     : "New requests for it are refused at once. Its folder stays where it is.";
   if (await confirmed(`Unload ${name}?`, details, "Unload")) {
@@ -71,7 +73,7 @@ function allowed(adapter) {
     load: adapter.state === "on_disk" || adapter.state === "failed",
     pin: loaded,
     reload: loaded,
-    unload: loaded || adapter.state === "loading",
+    unload: loaded || adapter.state === "loading" || (adapter.state === "failed" && adapter.on_demand),
   };
 }
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
+import runpy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("no_automatic_gc"),
 ]
 
+README = Path(__file__).parents[3] / "README.md"
 LOADED = {"law", "math", "intent"}
 
 
@@ -174,6 +178,22 @@ def test_plain_sglang_programs_run_on_our_backend(server: FakeServer) -> None:
         s += "Q " + sglang.gen("a")
 
     assert program.run(backend=sgl.RuntimeEndpoint(url_of(server), adapter="law"))["a"] == "<law>"
+
+
+def test_the_readmes_row_works_as_it_is_written(
+    backend: sgl.RuntimeEndpoint, tmp_path: Path
+) -> None:
+    """Its import, its call of `gen` and its `run`, from the text."""
+    row = re.search(r"frontend language, by `(.+?)` \| `(.+?)`, `(.+?)` \|", README.read_text())
+    assert row is not None
+    statement, call, run = row.groups()
+    lines = (
+        *(statement, "@sgl.function", "def program(s):", f"    s += {call}"),
+        *("sgl.set_default_backend(backend)", f"said = program.{run}['said']"),
+    )
+    file = tmp_path / "program.py"
+    file.write_text("\n".join(lines).replace("...", '"said"'))
+    assert runpy.run_path(str(file), {"backend": backend})["said"] == "<math>"
 
 
 def test_default_backend(backend: sgl.RuntimeEndpoint) -> None:

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 from sgl_esft.config import DEFAULT_HEAT_EVERY
 from sgl_esft.memory.metrics import MemoryMetrics
 from sgl_esft.observe.labels import MAX_ADAPTERS
-from sgl_esft.observe.middleware import OUTCOMES
-from sgl_esft.observe.request_metrics import RequestMetrics, ready_gauge
+from sgl_esft.observe.request_metrics import OUTCOMES, RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
 from sgl_esft.plugin import heat_hooks
 from sgl_esft.plugin.schedule_hooks import BatchingMetrics
@@ -62,7 +61,7 @@ def of_the_code() -> dict[str, set[str]]:
         BatchingMetrics(0, registry),
     ]
     assert made
-    heat_hooks.distinct_summary(registry)
+    heat_hooks.distinct_summary((), registry)
     ready_gauge(registry)
     collectors = set(registry._collector_to_names)
     return {

@@ -21,8 +21,8 @@ from sgl_esft.observe.json_logs import (
     JsonFormatter,
     start_loop_for_nobody,
 )
-from sgl_esft.observe.middleware import OUTCOMES, Observer
-from sgl_esft.observe.request_metrics import RequestMetrics
+from sgl_esft.observe.middleware import Observer
+from sgl_esft.observe.request_metrics import OUTCOMES, RequestMetrics
 
 START: Message = {"type": "http.response.start", "status": 200, "headers": []}
 
@@ -92,7 +92,7 @@ class Seen:
             sample.labels[label]: sample.value
             for metric in self.registry.collect()
             for sample in metric.samples
-            if sample.name == name
+            if sample.name == name and sample.value
         }
 
 

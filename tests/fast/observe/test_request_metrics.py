@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from sgl_esft.http import record
 from sgl_esft.http.record import OTHERS, RequestRecord
 from sgl_esft.observe.labels import MAX_ADAPTERS
-from sgl_esft.observe.request_metrics import OTHER, RequestMetrics
+from sgl_esft.observe.request_metrics import OTHER, OUTCOMES, RequestMetrics
 from sgl_esft.plugin import engine_hooks
 
 
@@ -78,7 +78,7 @@ def test_tokens_and_times_of_one_sequence(metrics: Metrics) -> None:
     assert metrics.value("inter_token_latency_seconds_count", adapter="math") == 2
     assert metrics.value("inter_token_latency_seconds_sum", adapter="math") == pytest.approx(0.2)
     assert metrics.value("e2e_request_latency_seconds_sum", adapter="math") == 2.0
-    assert metrics.value("generation_tokens_total", adapter="base") is None
+    assert metrics.value("generation_tokens_total", adapter="base") == 0
 
 
 def test_tokens_that_come_together_took_the_same_time(metrics: Metrics) -> None:
@@ -94,7 +94,7 @@ def test_embeddings_have_no_tokens(metrics: Metrics) -> None:
     sequence.finished = True
     metrics.metrics.observe_output(sequence, SimpleNamespace(prompt_tokens=[4]), 0)
     assert metrics.value("prompt_tokens_total", adapter="base") == 4
-    assert metrics.value("generation_tokens_total", adapter="base") is None
+    assert metrics.value("generation_tokens_total", adapter="base") == 0
 
 
 def test_a_request_counts_once_for_each_of_its_adapters(metrics: Metrics) -> None:
@@ -128,7 +128,12 @@ def test_error_types_are_few(metrics: Metrics) -> None:
     metrics.metrics.error_answered("Made0Error")
     assert metrics.value("request_errors_total", type="Made0Error") == 2
     assert metrics.value("request_errors_total", type=OTHER) == 202
-    types = {s.labels["type"] for m in metrics.registry.collect() for s in m.samples if s.labels}
+    types = {
+        s.labels["type"]
+        for m in metrics.registry.collect()
+        for s in m.samples
+        if "type" in s.labels
+    }
     assert len(types) <= 101
 
 
@@ -162,3 +167,12 @@ def test_without_metrics_the_hook_does_nothing(metrics: Metrics) -> None:
     engine_hooks.observe_output(None, sequence, sequence.outputs(1), 0)
     engine_hooks.use(None)
     assert metrics.value("generation_tokens_total", adapter="math") == 1
+
+
+def test_before_the_first_request_the_base_has_all_series(metrics: Metrics) -> None:
+    """A scrape of a fresh server knows every name that a dashboard asks for."""
+    found = {metric.name for metric in metrics.registry.collect() if metric.samples}
+    assert found == {metric.name for metric in metrics.registry.collect()}
+    for outcome in OUTCOMES:
+        assert metrics.value("requests_total", adapter="base", outcome=outcome) == 0
+    assert metrics.value("request_errors_total", type=OTHER) == 0

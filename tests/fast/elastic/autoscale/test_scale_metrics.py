@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from sgl_elastic.autoscale.metrics import ScaleMetrics, when_ended
+from sgl_elastic.autoscale.metrics import FaultMetrics, ScaleMetrics, when_ended
 from sgl_elastic.types import Plan, ScaleRequest
 from tests.fast.elastic.scale_fakes import (
     NEW,
@@ -39,6 +39,14 @@ class Watched:
         return self.registry.get_sample_value(f"sgl_elastic:{name}", labels)
 
 
+def test_before_the_first_scale_all_names_are_there() -> None:
+    """A scrape of a fresh server knows every name that a dashboard asks for."""
+    registry = CollectorRegistry()
+    ScaleMetrics(registry).set_placement(OLD)
+    FaultMetrics(registry)
+    assert [metric.name for metric in registry.collect() if not metric.samples] == []
+
+
 def test_a_scale_up() -> None:
     watched = Watched(PLAN)
     watched.metrics.set_placement(OLD)
@@ -67,7 +75,7 @@ def test_a_roll_back_and_how_many_ranks_serve_at_each_end() -> None:
     watched.world.fault = once(4)
     watched.scale()
     assert watched.value("scale_operations_total", outcome="rolled_back") == 1
-    assert watched.value("scale_step_seconds_count", kind="copy_trunk") is None
+    assert watched.value("scale_step_seconds_count", kind="copy_trunk") == 0
     assert watched.value("devices") == 2
     watched.scale()
     assert told == [2, 3]
