@@ -23,6 +23,7 @@ from sgl_esft.access.origins import is_loopback
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
 from sgl_esft.http.classes import RouteTable
+from sgl_esft.http.text_jobs import DEFAULT_TIMEOUT_S as DEFAULT_TEXT_TIMEOUT_S
 from sgl_esft_launch.resolved import Needed
 
 DEFAULT_BODY_TIMEOUT_S = 30.0
@@ -70,6 +71,7 @@ class AccessFlags:
     enabled_routes: tuple[str, ...]
     allows_stop_regex: bool = False
     isolates_prefix_cache: bool = False
+    text_timeout_s: float = DEFAULT_TEXT_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class AccessPlan:
     keys: Callable[[], KeyRing]  # those of now
     forgotten: tuple[str, ...] = ()  # variables that no child process may inherit
     isolates_prefix_cache: bool = False  # by key
+    text_timeout_s: float = DEFAULT_TEXT_TIMEOUT_S
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
@@ -116,6 +119,14 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         default=DEFAULT_REQUEST_TIMEOUT_S,
         help="a request is ended when its answer has taken so long (default: %(default)g)",
+    )
+    group.add_argument(
+        "--text-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_TEXT_TIMEOUT_S,
+        help="tokenizing or parsing the text of a request that does not run the model may take so "
+        "long (default: %(default)g)",
     )
     group.add_argument(
         "--allowed-origins",
@@ -159,6 +170,7 @@ def read_flags(found: argparse.Namespace) -> AccessFlags:
         enabled_routes=tuple(found.enable_route),
         allows_stop_regex=found.allow_stop_regex,
         isolates_prefix_cache=found.isolate_prefix_cache,
+        text_timeout_s=_seconds("--text-timeout", found.text_timeout),
     )
 
 
@@ -210,7 +222,12 @@ def plan_access(
     forgotten = () if flags.admin_key_env is None else (flags.admin_key_env,)
     current = _watched(ring, flags, dict(environment), weave)
     return AccessPlan(
-        policy, InnerKey() if ring else None, current, forgotten, flags.isolates_prefix_cache
+        policy,
+        InnerKey() if ring else None,
+        current,
+        forgotten,
+        isolates_prefix_cache=flags.isolates_prefix_cache,
+        text_timeout_s=flags.text_timeout_s,
     )
 
 

@@ -1,10 +1,10 @@
 """What every request passes, as one list, and the application that it is put around.
 
     client -> Observer -> ErrorShape -> Gate -> RequestIds -> Admission -> AdapterNames
-           -> SGLang's own -> routes
+           -> SGLang's own -> TextJobs -> routes
 
-The list is around SGLang's middleware too, whatever SGLang adds later. The gate reads a body once;
-`http.body.body_of` has it for those behind.
+The list is around SGLang's middleware too, whatever SGLang adds later; TextJobs is inside it.
+The gate reads a body once; `http.body.body_of` has it for those behind.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi.exceptions import RequestValidationError
+from starlette.middleware import Middleware
 
 from sgl_esft import __version__
 from sgl_esft.access.bodies import ModelBounds
-from sgl_esft.access.gate import Gate
+from sgl_esft.access.gate import WITHOUT_MODEL, Gate
 from sgl_esft.access.limits import KeyLimits
 from sgl_esft.http.adapter_names import AdapterNames, Ensure, KnownNames
 from sgl_esft.http.admission import Admission, AdmissionControl
@@ -33,6 +34,7 @@ from sgl_esft.http.routes import (
     answer_invalid_value,
     answer_no_route,
 )
+from sgl_esft.http.text_jobs import TextJobs
 from sgl_esft_launch.access import AccessPlan
 
 Layer: TypeAlias = Callable[[App], App]
@@ -84,6 +86,12 @@ def install(app: Any, parts: Parts) -> None:
     app.add_exception_handler(RequestValidationError, answer_bad_body)
     app.add_exception_handler(ValueError, answer_invalid_value)
     app.add_exception_handler(Exception, answer_defect)
+    # The last one is the innermost: SGLang's own middleware counts in the front, not in a job.
+    app.user_middleware.append(
+        Middleware(
+            TextJobs, fastapi=app, routes=WITHOUT_MODEL, timeout_s=parts.access.text_timeout_s
+        )
+    )
     build = app.build_middleware_stack
 
     def build_inside() -> App:

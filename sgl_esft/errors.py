@@ -132,6 +132,10 @@ class BodyTooLargeError(AccessError, status=413):
     """The body has more bytes than --max-body-bytes."""
 
 
+class TextTimeoutError(AccessError, status=413):
+    """Tokenizing or parsing a text takes longer than --text-timeout."""
+
+
 class HeadersTooLargeError(AccessError, status=431):
     """Too many headers, or too many bytes of them."""
 
@@ -186,6 +190,10 @@ class KeyLimitError(RetryLaterError, status=429):
 
 class RequestTimeoutError(RetryLaterError, status=504):
     """The answer took longer than --request-timeout."""
+
+
+class TextBusyError(RetryLaterError):
+    """As many texts as may be are tokenized and parsed now, and the wait was too long."""
 
 
 class StartingError(RetryLaterError, status=409):

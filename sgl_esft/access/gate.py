@@ -60,6 +60,8 @@ WITHOUT_MODEL = frozenset(
         "/v1/tokenize",
     }
 )
+_BYTES_A_TOKEN = 4  # of a text that is not tokenized; English has about so many
+_WORKED = 413  # from behind the gate: a text took all the time that it may
 _NOT_NOW = 503  # no room for the adapter, a full queue: the model has not worked either
 _PRESENTED = (b"authorization", b"x-api-key")
 
@@ -247,7 +249,7 @@ class Gate:
             return RequestBody(raw, document), None
         path = routed_path(scope)
         found = self._resolve(caller if is_client else ANYONE, path, RequestBody(raw, document))
-        return found, None if path in WITHOUT_MODEL else ask
+        return found, _ask_for_text(raw) if path in WITHOUT_MODEL else ask
 
     def _resolve(self, caller: Caller, path: str, found: RequestBody) -> RequestBody:
         """The body with its adapters' names resolved, as if others' adapters were not there.
@@ -302,7 +304,8 @@ class _Meter:
         if message["type"] == "http.response.start":
             self._reader = UsageReader(is_stream=is_event_stream(message))
             status = message["status"]
-            self._is_refusal = 400 <= status < 500 or status == _NOT_NOW
+            refused = 400 <= status < 500 and status != _WORKED
+            self._is_refusal = refused or status == _NOT_NOW
         elif message["type"] == "http.response.body":
             self._reader.feed(message.get("body", b""))
             self._is_whole = not message.get("more_body", False)
@@ -341,6 +344,12 @@ def _presented_key(headers: Headers) -> str:
     if len(keys) != 1:
         raise NoKeyError("send one key, as Authorization: Bearer KEY")
     return keys.pop()
+
+
+def _ask_for_text(raw: bytes) -> Ask:
+    """What a route that only works on a text is charged: about the text's tokens."""
+    tokens = len(raw) // _BYTES_A_TOKEN
+    return Ask(sequences=1, tokens=tokens, prompt_tokens=tokens)
 
 
 def _is_preflight(scope: Scope) -> bool:

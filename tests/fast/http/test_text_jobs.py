@@ -1,0 +1,116 @@
+"""A route that works on a text: in a process of its own, ended at its time, while others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from fastapi import FastAPI, HTTPException, Request
+from starlette.middleware import Middleware
+
+from sgl_esft.http import text_jobs
+from sgl_esft.http.text_jobs import SMALL_BYTES, TextJobs
+
+pytestmark = pytest.mark.anyio
+
+LIMIT_S = 1.0
+LARGE = "a" * (SMALL_BYTES + 1)
+ROUTE = "/parse_function_call"
+
+
+def served() -> FastAPI:
+    app = FastAPI()
+
+    @app.post(ROUTE)
+    async def parse(body: dict[str, Any], request: Request) -> dict[str, Any]:
+        if body.get("spins"):
+            while True:
+                pass
+        if body.get("dies"):
+            os._exit(3)
+        if body.get("fails"):
+            raise HTTPException(400, "not a parser")
+        return {"pid": os.getpid(), "length": len(body["text"]), "app": request.app is app}
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {}
+
+    app.user_middleware.append(Middleware(TextJobs, fastapi=app, routes={ROUTE}, timeout_s=LIMIT_S))
+    return app
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(served(), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as found:
+        yield found
+    for child in psutil.Process().children():
+        if child.name() == psutil.Process().name():
+            child.kill()
+            child.wait()
+
+
+async def test_a_large_text_is_another_processs_and_a_small_one_is_not() -> None:
+    async with client() as http:
+        small = (await http.post(ROUTE, json={"text": "a"})).json()
+        assert not psutil.Process().children()  # none before it is needed
+        large = [(await http.post(ROUTE, json={"text": LARGE})).json() for _ in range(2)]
+    assert small == {"pid": os.getpid(), "length": 1, "app": True}
+    assert {found["pid"] for found in large}.isdisjoint({os.getpid()})
+    assert large[0]["pid"] != large[1]["pid"]
+    assert all(found["length"] == len(LARGE) and found["app"] for found in large)
+
+
+async def test_a_job_past_its_time_is_killed_and_the_event_loop_goes_on() -> None:
+    async with client() as http:
+        started = time.monotonic()
+        spinning = asyncio.ensure_future(http.post(ROUTE, json={"text": LARGE, "spins": 1}))
+        slowest = 0.0
+        while not spinning.done():
+            before = time.monotonic()
+            assert (await http.get("/healthz")).status_code == 200
+            slowest = max(slowest, time.monotonic() - before)
+            await asyncio.sleep(0.02)
+        answer = spinning.result()
+        assert answer.status_code == 413
+        assert answer.json()["error"]["type"] == "TextTimeoutError", answer.text
+        assert "--text-timeout" in answer.text
+        assert LIMIT_S <= time.monotonic() - started < LIMIT_S + 1
+        assert slowest < 0.5
+        [fork_server] = psutil.Process().children()
+        assert not fork_server.children()
+
+
+@pytest.mark.parametrize(("how", "status"), [("fails", 400), ("dies", 500)])
+async def test_what_fails_in_a_job_is_answered(how: str, status: int) -> None:
+    async with client() as http:
+        assert (await http.post(ROUTE, json={"text": LARGE, how: 1})).status_code == status
+        assert (await http.post(ROUTE, json={"text": LARGE})).status_code == 200
+
+
+async def test_a_killed_fork_server_is_replaced() -> None:
+    async with client() as http:
+        await http.post(ROUTE, json={"text": LARGE})
+        [first] = psutil.Process().children()
+        first.kill()
+        await asyncio.sleep(0.1)
+        assert (await http.post(ROUTE, json={"text": LARGE})).status_code == 200
+        assert [child.pid for child in psutil.Process().children()] != [first.pid]
+
+
+async def test_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_jobs, "MAX_JOBS", 1)
+    async with client() as http:
+        body = {"text": LARGE, "spins": 1}
+        found = await asyncio.gather(*(http.post(ROUTE, json=body) for _ in range(4)))
+    statuses = sorted(answer.status_code for answer in found)
+    assert statuses.count(503) >= 2, statuses
+    assert set(statuses) == {413, 503}

@@ -1,0 +1,78 @@
+"""Texts that take long to work on, sent to a live server: others' streams go on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from tests.support.guarded import CLIENT_KEY, TENANT_KEY, Guarded
+
+pytestmark = pytest.mark.server
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+QUADRATIC = "<tool_calls><tool_call>" * 6500  # 150 kB: 23 s of hunyuan's parser
+STREAMED = {
+    "text": "coffee -> ",
+    "adapter": "reverse",
+    "stream": True,
+    "sampling_params": {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
+}
+
+
+def _post(guarded: Guarded, route: str, body: Any, key: str = CLIENT_KEY) -> requests.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return requests.post(guarded.server.url + route, json=body, headers=headers, timeout=60)
+
+
+def _streamed(guarded: Guarded) -> str:
+    lines = _post(guarded, "/generate", STREAMED, TENANT_KEY).text.split("\n\n")
+    text: str = json.loads(lines[-3].removeprefix("data: "))["text"]
+    return text
+
+
+def _slowest_probe(guarded: Guarded, over: threading.Event) -> float:
+    slowest = 0.0
+    while not over.wait(0.05):
+        started = time.monotonic()
+        assert requests.get(guarded.server.url + "/healthz", timeout=30).status_code == 200
+        slowest = max(slowest, time.monotonic() - started)
+    return slowest
+
+
+def test_long_texts_hold_up_nobody(guarded: Guarded) -> None:
+    parse = {"text": QUADRATIC, "tools": TOOLS, "tool_call_parser": "hunyuan"}
+    expected = _streamed(guarded)
+    over = threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        probing = pool.submit(_slowest_probe, guarded, over)
+        attacks = [pool.submit(_post, guarded, "/parse_function_call", parse) for _ in range(2)]
+        time.sleep(0.5)
+        streams = [_streamed(guarded) for _ in range(3)]
+        answers = [attack.result() for attack in attacks]
+        over.set()
+    assert [answer.status_code for answer in answers] == [413, 413], answers[0].text
+    assert "TextTimeoutError" in answers[0].text
+    assert probing.result() < 1.0
+    assert streams == [expected] * 3
+
+
+def test_a_long_text_is_answered_as_a_short_one_is(guarded: Guarded) -> None:
+    """In a process of its own: the tokenizer, the parsers and the chat template are there."""
+    text = "coffee " * 1000
+    tokens = _post(guarded, "/tokenize", {"prompt": text}).json()
+    short = _post(guarded, "/tokenize", {"prompt": "coffee " * 10}).json()
+    assert tokens["count"] == len(tokens["tokens"]) > 50 * short["count"]
+    found = _post(guarded, "/detokenize", {"tokens": tokens["tokens"]}).json()
+    assert found["text"].strip() == text.strip()
+    chat = {"messages": [{"role": "user", "content": text}]}
+    assert _post(guarded, "/tokenize", chat).json()["count"] >= tokens["count"]
+    parse = {"text": text, "tools": TOOLS, "tool_call_parser": "hunyuan"}
+    assert _post(guarded, "/parse_function_call", parse).json()["calls"] == []
+    unknown = {**parse, "tool_call_parser": "nobody"}
+    assert _post(guarded, "/parse_function_call", unknown).status_code == 400
