@@ -528,3 +528,12 @@ def test_the_log_knows_the_keys_name(path: str, key: str, name: str | None, inne
     call(gate(inner), method, path, bearer(key), {} if method == "POST" else None)
     assert request.key_name == name
     assert key not in repr(request)
+
+
+@pytest.mark.parametrize("status", [200, 413])
+def test_a_text_is_charged_by_its_bytes_also_when_it_took_too_long(status: int) -> None:
+    """SLOW_KEY has 600 tokens a minute: the first body takes all of them."""
+    app = gate_before(status, b"{}")
+    body = {"text": "x" * 2400, "tool_call_parser": "hunyuan", "tools": []}
+    found = [call(app, "POST", "/parse_function_call", bearer(SLOW_KEY), body) for _ in range(2)]
+    assert [answer.status for answer in found] == [status, 429]
