@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from sgl_esft.access import keys
-from sgl_esft.access.bodies import DEFAULT_MAX_BODY_BYTES, BodyRules
 from sgl_esft.access.gate import InnerKey, Policy
 from sgl_esft.access.keys import Caller, KeyEntry, KeyRing, WatchedKeys
 from sgl_esft.access.origins import is_loopback
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.errors import ConfigError
+from sgl_esft.fields.rules import DEFAULT_MAX_BODY_BYTES, BodyRules
 from sgl_esft.http.classes import RouteTable
 from sgl_esft.http.text_jobs import DEFAULT_TIMEOUT_S as DEFAULT_TEXT_TIMEOUT_S
 from sgl_esft_launch.resolved import Needed

@@ -19,9 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.middleware import Middleware
 
 from sgl_esft import __version__
-from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import WITHOUT_MODEL, Gate
 from sgl_esft.access.limits import KeyLimits
+from sgl_esft.fields.rules import ModelBounds
 from sgl_esft.http.adapter_names import AdapterNames, Ensure, KnownNames
 from sgl_esft.http.admission import Admission, AdmissionControl
 from sgl_esft.http.answers import App

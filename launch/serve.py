@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 
 from sgl_esft import env, hook_ledger, platform, zoo
-from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
+from sgl_esft.fields.rules import ModelBounds
 from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable

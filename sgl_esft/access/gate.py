@@ -17,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from sgl_esft.access import origins
-from sgl_esft.access.bodies import Ask, BodyRules, ModelBounds, check_client_body
+from sgl_esft.access.ask import Ask
+from sgl_esft.access.bodies import check_client_body
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits, Ticket
 from sgl_esft.access.token_usage import UsageReader
 from sgl_esft.access.visible import MODEL, VisibleSend, check_visible
 from sgl_esft.errors import EsftError, NoKeyError, NotAllowedError
+from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.http import adapter_names, body, record, request_ids
 from sgl_esft.http.adapter_names import ADAPTER_ROUTES, KnownNames
 from sgl_esft.http.answers import (
@@ -242,12 +244,13 @@ class Gate:
         if not is_client and _is_form(scope):
             return RequestBody(raw), None
         document = body.parse(raw) if raw else {}
+        path = routed_path(scope)
         ask: Ask | None = None
         if is_client:
-            ask = check_client_body(document, len(raw), self._policy.rules, self._bounds())
+            rules = self._policy.rules
+            ask = check_client_body(path, document, len(raw), rules, self._bounds())
         if scope["method"] not in ("POST", "PUT"):
             return RequestBody(raw, document), None
-        path = routed_path(scope)
         found = self._resolve(caller if is_client else ANYONE, path, RequestBody(raw, document))
         return found, _ask_for_text(raw) if path in WITHOUT_MODEL else ask
 

@@ -28,6 +28,7 @@ MAY_IMPORT_SGLANG = {
     "sgl_elastic.front.sglang_wire",
     "sgl_elastic.engine.",
     "sgl_elastic.instance.process",
+    "sgl_esft.fields.classes",
     "sgl_esft.health.detokenizer",
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",
@@ -90,7 +91,7 @@ HANDED_OVER = {
 ROOMS = {
     "sgl_esft": """
         errors dashboard support
-        byte_size hook_ledger http ports
+        byte_size fields hook_ledger http ports
         env observe
         config
         formats

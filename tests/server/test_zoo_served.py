@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sgl_esft import zoo
-from sgl_esft.access.bodies import MAX_PROMPTS
+from sgl_esft.fields.described import MAX_PROMPTS
 from sgl_esft.zoo.evaluate import score
 from tests.support.families import MergedDemo
 from tests.support.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec

@@ -15,10 +15,10 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from sgl_esft.access import keys
-from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Gate, InnerKey, Policy
 from sgl_esft.access.keys import Caller, KeyRing
 from sgl_esft.access.limits import KeyLimits
+from sgl_esft.fields.rules import ModelBounds
 from sgl_esft.http.adapter_names import KnownNames
 from sgl_esft.http.answers import Message, Receive, Scope
 

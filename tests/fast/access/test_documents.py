@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from sgl_esft import errors
-from sgl_esft.access import bodies, keys, origins
-from sgl_esft.access.bodies import FIELDS
+from sgl_esft.access import ask, bodies, keys, origins
+from sgl_esft.fields.described import (
+    DESCRIBED,
+    INTERNAL,
+    MAX_LOGIT_BIASES,
+    MAX_PROMPTS,
+    MAX_STOPS,
+    MEDIA,
+)
 from sgl_esft.http.body import MAX_DEPTH
 from sgl_esft.http.classes import TABLE, RouteClass
 from sgl_esft_launch import access, flags
@@ -68,22 +75,21 @@ def test_routes_are_named_under_their_class(route_class: RouteClass) -> None:
 
 def test_bounds() -> None:
     text = section("Bodies")
-    assert FIELDS["n"].range == (0, 128)
+    assert DESCRIBED["n"].integers == (0, 128)
     for part in (
         f"at most {MAX_DEPTH} levels",
         f"at most {origins.MAX_HEADERS}, and {origins.MAX_HEADER_BYTES >> 10} KiB",
-        f"0 to 128; prompts {bodies.MAX_PROMPTS}",
-        f"times `n` {bodies.MAX_SEQUENCES}",
-        f"{bodies.MAX_LOGIT_BIASES} biases",
-        "0 to {[1]}".format(FIELDS["top_logprobs"].range),
-        f"| {bodies.MAX_STOPS}, of {FIELDS['stop'].max_chars} and "
-        f"{FIELDS['stop_regex'].max_chars} characters",
-        f"{FIELDS['regex'].max_chars}, {(FIELDS['ebnf'].max_chars or 0) >> 10} Ki and "
-        f"{(FIELDS['json_schema'].max_chars or 0) >> 10} Ki characters",
+        f"0 to 128; prompts {MAX_PROMPTS}",
+        f"times `n` {ask.MAX_SEQUENCES}",
+        f"{MAX_LOGIT_BIASES} biases",
+        "0 to {[1]}".format(DESCRIBED["top_logprobs"].integers),
+        f"| {MAX_STOPS}, of {DESCRIBED['stop'].max_chars} and "
+        f"{DESCRIBED['stop_regex'].max_chars} characters",
+        f"{DESCRIBED['regex'].max_chars}, {(DESCRIBED['ebnf'].max_chars or 0) >> 10} Ki and "
+        f"{(DESCRIBED['json_schema'].max_chars or 0) >> 10} Ki characters",
     ):
         assert part in text, part
-    known = {*FIELDS, *bodies.INTERNAL, *bodies.MEDIA, *bodies.MEDIA_PARTS, *bodies.NESTED}
-    known |= {"session_params", bodies.LOGIT_PROCESSOR, bodies.TEMPLATE_FIELD}
+    known = {*DESCRIBED, *INTERNAL, *MEDIA, *bodies.MEDIA_PARTS}
     named = set(re.findall(r"`([a-z_]+)`", " ".join(first_cells("Bodies"))))
     assert named - known == set()
 

@@ -34,8 +34,9 @@ with atheris.instrument_imports(
     ]
 ):
     from sgl_esft.access import bodies, keys
-    from sgl_esft.access.bodies import BodyRules, ModelBounds
+    from sgl_esft.access.ask import MAX_SEQUENCES
     from sgl_esft.access.keys import KeyRing
+    from sgl_esft.fields.rules import BodyRules, ModelBounds
     from sgl_esft.formats.manifest import content_digest, read_manifest
     from sgl_esft.formats.safetensors_header import read_header
     from sgl_esft.http.body import parse
@@ -71,12 +72,12 @@ def body(data: bytes) -> bool:
     try:
         document = parse(data)
         rules = BodyRules(takes_stop_regex=True)
-        ask = bodies.check_client_body(document, len(data), rules, BOUNDS)
+        ask = bodies.check_client_body("/generate", document, len(data), rules, BOUNDS)
     except BadBodyError as error:
         _check_message(str(error))
         return False
     assert json.loads(data) == document
-    assert 0 <= ask.sequences <= bodies.MAX_SEQUENCES, ask
+    assert 0 <= ask.sequences <= MAX_SEQUENCES, ask
     assert 0 <= ask.tokens < 1 << 40, ask
     if isinstance(document, dict):
         _check_taken(document)

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from sgl_esft.access.bodies import ModelBounds
 from sgl_esft.access.gate import Policy
 from sgl_esft.errors import EsftError
+from sgl_esft.fields.rules import ModelBounds
 from sgl_esft.observe.middleware import Observer
 from sgl_esft_launch import http_stack
 from sgl_esft_launch.access import AccessPlan

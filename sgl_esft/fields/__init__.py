@@ -1,0 +1,1 @@
+"""The allow-list of what reaches the engine; see README.md."""

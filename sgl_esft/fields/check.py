@@ -1,0 +1,137 @@
+"""A document against the fields of its route, before it costs work.
+
+    document --[check_fields]--> every field of it and of the objects in it: known, of its type, in
+                                 its bounds; or BadBodyError, which names the field
+
+Messages name a field and its bounds. Of what a client sent they have an unknown field's name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from sgl_esft.errors import BadBodyError
+from sgl_esft.fields.described import VOCAB
+from sgl_esft.fields.rules import BodyRules, ModelBounds
+from sgl_esft.fields.shapes import Shape
+from sgl_esft.fields.table import Field, Part, inside, parts_in, routes
+
+_NOTHING: Final[tuple[object, ...]] = (None, "", [], {})
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_FIELDS: Final = Part({})
+
+
+def check_fields(
+    path: str, document: Mapping[str, Any], rules: BodyRules, model: ModelBounds
+) -> None:
+    """Raises BadBodyError."""
+    _check_part(routes().get(path, _NO_FIELDS), document, rules, model)
+
+
+def _check_part(
+    part: Part, document: Mapping[str, Any], rules: BodyRules, model: ModelBounds
+) -> None:
+    for name, value in document.items():
+        field = part.fields.get(name)
+        if field is None:
+            is_open = part.takes_others or (part.is_open and rules.takes_logit_processors)
+            if not is_open or name.startswith("__"):  # those are SGLang's own between its processes
+                raise BadBodyError(_unknown(name, part))
+        elif value is not None:
+            _check(field, value, part, rules, model)
+
+
+def _check(field: Field, value: Any, part: Part, rules: BodyRules, model: ModelBounds) -> None:
+    if field.refusal is not None and value is not False and value not in _NOTHING:
+        why = field.refused(rules)
+        if why is not None:
+            raise BadBodyError(f"{field.name}{' ' if field.switch else ': '}{why}")
+    if not field.shape.fits(value, is_strict=part.is_strict):
+        raise BadBodyError(f"{field.name} must be {field.shape.words}")
+    if type(value) is not bool and not field.shape.is_anything:
+        _check_bounds(field, value, model)
+    if type(value) in (list, dict) and field.shape.has_parts:
+        for kinds, each in _objects(value, field.shape):
+            _check_part(inside(kinds), each, rules, model)
+
+
+def _check_bounds(field: Field, value: Any, model: ModelBounds) -> None:
+    bounds = field.bounds
+    if type(value) in (list, dict):
+        if bounds.max_items is not None and len(value) > bounds.max_items:
+            raise BadBodyError(f"{field.name} may have {bounds.max_items} entries")
+        if value == [] and not bounds.may_be_empty:
+            raise BadBodyError(f"{field.name} must not be empty")
+        if type(value) is dict and bounds.max_json_chars is not None:
+            _check_chars(field.name, json.dumps(value), bounds.max_json_chars)
+    for each in leaves(value, field.shape):
+        if type(each) is str:
+            _check_chars(field.name, each, bounds.max_chars)
+        elif type(each) in (int, float):
+            _check_number(field, each, model)
+        elif each == [] and not bounds.may_be_empty:
+            raise BadBodyError(f"{field.name} must not be empty")
+
+
+def _check_chars(name: str, text: str, most: int | None) -> None:
+    if most is not None and len(text) > most:
+        raise BadBodyError(f"{name} may have {most} characters")
+
+
+def _check_number(field: Field, value: float, model: ModelBounds) -> None:
+    is_number = any("number" in kind for kind in field.shape.kinds)
+    low, high = field.bounds.numbers if is_number else (field.bounds.integers[0], field.high(model))
+    if low <= value <= high:
+        return
+    if field.bounds.integers[1] == VOCAB:
+        raise BadBodyError(f"{field.name}: a token id must be from {low} to {high}")
+    kind = "a number" if is_number else "an integer"
+    raise BadBodyError(f"{field.name} must be {kind} from {low:g} to {high:g}")
+
+
+def leaves(value: Any, shape: Shape) -> Iterator[Any]:
+    """What bounds are of: scalars in a value, at any depth of lists; of integers the extremes."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if type(each) is list and each:
+            if set(map(type, each)) == {int}:
+                yield from (min(each), max(each))
+            else:
+                waiting.extend(each)
+        elif type(each) is dict:
+            if shape.values is not None and shape.values.scalars:
+                waiting.extend(each.values())
+        else:
+            yield each
+
+
+def _objects(value: Any, shape: Shape) -> Iterator[tuple[tuple[type, ...], dict[str, Any]]]:
+    """Objects of classes in a value, at any depth, with what they may be."""
+    if type(value) is dict and shape.part:
+        yield shape.part, value
+    elif type(value) is list:
+        kinds = tuple(kind for inner in shape.lists for kinds in parts_in(inner) for kind in kinds)
+        for each in value:
+            if type(each) is dict and kinds:
+                yield kinds, each
+            elif type(each) is list:
+                for inner in shape.lists:
+                    yield from _objects(each, inner)
+    elif type(value) is dict and shape.values is not None:
+        for each in value.values():
+            yield from _objects(each, shape.values)
+
+
+def _unknown(name: str, part: Part) -> str:
+    """Names an unknown field, and the one that was meant, if it can be told."""
+    if not _NAME.fullmatch(name):
+        return "a field has a name that no route knows"
+    known = [each.name for each in part.fields.values() if each.refusal is None]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f'"{name}" is not known here{hint}'
