@@ -15,7 +15,7 @@ from sgl_esft.fields.described import CustomParams
 def route_classes() -> Mapping[str, tuple[type, ...]]:
     """Path -> the classes whose fields a document may have; each is made of the same document.
 
-    All routes for clients that take a body: tests/fast/fields compares with SGLang's application.
+    All routes for clients that take a body: tests/fast/access compares with TABLE.
     """
     from sglang.srt.entrypoints.anthropic import protocol as anthropic
     from sglang.srt.entrypoints.openai import protocol as openai

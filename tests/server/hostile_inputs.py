@@ -177,6 +177,13 @@ def _types() -> Iterator[Row]:
     yield _generate("rid list", {}, rid=["a", "b"])
     yield _generate("text and ids", {}, 200, 400, input_ids=[1])
     yield _generate("session", {}, session_params={"id": "nobody"})
+    for wrong in (2**63 - 1, -(2**63), 2**31):
+        yield _generate(f"priority {wrong}", {}, priority=wrong)
+        yield _complete(f"priority {wrong}", 400, priority=wrong)
+    yield _generate("metric labels", {}, custom_labels={"a": "b"})
+    yield _complete("metric labels", 400, custom_labels={"a": "b"})
+    yield _chat("a thinking budget", custom_params={"thinking_budget": -5})
+    yield _generate("a misspelt adapter", {}, adaptor="caesar")
     yield _chat("tools", tools=[{"type": "function", "function": {"parameters": 7}}])
     yield _chat("response_format", response_format={"type": "json_schema"})
     for path in ("/v1/embeddings", "/encode", "/classify", "/v1/score", "/v1/responses"):
