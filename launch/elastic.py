@@ -28,7 +28,7 @@ from sgl_esft.http.routes import Endpoint, ErrorAnswers, Route, add_routes
 from sgl_esft.memory import metrics
 from sgl_esft.support import ELASTIC_DEVICES
 from sgl_esft.weave.expert_memory import choose_page_bytes
-from sgl_esft_launch import flags, observe, plan, resolved, serve
+from sgl_esft_launch import arguments, flags, observe, plan, resolved, serve
 from sgl_esft_launch.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     """Check everything that can be checked without starting. Raises ElasticError, EsftError."""
     options, rest = parse(argv)
     launch_flags, sglang_argv = flags.parse(rest)
+    arguments.check_known(sglang_argv, flags.build_parser())
     _check(launch_flags, sglang_argv)
     # The launcher's own flag, with another default: here a rank that hangs is replaced.
     health = replace(launch_flags.health, hang_timeout_s=options.hang_timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import get_args
+from typing import NoReturn, get_args
 
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import (
@@ -66,9 +66,16 @@ class LaunchFlags:
     health: HealthFlags
 
 
+class Parser(argparse.ArgumentParser):
+    """A bad value is one line, as every mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')} (--help explains the flags)")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser; SGLang's own flags are left over by it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sgl_esft.launch_server",
         description="Serve one MoE base model and many ESFT adapters with SGLang.",
         epilog=_EPILOG,

@@ -6,13 +6,14 @@ LaunchFlags -> plan_launch -> LaunchPlan (weaving, SGLang's arguments, environme
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_esft import env, platform, zoo
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
-from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.errors import ConfigError, UnsupportedModelError, UserError
 from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
 from sgl_esft.formats.finite import check_weights
 from sgl_esft.formats.manifest import read_manifest
@@ -22,6 +23,7 @@ from sgl_esft.ports import check_port_free
 from sgl_esft.support import WEAVING_DEVICES
 from sgl_esft_launch import resolved
 from sgl_esft_launch.access import AccessPlan, plan_access
+from sgl_esft_launch.arguments import last_value
 from sgl_esft_launch.flags import LaunchFlags
 from sgl_esft_launch.health import HealthFlags
 from sgl_esft_launch.models import served_name
@@ -121,17 +123,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
 
 def has_dp_attention(argv: Sequence[str]) -> bool:
     """Whether a command line asks SGLang for it: by its flag or by the one it had before."""
-    return _OLD_DP_ATTENTION in argv or _last_value(argv, "--attn-dp-size") not in (None, "1")
-
-
-def _last_value(argv: Sequence[str], flag: str) -> str | None:
-    """What the last `flag VALUE` or `flag=VALUE` says."""
-    values = [
-        arg.partition("=")[2] or following
-        for arg, following in zip(argv, [*argv[1:], ""], strict=False)
-        if arg.split("=")[0] == flag
-    ]
-    return values[-1] if values else None
+    return _OLD_DP_ATTENTION in argv or last_value(argv, "--attn-dp-size") not in (None, "1")
 
 
 def _refuse(sglang_argv: Sequence[str], weave: bool) -> None:
@@ -183,8 +175,18 @@ def _named_adapters(flags: LaunchFlags) -> dict[str, Path]:
         validate_adapter_name(name)
         if name in adapters:
             raise ConfigError(f"--esft-adapters names {name!r} twice")
-        adapters[name] = resolve_adapter_path(folder, root)
+        with _naming(name):
+            adapters[name] = resolve_adapter_path(folder, root)
     return adapters
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """What is wrong with one of several adapters says with which."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"adapter {name!r}: {error}") from error
 
 
 def _check_parallelism(spec: MoeSpec, sglang_argv: Sequence[str]) -> None:
@@ -205,7 +207,7 @@ def _check_schedule(flags: LaunchFlags, sglang_argv: Sequence[str]) -> None:
 
 
 def _is_first_come_first_served(argv: Sequence[str]) -> bool:
-    policy = _last_value(argv, "--schedule-policy")
+    policy = last_value(argv, "--schedule-policy")
     return policy in (None, "fcfs") and "--enable-priority-scheduling" not in argv
 
 
@@ -247,6 +249,11 @@ def base_spec(model_path: str) -> MoeSpec:
     """From the folder, or from the hub or its cache. Raises ConfigError, UnsupportedModelError."""
     if Path(model_path).is_dir():
         return read_moe_spec(Path(model_path))
+    if model_path.startswith(("/", ".", "~")) or model_path.count("/") > 1:
+        raise ConfigError(
+            f"--model-path {model_path}: there is no such folder; looked for "
+            f"{Path(model_path).absolute() / 'config.json'}"
+        )
     from transformers import PretrainedConfig
 
     try:
@@ -258,10 +265,13 @@ def base_spec(model_path: str) -> MoeSpec:
 
 def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec) -> int:
     """Every first adapter is checked in full, weights too: no process is started in vain."""
-    manifests = {name: read_manifest(path, spec) for name, path in adapters.items()}
-    for name, manifest in manifests.items():
-        check_weights(name, manifest)
-    return max(manifest.max_experts_per_layer for manifest in manifests.values())
+    needed = []
+    for name, path in adapters.items():
+        with _naming(name):
+            manifest = read_manifest(path, spec)
+            check_weights(name, manifest)
+            needed.append(manifest.max_experts_per_layer)
+    return max(needed)
 
 
 def _given(value: int | None, default: int) -> int:

@@ -9,13 +9,14 @@ With --elastic, launch/elastic.py takes over from here.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from sgl_esft.errors import EsftError
 from sgl_esft.health import ending
 from sgl_esft.tools.versions import describe_versions
-from sgl_esft_launch import flags, plan
+from sgl_esft_launch import arguments, flags, plan
 
 
 def begin_child() -> None:
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        return _help()
+        build_whole_parser().print_help()
+        return 0
     if "--elastic" in argv and "--version" not in argv:
         from sgl_esft_launch import elastic
 
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe_versions())
             return 0
         parsed, sglang_argv = flags.parse(argv)
+        arguments.check_known(sglang_argv, build_whole_parser())
         launch = plan.plan_launch(parsed, sglang_argv)
     except EsftError as error:
         print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
@@ -46,11 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve.serve(launch)
 
 
-def _help() -> int:
+def build_whole_parser() -> argparse.ArgumentParser:
     """All flags, the elastic ones included. Imports neither SGLang nor torch."""
     from sgl_elastic.options import add_flags
 
     parser = flags.build_parser()
     add_flags(parser)
-    parser.print_help()
-    return 0
+    return parser

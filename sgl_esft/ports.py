@@ -6,6 +6,7 @@ SGLang, by a hook (where will its ranks meet?)
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -15,6 +16,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sgl_esft.errors import ConfigError
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -23,6 +26,7 @@ _LOWEST = 20000
 _STEP = 37
 _MAX_DERIVED = 300  # how far from its own they are, at most
 _ANY_HOST = "0.0.0.0"  # where ranks listen
+_MAX_COMMAND = 120  # characters of a command line in a message
 _turn = itertools.count(os.getpid())
 # Descriptors of the locked files of ports that this process has chosen, the newest last. When so
 # many more have been chosen, something listens at the oldest, or never will.
@@ -42,9 +46,19 @@ def check_port_free(host: str, port: int) -> None:
             probe.bind(address)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; stop what listens there or choose "
+            f"cannot listen on {host}:{port}: {error}; stop {_holder(port)} or choose "
             "another --port"
         ) from error
+
+
+def _holder(port: int) -> str:
+    """Who listens at a port, where this user may see it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+                command = " ".join(psutil.Process(found.pid).cmdline())[:_MAX_COMMAND]
+                return f"process {found.pid} ({command}), which listens there,"
+    return "what listens there"
 
 
 def pick_free_port(host: str = "127.0.0.1", beside: int | None = None) -> int:

@@ -20,6 +20,8 @@ from sgl_esft.formats.strict_json import read_object, shown
 
 EXPERT_CONFIG_NAME: Final = "expert_cfg.json"
 
+_LORA_FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
 # Decimal, no sign, no leading zero: one layer has one spelling, so no layer can come twice.
 _LAYER_KEY = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
@@ -55,6 +57,18 @@ def read_expert_config(path: Path) -> dict[int, tuple[int, ...]]:
     if not experts:
         raise AdapterFormatError(f"{EXPERT_CONFIG_NAME} lists no expert: the adapter is empty.")
     return experts
+
+
+def refuse_lora(folder: Path) -> None:
+    """Raises UnsupportedAdapterError for a folder with a LoRA adapter and no expert_cfg.json."""
+    if (folder / EXPERT_CONFIG_NAME).exists():
+        return
+    if any((folder / name).exists() for name in _LORA_FILES):
+        raise UnsupportedAdapterError(
+            "the folder holds a LoRA adapter, no ESFT adapter, which has whole experts and "
+            f"{EXPERT_CONFIG_NAME}. Serve it with --no-esft --enable-lora --lora-paths, or tune "
+            "experts (docs/guide_adapters.md)."
+        )
 
 
 def check_ids(experts: Mapping[int, tuple[int, ...]], spec: MoeSpec) -> None:

@@ -19,7 +19,12 @@ import xxhash
 
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import AdapterExistsError, AdapterFormatError, AdapterMismatchError
-from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, check_ids, read_expert_config
+from sgl_esft.formats.adapter_config import (
+    EXPERT_CONFIG_NAME,
+    check_ids,
+    read_expert_config,
+    refuse_lora,
+)
 from sgl_esft.formats.adapter_paths import (
     adapter_weight_files,
     resolve_adapter_path,
@@ -93,6 +98,7 @@ def read_manifest(path: Path, spec: MoeSpec) -> AdapterManifest:
     Raises AdapterPathError, AdapterFormatError, UnsupportedAdapterError or AdapterMismatchError;
     the message names the file or tensor, the value seen and the value expected.
     """
+    refuse_lora(path)
     files = adapter_weight_files(path)
     experts = read_expert_config(path / EXPERT_CONFIG_NAME)
     check_ids(experts, spec)

@@ -56,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         run: Callable[[argparse.Namespace], int] = arguments.run
-        return run(arguments)
+        status = run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `| head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except EsftError as error:
         return _fail(str(error), EXIT_USER)
     except OSError as error:

@@ -1,0 +1,105 @@
+"""Mistakes on a command line end in one named error with its remedy, before SGLang is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sgl_esft import zoo
+from sgl_esft.ports import pick_free_port
+from sgl_esft_launch import arguments
+from tests.support.servers import ROOT
+
+LIMIT_S = 5.0
+
+
+def refused(*argv: str) -> str:
+    """The one line that a launch in a process of its own ends with."""
+    port = () if "--port" in argv else ("--port", str(pick_free_port()))
+    began = time.process_time(), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "sgl_esft.launch_server", *port, *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert time.monotonic() - began[1] < 6 * LIMIT_S  # the machine may be busy; imports tell
+    lines = done.stderr.splitlines()
+    assert not [line for line in lines if line.endswith((" torch", " sglang"))], "slow imports"
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout, len(said)) == (2, "", 1), said
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--esft-adaptors", "--esft-adapters"), ("--tensor-paralel-size", "--tensor-parallel-size")],
+)
+def test_a_misspelled_flag_names_the_nearest(flag: str, meant: str) -> None:
+    line = refused(flag, "x")
+    assert f"ConfigError: {flag}: neither sgl-esft nor SGLang has such a flag" in line
+    assert meant in line.partition("did you mean ")[2]
+
+
+def test_a_flag_of_the_elastic_server_says_so() -> None:
+    assert "--max-devices is for the elastic server only: add --elastic" in refused(
+        "--max-devices", "2"
+    )
+
+
+def test_a_bad_value_is_one_line() -> None:
+    assert "sgl_esft: ConfigError: --port: invalid int value: 'x'" in refused("--port", "x")
+
+
+def test_a_missing_model_says_what_was_looked_for() -> None:
+    line = refused("--model-path", "/nope")
+    assert line.endswith(
+        "--model-path /nope: there is no such folder; looked for /nope/config.json"
+    )
+
+
+def test_a_wrong_adapter_says_which(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    good = f"good={next(iter(zoo.adapter_paths().values()))}"
+    assert "AdapterPathError: adapter 'bad': " in refused("--esft-adapters", good, "bad=/nope")
+    line = refused("--esft-adapters", good, f"lora={tmp_path}")
+    assert "UnsupportedAdapterError: adapter 'lora': the folder holds a LoRA adapter" in line
+    assert "--no-esft --enable-lora" in line
+
+
+def test_a_port_in_use_names_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = refused("--port", str(taken.getsockname()[1]))
+    assert f"stop process {os.getpid()} (" in line
+    assert "or choose another --port" in line
+
+
+def test_a_reader_that_has_enough_ends_inspect_quietly() -> None:
+    folder = next(iter(zoo.adapter_paths().values()))
+    command = [sys.executable, "-m", "sgl_esft.tools.cli", "inspect", str(folder)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_flags_read_from_sglangs_source_are_those_of_its_parser() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = {option for action in parser._actions for option in action.option_strings}
+    assert arguments.sglang_flags() | {"-h"} == flags
