@@ -109,3 +109,5 @@ def _options(field: str, annotation: ast.Subscript) -> Iterator[str]:
     if isinstance(aliases, ast.List):
         flags += [str(each.value) for each in aliases.elts if isinstance(each, ast.Constant)]
     yield from flags
+    if "action" in given and "BooleanOptionalAction" in ast.dump(given["action"]):
+        yield from (flag.replace("--", "--no-", 1) for flag in flags)

@@ -359,7 +359,7 @@ def listener() -> Iterator[int]:
 
 
 def test_a_port_in_use_is_refused(make: Make, listener: int) -> None:
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{listener}: .*; stop what listens there"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{listener}: .*; stop process {os.getpid()} "):
         make(f"--model-path BASE --port {listener}")
 
 
