@@ -21,6 +21,7 @@ from starlette.middleware import Middleware
 from sgl_esft import __version__
 from sgl_esft.access.gate import WITHOUT_MODEL, Gate
 from sgl_esft.access.limits import KeyLimits
+from sgl_esft.fields import table
 from sgl_esft.fields.rules import ModelBounds
 from sgl_esft.http.adapter_names import AdapterNames, Ensure, KnownNames
 from sgl_esft.http.admission import Admission, AdmissionControl
@@ -81,6 +82,7 @@ def install(app: Any, parts: Parts) -> None:
     so SGLang's is inside, and what needs the started engine is made then.
     """
     check_routes(routes_of(app.router.routes), parts.access.policy.table)
+    table.routes()  # derived now, not while the first request waits
     app.title, app.version = "sgl-esft", __version__
     app.add_exception_handler(404, answer_no_route)
     app.add_exception_handler(RequestValidationError, answer_bad_body)

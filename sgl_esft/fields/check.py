@@ -18,11 +18,11 @@ from sgl_esft.errors import BadBodyError
 from sgl_esft.fields.described import VOCAB
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.fields.shapes import Shape
-from sgl_esft.fields.table import Field, Part, inside, parts_in, routes
+from sgl_esft.fields.table import Field, ObjectFields, inside, parts_in, routes
 
 _NOTHING: Final[tuple[object, ...]] = (None, "", [], {})
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NO_FIELDS: Final = Part({})
+_NO_FIELDS: Final = ObjectFields({})
 
 
 def check_fields(
@@ -33,7 +33,7 @@ def check_fields(
 
 
 def _check_part(
-    part: Part, document: Mapping[str, Any], rules: BodyRules, model: ModelBounds
+    part: ObjectFields, document: Mapping[str, Any], rules: BodyRules, model: ModelBounds
 ) -> None:
     for name, value in document.items():
         field = part.fields.get(name)
@@ -45,7 +45,7 @@ def _check_part(
             _check(field, value, part, rules, model)
 
 
-def _check(field: Field, value: Any, part: Part, rules: BodyRules, model: ModelBounds) -> None:
+def _check(field: Field, value: Any, part: ObjectFields, rules: BodyRules, model: ModelBounds) -> None:
     if field.refusal is not None and value is not False and value not in _NOTHING:
         why = field.refused(rules)
         if why is not None:
@@ -127,7 +127,7 @@ def _objects(value: Any, shape: Shape) -> Iterator[tuple[tuple[type, ...], dict[
             yield from _objects(each, shape.values)
 
 
-def _unknown(name: str, part: Part) -> str:
+def _unknown(name: str, part: ObjectFields) -> str:
     """Names an unknown field, and the one that was meant, if it can be told."""
     if not _NAME.fullmatch(name):
         return "a field has a name that no route knows"

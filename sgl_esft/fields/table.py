@@ -1,6 +1,6 @@
 """The fields of each open route: SGLang's names and types, joined with what we say of them.
 
-    classes.route_classes --[part_of]--> Part: name -> Field(shape, bounds, refusal)
+    request_classes.route_classes --[part_of]--> ObjectFields: name -> Field(shape, bounds, refusal)
     described_fields() --> one Described for each field of each route and of each object in it
 
 For those who look at the table from outside (documents, fuzzers) `described_fields()` is all:
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from sgl_esft.fields import classes
+from sgl_esft.fields import request_classes
 from sgl_esft.fields.described import (
     CONTEXT,
     DESCRIBED,
@@ -73,7 +73,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Part:
+class ObjectFields:
     """What an object may have."""
 
     fields: Mapping[str, Field]
@@ -83,22 +83,22 @@ class Part:
 
 
 @functools.cache
-def part_of(kinds: Classes) -> Part:
+def part_of(kinds: Classes) -> ObjectFields:
     """The fields of an object that is of one of these classes."""
     given: dict[str, list[tuple[type, object]]] = {}
     for kind in kinds:
         for name, annotation in fields_of(kind).items():
             given.setdefault(name, []).append((kind, annotation))
     fields = {name: _field(name, each) for name, each in given.items()}
-    return Part(
+    return ObjectFields(
         fields,
-        is_strict=not set(kinds).isdisjoint(classes.part_classes().values()),
+        is_strict=not set(kinds).isdisjoint(request_classes.part_classes().values()),
         is_open=CustomParams in kinds,
     )
 
 
 @functools.cache
-def inside(kinds: Classes) -> Part:
+def inside(kinds: Classes) -> ObjectFields:
     """The same of an object in a document, where clients send what SGLang does not read."""
     found = part_of(kinds)
     if found.is_strict or found.is_open:
@@ -107,21 +107,21 @@ def inside(kinds: Classes) -> Part:
 
 
 @functools.cache
-def routes() -> Mapping[str, Part]:
+def routes() -> Mapping[str, ObjectFields]:
     """Path -> what a document that is sent to it may have. Loads SGLang's classes."""
     found = {}
-    for path, kinds in classes.route_classes().items():
+    for path, kinds in request_classes.route_classes().items():
         extra = [name for kind in kinds for name in IGNORED.get(kind.__name__, ())]
         found[path] = _with(part_of(kinds), (*EVERYWHERE, *extra))
     return found
 
 
-def _with(part: Part, names: tuple[str, ...]) -> Part:
+def _with(part: ObjectFields, names: tuple[str, ...]) -> ObjectFields:
     fields = {
         name: Field(name, ANYTHING, NOT_READ if name not in EVERYWHERE else DESCRIBED[name])
         for name in names
     }
-    return Part({**fields, **part.fields})
+    return ObjectFields({**fields, **part.fields})
 
 
 def _field(name: str, given: list[tuple[type, object]]) -> Field:
@@ -131,7 +131,7 @@ def _field(name: str, given: list[tuple[type, object]]) -> Field:
     if name in INTERNAL or (bounds is None and why is None):
         return Field(name, ANYTHING, _NONE, NOT_FOR_CLIENTS)
     shape = shape_of_any([annotation for _, annotation in given])
-    inner = classes.part_classes().get(name)
+    inner = request_classes.part_classes().get(name)
     if inner is not None:
         shape = _with_class(shape, inner)
     if bounds is not None and bounds.of_any_type:
@@ -168,7 +168,7 @@ def described_fields() -> Iterator[Described]:
         yield from _described(route, "", part, frozenset())
 
 
-def _described(route: str, where: str, part: Part, seen: frozenset[Classes]) -> Iterator[Described]:
+def _described(route: str, where: str, part: ObjectFields, seen: frozenset[Classes]) -> Iterator[Described]:
     for field in part.fields.values():
         low, high = _limits(field)
         yield Described(

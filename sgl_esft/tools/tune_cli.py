@@ -85,7 +85,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
         raise ConfigError("--out is missing: name the adapter folder to make.")
     _quiet()
     from sgl_esft.tune.base import pick_device
-    from sgl_esft.tune.train import tune
+    from sgl_esft.tune.trainer import tune
 
     try:
         manifest = tune(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +39,13 @@ class TunedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``hidden [T, H]``, ids and weights ``[T, k]`` -> ``[T, H]``; as transformers' own."""
+        activation = cast(Callable[[Tensor], Tensor], self.frozen.act_fn)
         out = torch.zeros_like(hidden)
         for expert in top_k_index.unique().tolist():
             token, place = torch.where(top_k_index == expert)
             gate_up, down = self._weights(expert)
             gate, up = F.linear(hidden[token], gate_up).chunk(2, dim=-1)
-            answer = F.linear(self.frozen.act_fn(gate) * up, down)
+            answer = F.linear(activation(gate) * up, down)
             answer = answer * top_k_weights[token, place, None]
             out.index_add_(0, token, answer.to(out.dtype))
         return out

@@ -21,7 +21,7 @@ from sgl_esft.errors import ConfigError
 from sgl_esft.tune.base import Base, load_base
 from sgl_esft.tune.examples import Example, read_examples
 from sgl_esft.tune.experts import watch_routers
-from sgl_esft.tune.tokens import Row, collate
+from sgl_esft.tune.tokens import TokenRow, collate
 
 Report = Callable[[str], None]
 _REPORT_EVERY = 20  # batches
@@ -65,8 +65,8 @@ def _spread(examples: Iterator[Example], total: int, count: int) -> Iterator[Exa
             yield example
 
 
-def _batches(base: Base, examples: Iterator[Example], sampling: Sampling) -> Iterator[list[Row]]:
-    batch: list[Row] = []
+def _batches(base: Base, examples: Iterator[Example], sampling: Sampling) -> Iterator[list[TokenRow]]:
+    batch: list[TokenRow] = []
     for example in examples:
         for row in base.encoder.encode(example):
             short = row.cut(sampling.max_length)
@@ -80,7 +80,7 @@ def _batches(base: Base, examples: Iterator[Example], sampling: Sampling) -> Ite
 
 @torch.no_grad()
 def _sums(
-    base: Base, batches: Iterator[Sequence[Row]], report: Report
+    base: Base, batches: Iterator[Sequence[TokenRow]], report: Report
 ) -> tuple[dict[int, _Sums], int]:
     sums = {layer: _Sums(*_zeros(base, 2)) for layer in base.blocks}
     real = torch.zeros(0, dtype=torch.bool)  # [T], which tokens of the batch are no padding

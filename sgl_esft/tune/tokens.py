@@ -1,6 +1,6 @@
 """Examples -> token ids and labels: what the server would be asked, and what it should answer.
 
-    Pair, Chat --[encode]--> Row (ids, labels) --[collate]--> padded batch
+    Pair, Chat --[encode]--> TokenRow (ids, labels) --[collate]--> padded batch
 
 A prompt becomes tokens as the server makes them, apart from its answer: a token that spans both
 would never be a prompt's. Labels are the answers' tokens; -100 elsewhere, which no loss
@@ -23,7 +23,7 @@ IGNORED: Final = -100
 
 
 @dataclass
-class Row:
+class TokenRow:
     """One sequence: `labels` are its ids where an answer's token is to be learned, else -100."""
 
     ids: list[int] = field(default_factory=list)
@@ -33,8 +33,8 @@ class Row:
         self.ids += ids
         self.labels += ids if learned else [IGNORED] * len(ids)
 
-    def cut(self, length: int) -> Row:
-        return Row(self.ids[:length], self.labels[:length])
+    def cut(self, length: int) -> TokenRow:
+        return TokenRow(self.ids[:length], self.labels[:length])
 
     @property
     def is_learned(self) -> bool:
@@ -49,18 +49,18 @@ class Encoder:
         self._tokenizer = tokenizer
         self._ends = ends
 
-    def encode(self, example: Example) -> Iterator[Row]:
+    def encode(self, example: Example) -> Iterator[TokenRow]:
         """One row; more only where a template renders the history otherwise than the answers."""
         if isinstance(example, Pair):
-            row = Row()
+            row = TokenRow()
             row.add(self._tokenizer(example.prompt).input_ids, learned=False)
             row.add(self._answer(example.answer), learned=True)
             yield row
         else:
             yield from self._encode_chat(example)
 
-    def _encode_chat(self, chat: Chat) -> Iterator[Row]:
-        row, done = Row(), ""
+    def _encode_chat(self, chat: Chat) -> Iterator[TokenRow]:
+        row, done = TokenRow(), ""
         for position, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
@@ -74,7 +74,7 @@ class Encoder:
             if done and not prompt.startswith(done):
                 # Such as Qwen3's, which drops earlier thoughts: this prompt is a row of its own.
                 yield row
-                row, done = Row(), ""
+                row, done = TokenRow(), ""
             row.add(self._plain(prompt[len(done) :]), learned=False)
             row.add(self._answer(whole[len(prompt) :]), learned=True)
             done = whole
@@ -107,7 +107,7 @@ class Encoder:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
 
-def collate(rows: Sequence[Row], pad: int) -> dict[str, Tensor]:
+def collate(rows: Sequence[TokenRow], pad: int) -> dict[str, Tensor]:
     """`input_ids`, `labels` and `attention_mask`, each [rows, length], padded on the right."""
     length = max(len(row.ids) for row in rows)
     blank = (len(rows), length)

@@ -28,7 +28,7 @@ MAY_IMPORT_SGLANG = {
     "sgl_elastic.front.sglang_wire",
     "sgl_elastic.engine.",
     "sgl_elastic.instance.process",
-    "sgl_esft.fields.classes",
+    "sgl_esft.fields.request_classes",
     "sgl_esft.health.detokenizer",
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",

@@ -31,6 +31,7 @@ ALLOWED: dict[str, str] = {
     "sgl_elastic/coordinator/planning.py": "the pure planner, asked about real memory",
     "sgl_elastic/engine/rank.py:EngineRank": "the one object that SGLang's hooks and loader reach",
     "sgl_elastic/memory/client.py:DeviceClient": "a method for each verb of the worker, no more",
+    "sgl_esft/fields/request_classes.py": "imports SGLang's request classes, and nothing else does",
     "sgl_esft/health/detokenizer.py": "imports SGLang's detokenizer, which only that process needs",
     "sgl_esft/platform/kv_pools.py": "must be imported after SGLang, cpu.py while it is",
     "sgl_esft/platform/moe.py": "the MoE layer of the CPU, which benches compute with too",

@@ -14,7 +14,7 @@ from sgl_esft.access import ask as asking
 from sgl_esft.access import bodies
 from sgl_esft.access.ask import Ask
 from sgl_esft.errors import BadBodyError
-from sgl_esft.fields import classes, table
+from sgl_esft.fields import request_classes, table
 from sgl_esft.fields.described import CONTEXT, DESCRIBED, INTERNAL, MEDIA
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.http.body import MAX_DEPTH, parse
@@ -212,7 +212,7 @@ def test_taken(body: dict[str, Any]) -> None:
     ask(with_text(body))
 
 
-SAMPLING = (classes.part_classes()["sampling_params"],)
+SAMPLING = (request_classes.part_classes()["sampling_params"],)
 EVERYTHING = BodyRules(
     takes_logit_processors=True, takes_templates=True, takes_stop_regex=True, takes_media=True
 )

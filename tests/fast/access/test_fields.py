@@ -13,7 +13,7 @@ from openai.types.responses import response_create_params
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_esft.errors import BadBodyError
-from sgl_esft.fields import classes, table
+from sgl_esft.fields import request_classes, table
 from sgl_esft.fields.check import check_fields
 from sgl_esft.fields.described import INTERNAL
 from sgl_esft.fields.rules import BodyRules, ModelBounds
@@ -101,14 +101,14 @@ def test_every_open_route_with_a_body_has_a_class() -> None:
         for path, declared in TABLE.items()
         if declared.route_class is RouteClass.CLIENT and "POST" in declared.methods
     }
-    assert posts - {"/v1/responses/{response_id}/cancel"} == set(classes.route_classes())
+    assert posts - {"/v1/responses/{response_id}/cancel"} == set(request_classes.route_classes())
 
 
 def test_every_field_of_sglangs_classes_is_described() -> None:
     """Red when SGLang adds one: describe it, or add it to what is not for clients."""
     refused = {row.name for row in table.described_fields() if row.refusal and not row.switch}
     assert refused == set(INTERNAL)
-    assert all(set(fields_of(kind)) for kinds in classes.route_classes().values() for kind in kinds)
+    assert all(set(fields_of(kind)) for kinds in request_classes.route_classes().values() for kind in kinds)
 
 
 @dataclass
@@ -140,7 +140,7 @@ def test_what_openais_client_can_send_is_known(path: str, params: type) -> None:
     assert not [name for name in params.__annotations__ if fields[name].refusal]
 
 
-@pytest.mark.parametrize("route", sorted(classes.route_classes()))
+@pytest.mark.parametrize("route", sorted(request_classes.route_classes()))
 def test_a_misspelt_field_is_told_the_nearest(route: str) -> None:
     with pytest.raises(BadBodyError, match='"adaptor" is not known here; did you mean "adapter"'):
         check_fields(route, {"adaptor": "x"}, BodyRules(), BOUNDS)

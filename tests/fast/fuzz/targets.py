@@ -72,7 +72,7 @@ def body(data: bytes) -> bool:
     try:
         document = parse(data)
         rules = BodyRules(takes_stop_regex=True)
-        ask = bodies.check_client_body("/generate", document, len(data), rules, BOUNDS)
+        ask = bodies.check_client_body(_route_of(document), document, len(data), rules, BOUNDS)
     except BadBodyError as error:
         _check_message(str(error))
         return False
@@ -82,6 +82,12 @@ def body(data: bytes) -> bool:
     if isinstance(document, dict):
         _check_taken(document)
     return True
+
+
+def _route_of(document: object) -> str:
+    """A document goes where most of its fields belong."""
+    is_chat = isinstance(document, dict) and "messages" in document
+    return "/v1/chat/completions" if is_chat else "/generate"
 
 
 def _check_taken(document: Mapping[str, object]) -> None:

@@ -47,21 +47,26 @@ def served() -> FastAPI:
     return app
 
 
+def fork_servers() -> list[psutil.Process]:
+    """Children that are forks of this process, which other tests' are not."""
+    own = psutil.Process()
+    return [child for child in own.children() if child.cmdline() == own.cmdline()]
+
+
 @asynccontextmanager
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(served(), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as found:
         yield found
-    for child in psutil.Process().children():
-        if child.name() == psutil.Process().name():
-            child.kill()
-            child.wait()
+    for child in fork_servers():
+        child.kill()
+        child.wait()
 
 
 async def test_a_large_text_is_another_processs_and_a_small_one_is_not() -> None:
     async with client() as http:
         small = (await http.post(ROUTE, json={"text": "a"})).json()
-        assert not psutil.Process().children()  # none before it is needed
+        assert not fork_servers()  # none before it is needed
         large = [(await http.post(ROUTE, json={"text": LARGE})).json() for _ in range(2)]
     assert small == {"pid": os.getpid(), "length": 1, "app": True}
     assert {found["pid"] for found in large}.isdisjoint({os.getpid()})
@@ -85,7 +90,7 @@ async def test_a_job_past_its_time_is_killed_and_the_event_loop_goes_on() -> Non
         assert "--text-timeout" in answer.text
         assert LIMIT_S <= time.monotonic() - started < LIMIT_S + 1
         assert slowest < 0.5
-        [fork_server] = psutil.Process().children()
+        [fork_server] = fork_servers()
         assert not fork_server.children()
 
 
@@ -99,13 +104,13 @@ async def test_what_fails_in_a_job_is_answered(how: str, status: int) -> None:
 async def test_a_killed_fork_server_is_replaced() -> None:
     async with client() as http:
         await http.post(ROUTE, json={"text": LARGE})
-        [first] = psutil.Process().children()
+        [first] = fork_servers()
         first.kill()
         while first.status() != psutil.STATUS_ZOMBIE:  # its connections are closed by then
             await asyncio.sleep(0.01)
         again = await http.post(ROUTE, json={"text": LARGE})
         assert again.status_code == 200, again.text
-        assert [child.pid for child in psutil.Process().children()] != [first.pid]
+        assert [child.pid for child in fork_servers()] != [first.pid]
 
 
 async def test_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from sgl_esft.tune.examples import parse_example, read_examples
 from sgl_esft.tune.experts import tune_only
 from sgl_esft.tune.run_folder import Settings, training_folder
 from sgl_esft.tune.score import Sampling, score
-from sgl_esft.tune.tokens import IGNORED, Row, collate
-from sgl_esft.tune.train import tune
+from sgl_esft.tune.tokens import IGNORED, TokenRow, collate
+from sgl_esft.tune.trainer import tune
 from tests.support.base_factory import EOS, SERVED_ARCHITECTURES, write_random_base
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,7 +96,7 @@ def test_files_without_examples_are_refused(tmp_path: Path) -> None:
         list(read_examples(tmp_path / "nowhere.jsonl"))
 
 
-def learned(row: Row) -> bytes:
+def learned(row: TokenRow) -> bytes:
     assert [
         i for i, label in zip(row.ids, row.labels, strict=True) if label not in (IGNORED, i)
     ] == []
@@ -142,7 +142,7 @@ def test_every_architecture_is_scored_and_computes_what_it_did(
 def test_nothing_but_the_chosen_experts_has_gradients_or_changes(
     base: Path, data: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sgl_esft.tune import train
+    from sgl_esft.tune import trainer
 
     loaded = load_base(base, "cpu")
     before = {name: t.clone() for name, t in loaded.model.state_dict().items()}

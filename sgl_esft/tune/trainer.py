@@ -43,7 +43,7 @@ from sgl_esft.tune.base import Base, check_trainer, load_base
 from sgl_esft.tune.examples import read_examples
 from sgl_esft.tune.experts import TunedExperts, adapter_tensors, tune_only
 from sgl_esft.tune.run_folder import Settings, describe_run, open_run, training_folder
-from sgl_esft.tune.tokens import Row, collate
+from sgl_esft.tune.tokens import TokenRow, collate
 
 Report = Callable[[str], None]
 
@@ -92,7 +92,7 @@ def write_adapter(base: Base, tuned: Mapping[int, TunedExperts], out: Path) -> A
     return read_manifest(out, base.spec)
 
 
-def _rows(base: Base, examples: list[Any], max_length: int, report: Report) -> list[Row]:
+def _rows(base: Base, examples: list[Any], max_length: int, report: Report) -> list[TokenRow]:
     """All examples' rows, cut to `max_length`; those without an answer after that are left out."""
     whole = [row for example in examples for row in base.encoder.encode(example)]
     rows = [short for row in whole if (short := row.cut(max_length)).is_learned]
@@ -179,7 +179,7 @@ class _Progress(TrainerCallback):
 def _trainer(
     base: Base,
     tuned: Mapping[int, TunedExperts],
-    rows: list[Row],
+    rows: list[TokenRow],
     folder: Path,
     settings: Settings,
     report: Report,
