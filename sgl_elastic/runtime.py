@@ -27,6 +27,7 @@ from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.ports import Wire
 from sgl_elastic.coordinator.recovery import Watchdog, WatchdogConfig, Watched
 from sgl_elastic.errors import ElasticError, ElasticInternalError
+from sgl_elastic.front.dispatcher import FrontListener
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.instance.manager import InstanceManager
 from sgl_elastic.instance.state import Instance
@@ -155,7 +156,9 @@ class Runtime:
         observed.set_placement(parts.coordinator.serving[1])
         parts.coordinator.listen(observed.observe)
         parts.coordinator.listen(metrics.when_ended(on_ended))
-        self.router.listen(on_size, observed.observe_held, lambda: faults.count("request"))
+        self.router.listen(
+            FrontListener(on_size, observed.observe_held, lambda: faults.count("request"))
+        )
         if self.options.autoscale is not None:
             autoscaler = Autoscaler(
                 self.options.autoscale,

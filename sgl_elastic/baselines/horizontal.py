@@ -24,6 +24,7 @@ from sgl_elastic.coordinator.scale import Scaling
 from sgl_elastic.coordinator.steps import Task
 from sgl_elastic.errors import BadScaleError, EngineFailedError
 from sgl_elastic.front.adapter_changes import AdapterChanges
+from sgl_elastic.front.dispatcher import FrontListener
 from sgl_elastic.front.router import RequestRouter
 from sgl_elastic.instance.handover import HandedOver
 from sgl_elastic.instance.manager import InstanceManager
@@ -173,19 +174,14 @@ class ReplicaRouter:
         self._routers: dict[str, RequestRouter] = {}  # of all instances
         self._serving: dict[str, RequestRouter] = {}
         self._num_open = 1  # replicas that new requests may go to
-        self._on_size: Callable[[int], None] = lambda num_ranks: None
+        self._listener = FrontListener()
         changes = AdapterChanges(wire, self._lock, self.dispatch)
         self.defer_adapter_changes, self.scaling = changes.defer, changes.scaling
         self._defers = changes.defers
 
-    def listen(
-        self,
-        on_size: Callable[[int], None],
-        on_held: Callable[[float], None],
-        on_given_up: Callable[[], None] = lambda: None,
-    ) -> None:
+    def listen(self, listener: FrontListener) -> None:
         """As a RequestRouter's; nothing is ever held, and what dies is not replaced."""
-        self._on_size = on_size
+        self._listener = listener
 
     # ---- EngineLink ----
 
@@ -260,7 +256,7 @@ class ReplicaRouter:
             self._serving = {name: self._serving[name] for name in names}
             self._num_open = len(names)
             self._window.forget_finished()
-            self._on_size(placement.dp_size)
+            self._listener.on_size(placement.dp_size)
 
     def narrow(self, timeout_s: float) -> None:
         """New requests go to the first replica; returns when the second has none left.

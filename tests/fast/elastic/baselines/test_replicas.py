@@ -21,6 +21,7 @@ from sgl_elastic.baselines.horizontal import (
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import BadScaleError, BusyError, EngineFailedError
+from sgl_elastic.front.dispatcher import FrontListener
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.front.router import RequestRouter
 from sgl_elastic.instance.handover import HandedOver
@@ -215,7 +216,7 @@ class Two:
             return RequestRouter(self.wire, window, policy=policy)
 
         self.router = ReplicaRouter(self.wire, make, window)
-        self.router.listen(self.sizes.append, lambda seconds: None)
+        self.router.listen(FrontListener(self.sizes.append))
         for name in ("a", "b"):
             self.router.connect(name, name, lambda name=name: self.woken.append(name))
         self.router.begin("a", OLD)

@@ -18,6 +18,7 @@ from sgl_elastic.errors import (
     PlanError,
 )
 from sgl_elastic.front import router as module
+from sgl_elastic.front.dispatcher import FrontListener
 from sgl_elastic.front.rank_choice import RankPolicy, RankStrategy
 from sgl_elastic.front.router import RequestRouter
 from sgl_elastic.instance.handover import HandedOver
@@ -118,7 +119,7 @@ class Bench:
         more.setdefault("window", SloWindow(SloTargets(1.0, 0.1)))
         self.router = RequestRouter(self.wire, policy=policy, **more)
         self.num_given_up = 0
-        self.router.listen(self.sizes.append, self.held_s.append, self._count)
+        self.router.listen(FrontListener(self.sizes.append, self.held_s.append, self._count))
         for name in ("i1", "i2"):
             self.connect(name)
         self.router.begin("i1", placement)
