@@ -93,6 +93,12 @@ _VMM_ROWS = {
 }
 
 
+def _adapter_check(result: Any) -> str:
+    over = result["over_unchecked"]
+    rows = [["into host memory", ratio(over["wall"]), ratio(over["cpu"])]]
+    return result_table(result, ["read", "by the wall clock", "by processor time"], rows)
+
+
 def _adapter_load(result: Any) -> str:
     load, unload = result["over_memcpy"], result["unload_over_memcpy"]
     rows = [
@@ -217,6 +223,10 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "vmm": (
         "Virtual memory calls on the host, each over a memcpy of the page, median and quartiles:",
         _vmm,
+    ),
+    "adapter_check": (
+        "Reading an adapter with the look for NaNs, over reading it without:",
+        _adapter_check,
     ),
     "adapter_load": (
         "Loading an adapter from host memory over a memcpy of its bytes; warm, 1.5 is the goal:",

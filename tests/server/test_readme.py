@@ -87,7 +87,7 @@ def arguments_of(program: str) -> list[list[str]]:
     """The arguments of every command that is, or ends in, `program ...`."""
     pattern = re.compile(rf"(?:^|/|\s){re.escape(program)}\s+(\S.*)")
     found = (pattern.search(command) for command in commands())
-    return [shlex.split(match[1]) for match in found if match]
+    return [shlex.split(match[1].removesuffix(" 2> /dev/null")) for match in found if match]
 
 
 SGLANGS_OWN = {"--enable-metrics", "--ep-size", "8", "--disable-cuda-graph"}

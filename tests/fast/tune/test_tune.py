@@ -146,7 +146,7 @@ def test_nothing_but_the_chosen_experts_has_gradients_or_changes(
 
     loaded = load_base(base, "cpu")
     before = {name: t.clone() for name, t in loaded.model.state_dict().items()}
-    monkeypatch.setattr(train, "load_base", lambda *_: loaded)
+    monkeypatch.setattr(trainer, "load_base", lambda *_: loaded)
     tune(base, data, config, tmp_path / "out", Settings(learning_rate=1e-2), report=quiet)
     after = loaded.model.state_dict()
     for name, tensor in before.items():
