@@ -45,7 +45,9 @@ def _check_part(
             _check(field, value, part, rules, model)
 
 
-def _check(field: Field, value: Any, part: ObjectFields, rules: BodyRules, model: ModelBounds) -> None:
+def _check(
+    field: Field, value: Any, part: ObjectFields, rules: BodyRules, model: ModelBounds
+) -> None:
     if field.refusal is not None and value is not False and value not in _NOTHING:
         why = field.refused(rules)
         if why is not None:

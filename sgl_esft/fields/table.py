@@ -168,7 +168,9 @@ def described_fields() -> Iterator[Described]:
         yield from _described(route, "", part, frozenset())
 
 
-def _described(route: str, where: str, part: ObjectFields, seen: frozenset[Classes]) -> Iterator[Described]:
+def _described(
+    route: str, where: str, part: ObjectFields, seen: frozenset[Classes]
+) -> Iterator[Described]:
     for field in part.fields.values():
         low, high = _limits(field)
         yield Described(

@@ -65,7 +65,9 @@ def _spread(examples: Iterator[Example], total: int, count: int) -> Iterator[Exa
             yield example
 
 
-def _batches(base: Base, examples: Iterator[Example], sampling: Sampling) -> Iterator[list[TokenRow]]:
+def _batches(
+    base: Base, examples: Iterator[Example], sampling: Sampling
+) -> Iterator[list[TokenRow]]:
     batch: list[TokenRow] = []
     for example in examples:
         for row in base.encoder.encode(example):

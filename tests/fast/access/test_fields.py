@@ -108,7 +108,9 @@ def test_every_field_of_sglangs_classes_is_described() -> None:
     """Red when SGLang adds one: describe it, or add it to what is not for clients."""
     refused = {row.name for row in table.described_fields() if row.refusal and not row.switch}
     assert refused == set(INTERNAL)
-    assert all(set(fields_of(kind)) for kinds in request_classes.route_classes().values() for kind in kinds)
+    assert all(
+        set(fields_of(kind)) for kinds in request_classes.route_classes().values() for kind in kinds
+    )
 
 
 @dataclass
