@@ -1,7 +1,7 @@
 """Hooks in the process that serves HTTP: requests go through the router.
 
 SGLang's launch --> [launch_instances] --> runtime (launch.py)
-TokenizerManager --> [dispatch] --> router <-- [note_outputs] <-- detokenizer
+TokenizerManager --> [dispatch] --> router <-- [note_outputs, note_abort] <-- detokenizer, ranks
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ async def note_outputs(
     await original(manager, recv_obj)
 
 
+def note_abort(result: None, manager: Any, recv_obj: Any) -> None:
+    """A rank has thrown a request out of its queue: no output will say that it has ended."""
+    _required().router.on_abort(recv_obj.rid)
+
+
 def note_who_asks(result: None, communicator: Any, *arguments: Any, **named: Any) -> None:
     """So that what is asked during a switch waits for the answers of the ranks that get it."""
     from sgl_elastic.front import sglang_wire
@@ -116,6 +121,14 @@ FRONT_OVERRIDES: tuple[Hook, ...] = (
         note_outputs,
         "self recv_obj",
         why="a request that is handed over goes on only after its last tokens have come by",
+        remove_when="SGLang tells a plugin of outputs",
+    ),
+    after(
+        f"{_MANAGER}._handle_abort_req",
+        note_abort,
+        "self recv_obj",
+        why="a request that is aborted while it waits for its rank has no output that ends it: it "
+        "would count as running for ever, and be sent again to each instance that takes over",
         remove_when="SGLang tells a plugin of outputs",
     ),
 )

@@ -172,7 +172,7 @@ class ReplicaRouter:
         self._window = window
         self._lock = threading.RLock()
         self._routers: dict[str, RequestRouter] = {}  # of all instances
-        self._serving: dict[str, RequestRouter] = {}
+        self._serving: Mapping[str, RequestRouter] = {}  # never changed, but for another
         self._num_open = 1  # replicas that new requests may go to
         self._listener = FrontListener()
         changes = AdapterChanges(wire, self._lock, self.dispatch)
@@ -193,7 +193,7 @@ class ReplicaRouter:
 
     def disconnect(self, instance: str) -> None:
         with self._lock:
-            self._serving.pop(instance, None)
+            self._serving = {n: r for n, r in self._serving.items() if n != instance}
             router = self._routers.pop(instance, None)
         if router is not None:
             router.disconnect(instance)
@@ -209,18 +209,18 @@ class ReplicaRouter:
             self._serving[instance].lose(instance)
 
     def states(self) -> list[tuple[int, RequestState]]:
-        return [state for router in self._members() for state in router.states()]
+        return [state for router in self._serving.values() for state in router.states()]
 
     def wait_for_outputs(self, num_sent: Mapping[str, int]) -> None:
-        for router in self._members():
+        for router in self._serving.values():
             router.wait_for_outputs(num_sent)
 
     def num_running(self) -> int:
-        return sum(router.num_running() for router in self._members())
+        return sum(router.num_running() for router in self._serving.values())
 
     def num_tokens(self) -> int:
         """Tokens of all requests in flight, prompts and answers."""
-        return sum(router.num_tokens() for router in self._members())
+        return sum(router.num_tokens() for router in self._serving.values())
 
     def attainment(self, now_s: float) -> Attainment:
         """How the window's requests met their targets."""
@@ -233,14 +233,14 @@ class ReplicaRouter:
         """The first instance serves."""
         with self._lock:
             self._routers[instance].begin(instance, placement)
-            self._serving[instance] = self._routers[instance]
+            self._serving = {**self._serving, instance: self._routers[instance]}
 
     def hold(self) -> None:
-        for router in self._members():
+        for router in self._serving.values():
             router.hold()
 
     def release(self) -> None:
-        for router in self._members():
+        for router in self._serving.values():
             router.release()
 
     def switch(self, group: str, placement: Placement, handover: HandedOver) -> None:
@@ -266,7 +266,7 @@ class ReplicaRouter:
         with self._lock:
             self._num_open = 1
         deadline = time.monotonic() + timeout_s
-        while any(router.num_running() for router in self._members()[1:]):
+        while any(router.num_running() for router in list(self._serving.values())[1:]):
             if time.monotonic() > deadline:
                 raise EngineFailedError(f"the second replica still runs after {timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -283,9 +283,8 @@ class ReplicaRouter:
                     router.dispatch(message)
                 return
             for request in self._wire.singles(message):
-                router, routed = _replica_for(
-                    request, self._members()[: self._num_open], self._wire
-                )
+                members = list(self._serving.values())[: self._num_open]
+                router, routed = _replica_for(request, members, self._wire)
                 router.dispatch(routed)
 
     def on_output(self, rids: Sequence[str], *outputs: Any) -> None:
@@ -294,9 +293,11 @@ class ReplicaRouter:
             for router in self._routers.values():
                 router.on_output(rids, *outputs)
 
-    def _members(self) -> list[RequestRouter]:
+    def on_abort(self, rid: str) -> None:
+        """A request has ended without an output; a router passes over what is not its own."""
         with self._lock:
-            return list(self._serving.values())
+            for router in self._routers.values():
+                router.on_abort(rid)
 
 
 def _replica_for(

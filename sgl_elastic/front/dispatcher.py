@@ -94,7 +94,7 @@ class Dispatcher:
         """
         given_up = self._quarantine.died() if self._lost == self.table[0] else {}
         for rid in given_up:
-            self._in_flight.give_up(rid)
+            self._in_flight.drop(rid)
             self.listener.on_given_up()
         return given_up
 

@@ -90,8 +90,8 @@ class InFlight:
         request = self._requests[rid]
         return request.message, request.rank, request.num_seen
 
-    def give_up(self, rid: str) -> None:
-        """Nobody will answer it."""
+    def drop(self, rid: str) -> None:
+        """It has ended without an answer; nothing when it had ended before."""
         if self._requests.pop(rid, None) is not None:
             self._book.finish(rid)
             self._window.dropped(rid)

@@ -183,3 +183,9 @@ class RequestRouter(InstanceLinks):
                 now_s, is_finished = self._clock(), reason is not None
                 self._in_flight.output(rid, ids, num, now_s, is_finished=is_finished)
                 self._dispatcher.note_progress(rid, num, is_finished=is_finished)
+
+    def on_abort(self, rid: str) -> None:
+        """A request has ended without an output, in the queue of its rank."""
+        with self._lock:
+            self._in_flight.drop(rid)
+            self._dispatcher.note_progress(rid, 0, is_finished=True)

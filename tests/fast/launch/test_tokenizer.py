@@ -98,6 +98,7 @@ ELASTIC = {
     "_dispatch_to_scheduler",
     "_async_dispatch_to_scheduler",
     "_handle_batch_output",
+    "_handle_abort_req",
 }
 
 

@@ -244,3 +244,15 @@ def test_what_was_never_sent_is_no_suspect(bench: Bench) -> None:
     assert bench.sent_to("i3") == ["late@0"]
     assert bench.sent_to("i4") == []
     assert [rid for rid, _ in bench.wire.failed] == ["late"], "it ran on i2 and i3"
+
+
+def test_an_abort_ends_a_trial(bench: Bench) -> None:
+    """Its rank has thrown it out, for the time that it waited: nothing is to wait for it."""
+    bench.dispatch("a", "b")
+    die(bench, "i2")
+    assert bench.sent_to("i2") == ["a@0"]
+    bench.router.on_abort("a")
+    assert bench.sent_to("i2") == ["a@0", "b@1"]
+    die(bench, "i3")
+    assert [rid for rid, _ in bench.wire.failed] == ["b"]
+    assert bench.sent_to("i3") == []

@@ -338,6 +338,17 @@ def test_adapter_changes_wait_for_the_end_of_a_scale(bench: Bench) -> None:
     assert bench.sent_to("i2")[-1] == "load z"
 
 
+def test_what_is_aborted_in_its_ranks_queue_has_ended(bench: Bench) -> None:
+    """No output says so. It neither runs, nor is it handed over."""
+    bench.dispatch("a", "b")
+    bench.router.on_abort("a")
+    bench.router.on_abort("a")
+    bench.router.on_abort("nobody's")
+    assert (bench.router.num_running(), bench.router.num_tokens()) == (1, 3)
+    bench.scale()
+    assert bench.sent_to("i2") == ["b@1"]
+
+
 def test_a_router_without_an_instance_says_so() -> None:
     router = RequestRouter(FakeWire(), SloWindow(SloTargets(1.0, 0.1)))
     with pytest.raises(IllegalTransitionError, match="no instance serves yet"):
