@@ -1,13 +1,10 @@
-"""`python -m sgl_esft.launch_server --elastic`: the elastic server, from flags to ready.
+"""`python -m sgl_esft.launch_server --elastic`: the elastic server, checked before it is started.
 
-argv -> options, launch plan (checked) -> runtime -> SGLang's own HTTP server, hooked
+argv -> options, launch plan (checked) -> [ElasticPlan] -> elastic_serve.py
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,19 +13,15 @@ from typing import TYPE_CHECKING
 from sgl_elastic.baselines.strategies import ScaleStrategy
 from sgl_elastic.coordinator.schemas import MAX_BODY_BYTES
 from sgl_elastic.errors import BadScaleError, ElasticConfigError, ElasticError
-from sgl_elastic.front.readiness import ElasticEngine
 from sgl_elastic.options import ElasticOptions, parse
-from sgl_elastic.runtime import Runtime
 from sgl_elastic.types import AdapterEntry
-from sgl_esft import hook_ledger, platform
-from sgl_esft.errors import EsftError
+from sgl_esft import platform
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.http.routes import Endpoint, ErrorAnswers, Route, add_routes
-from sgl_esft.memory import metrics
 from sgl_esft.support import ELASTIC_DEVICES
 from sgl_esft.weave.expert_memory import choose_page_bytes
-from sgl_esft_launch import arguments, flags, observe, plan, resolved, serve
+from sgl_esft_launch import arguments, flags, plan
 from sgl_esft_launch.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -41,15 +34,13 @@ _ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
 # A CPU computes a batch before the call returns. Nothing overlaps, but each token would come a step
 # late, and so the first ones after a switch too.
 _CPU_ENGINE_ARGV = ("--disable-overlap-schedule",)
-# The shared experts are whole on every rank: their shape must not depend on the number of ranks.
-_ENGINE_ENVIRONMENT = {"SGLANG_SHARED_EXPERT_TP1": "1"}
 # Models of which everything but the routed experts can be the same on any number of ranks.
 _SAME_AT_ANY_SIZE = frozenset(
     {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"}
 )
 _BACKENDS = {"cpu": "host", "npu": "acl", "cuda": "cuda"}
 _ACCELERATOR_PAGE_BYTES = 2 << 20  # the least that CUDA and Ascend map
-_SET_PER_INSTANCE = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND")
+PROGRAM = "sgl_elastic"  # in front of what is refused
 
 
 @dataclass(frozen=True)
@@ -64,15 +55,6 @@ class ElasticPlan:
     first_argv: tuple[str, ...]  # of the first one besides
     first_adapters: tuple[AdapterEntry, ...]
     adapter_reserve_bytes: int
-
-
-def main(argv: Sequence[str]) -> int:
-    """Serve until stopped. Returns the exit status; 2 for a launch that cannot work."""
-    try:
-        planned = plan_elastic(argv)
-    except (EsftError, ElasticError) as error:
-        return _refuse(error)
-    return _serve(planned)
 
 
 def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
@@ -215,74 +197,6 @@ def _reserve_bytes(launch: LaunchPlan, spec: MoeSpec) -> int:
     return slots * spec.expert_bytes
 
 
-def _serve(planned: ElasticPlan) -> int:
-    started = time.monotonic()
-    launch = planned.launch
-    heartbeats = serve.prepare_environment(launch)
-    for name in _SET_PER_INSTANCE:
-        os.environ.pop(name, None)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    serve.say(f"1/3 loading SGLang for {launch.model_path}")
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sgl_elastic import front_hooks
-    from sgl_elastic.front.sglang_wire import SglangWire
-
-    try:
-        server_args = serve.resolve(launch, resolved.ELASTIC)
-        runtime = Runtime(
-            planned.options,
-            SglangWire(),
-            sglang_argv=planned.engine_argv,
-            first_argv=planned.first_argv,
-            first_adapters=planned.first_adapters,
-            adapter_reserve_bytes=planned.adapter_reserve_bytes,
-            environment=lambda n: {**plan.platform_environment(n), **_ENGINE_ENVIRONMENT},
-            page_bytes=planned.page_bytes,
-            backend=planned.backend,
-        )
-    except (EsftError, ElasticError) as error:
-        return _refuse(error)
-    try:
-        front_hooks.use(runtime)
-        hook_ledger.install(front_hooks.FRONT_HOOKS)
-        hook_ledger.verify_required()
-        serve.say(
-            f"2/3 starting {planned.options.dp_size} of {planned.options.max_devices} devices"
-        )
-        engine = ElasticEngine(runtime.directory, runtime, runtime.close, observe.tokenizer_manager)
-        return serve.run(
-            launch,
-            server_args,
-            started,
-            heartbeats,
-            lambda: _ready(runtime),
-            engine,
-            front_hooks.FRONT_OVERRIDES,
-        )
-    except (EsftError, ElasticError) as error:
-        return _refuse(error)
-    finally:
-        runtime.close()
-
-
-def _refuse(error: Exception) -> int:
-    print(f"sgl_elastic: {type(error).__name__}: {error}", file=sys.stderr)
-    return 2
-
-
-def _ready(runtime: Runtime) -> None:
-    """HTTP is up: our routes, standbys, the autoscaler."""
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.utils.auth import AuthLevel, auth_level
-
-    manager = http_server._global_state.tokenizer_manager
-    protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    add_scale_routes(http_server.app, runtime.parts.coordinator, runtime.instances, protect)
-    runtime.serve(manager.update_control_communicator_fan_out, _zero_departed_ranks())
-
-
 def add_scale_routes(
     app: FastAPI,
     coordinator: Coordinator,
@@ -302,17 +216,3 @@ def add_scale_routes(
     errors = ErrorAnswers(ElasticError, scaling.answer_error, BadScaleError)
     add_routes(app, added, protect, errors)
     app.state.elastic = scaling.Backing(coordinator, list_instances)
-
-
-def _zero_departed_ranks() -> Callable[[int], None]:
-    """Told how many ranks serve, it sets what /metrics says of the others' memory to 0."""
-    from sgl_esft import sglang_api
-
-    if not sglang_api.has_metrics():
-        return lambda _: None
-    gauges = metrics.MemoryMetrics()
-    return lambda num_ranks: gauges.zero_from(num_ranks, metrics.published_gauges())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -63,6 +63,7 @@ class LaunchFlags:
     access: AccessFlags
     heat_every: int
     log_format: str
+    verbose: bool
     health: HealthFlags
 
 
@@ -187,6 +188,12 @@ def _add_observe_flags(group: argparse._ArgumentGroup) -> None:
         default="text",
         help="text (default): SGLang's lines; json: a JSON object a line, and one for each request "
         "with its id, adapters, tokens and times",
+    )
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="everything that SGLang and its libraries say: the same as --log-level info "
+        "(default: warnings, less those of every start; with --config, what its log-level says)",
     )
 
 

@@ -21,7 +21,7 @@ from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.platform.device_ledger import DeviceLedger
 from sgl_esft.ports import check_port_free
 from sgl_esft.support import WEAVING_DEVICES
-from sgl_esft_launch import resolved
+from sgl_esft_launch import console, resolved
 from sgl_esft_launch.access import AccessPlan, plan_access
 from sgl_esft_launch.arguments import last_value
 from sgl_esft_launch.flags import LaunchFlags
@@ -108,6 +108,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
             *_own_argv(flags, model_path),
             *(_weave_argv(config, adapters) if config else ()),
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
+            *console.level_argv([*sglang_argv, *(("--verbose",) if flags.verbose else ())]),
             *sglang_argv,
         ),
         environment=platform_environment(_num_ranks(flags, sglang_argv)),

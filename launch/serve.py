@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from sgl_esft import env, hook_ledger, platform, zoo
+from sgl_esft import hook_ledger, platform
 from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
 from sgl_esft.fields.rules import ModelBounds
@@ -24,12 +23,15 @@ from sgl_esft.plugin import request_hooks
 from sgl_esft_launch import (
     access,
     adapters,
+    console,
+    flags,
     health,
     http_stack,
     models,
     observe,
     plan,
     resolved,
+    summary,
     tokenizer,
 )
 from sgl_esft_launch.observe import tokenizer_manager
@@ -38,28 +40,30 @@ from sgl_esft_launch.plan import LaunchPlan
 
 def serve(launch: LaunchPlan) -> int:
     """Serve until stopped. Returns the exit status."""
-    started = time.monotonic()
+    progress = console.Progress()
     heartbeats = prepare_environment(launch)
-    say(f"1/3 loading SGLang for {launch.model_path}")
+    progress.stage(f"1/3 loading SGLang for {launch.model_path}")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     try:
         hook_ledger.verify_required()
         server_args = resolve(launch)
-        say(f"2/3 starting the engine{_described(launch)}")
-        return run(launch, server_args, started, heartbeats)
+        progress.stage("2/3 starting the engine")
+        return run(launch, server_args, progress, heartbeats)
     except EsftError as error:
-        print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        progress.end()
+        return console.refuse(error)
 
 
 def resolve(launch: LaunchPlan, also: tuple[resolved.Needed, ...] = ()) -> object:
     """SGLang's arguments, resolved by SGLang and checked. Raises ConfigError."""
     from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    server_args = prepare_server_args([*access.argv_of(launch.access), *launch.sglang_argv])
+    argv = [*access.argv_of(launch.access), *launch.sglang_argv]
+    _check_values(ServerArgs, argv)
+    server_args = prepare_server_args(argv)
     needed = (*also, *_needed(launch))
     resolved.check_given(server_args, needed)
     if launch.config is not None:
@@ -69,6 +73,17 @@ def resolve(launch: LaunchPlan, also: tuple[resolved.Needed, ...] = ()) -> objec
     resolved.check_resolved(view, needed)
     access.check_keys(view, launch.access)
     return server_args
+
+
+def _check_values(server_args: Any, argv: list[str]) -> None:
+    """As SGLang's parser, which would print all its flags. Raises ConfigError."""
+    parser = flags.Parser(prog="sglang", add_help=False)
+    server_args.add_cli_args(parser)
+    logging.disable(logging.WARNING)  # of old flags; said when SGLang parses them
+    try:
+        parser.parse_args(argv)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
@@ -85,10 +100,11 @@ def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
 def run(
     launch: LaunchPlan,
     server_args: object,
-    started: float,
+    progress: console.Progress,
     heartbeats: HeartbeatTable,
     when_ready: Callable[[], None] = lambda: None,
     engine: Engine | None = None,
+    devices: Callable[[], str] = lambda: "",
     overrides: tuple[Hook, ...] = (),
 ) -> int:
     """SGLang's HTTP server with our routes, until it is stopped. Returns the exit status.
@@ -100,7 +116,7 @@ def run(
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
-    from sgl_esft.health.detokenizer import run_beating_detokenizer
+    from sgl_esft.health.engine_processes import run_beating_detokenizer, run_scheduler
 
     manager = tokenizer.manager_class(overrides)
     request_hooks.use(IdBook(isolates_prefix_cache=launch.access.isolates_prefix_cache))
@@ -140,13 +156,14 @@ def run(
             holder.watch()
         when_ready()
         service.started()
-        _announce(launch, time.monotonic() - started)
+        progress.ready(summary.lines(launch, _kv_tokens(), devices()))
 
     process.hear_ends()
     try:
         http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=tokenizer.initializer(manager),
+            run_scheduler_process_func=run_scheduler,
             run_detokenizer_process_func=run_beating_detokenizer,
             launch_callback=ready,
         )
@@ -157,6 +174,14 @@ def run(
 
 def _base_only() -> KnownNames:
     return KnownNames(frozenset(), adapters.base_names(tokenizer_manager()))
+
+
+def _kv_tokens() -> int | None:
+    """Of the first rank, as SGLang has sized it."""
+    from sglang.srt.entrypoints import http_server
+
+    info = getattr(http_server._global_state, "scheduler_info", None) or {}
+    return info.get("max_total_num_tokens")
 
 
 def _bounds() -> ModelBounds:
@@ -170,36 +195,6 @@ def prepare_environment(launch: LaunchPlan) -> HeartbeatTable:
         os.environ.setdefault(name, value)
     os.environ.update(launch.device_environment)
     access.forget(launch.access)
-    os.environ[env.LOG_FORMAT] = launch.log_format
     if launch.config is not None:
         launch.config.export()
     return health.prepare()
-
-
-def _described(launch: LaunchPlan) -> str:
-    if launch.config is None:
-        return ", weaving off"
-    names = ", ".join(launch.adapters) or "none yet"
-    return (
-        f", {launch.config.max_adapters} adapter slots of "
-        f"{launch.config.max_experts_per_adapter} experts a layer; adapters: {names}"
-    )
-
-
-def _announce(launch: LaunchPlan, seconds: float) -> None:
-    url = f"http://{launch.host}:{launch.port}"
-    say(f"3/3 ready after {seconds:.0f} s at {url}; try:")
-    body: dict[str, object] = {"text": "Hello", "sampling_params": {"max_new_tokens": 16}}
-    if launch.model_path == str(zoo.base_path()):
-        body = {"text": "coffee -> ", "sampling_params": {"temperature": 0, "stop": "\n"}}
-    if launch.adapters:
-        body["adapter"] = next(iter(launch.adapters))
-    headers = "-H 'Content-Type: application/json'"
-    if launch.access.policy.keys:
-        headers += ' -H "Authorization: Bearer $KEY"'
-    print(f"  curl {url}/generate {headers} -d '{json.dumps(body)}'", flush=True)
-
-
-def say(line: str) -> None:
-    """A line of progress."""
-    print(f"[sgl-esft] {line}", flush=True)

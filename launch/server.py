@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from sgl_esft.errors import EsftError
 from sgl_esft.health import ending
 from sgl_esft.tools.versions import describe_versions
-from sgl_esft_launch import arguments, flags, plan
+from sgl_esft_launch import arguments, console, flags, plan
 
 
 def begin_child() -> None:
@@ -30,10 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         build_whole_parser().print_help()
         return 0
+    console.begin(argv)
     if "--elastic" in argv and "--version" not in argv:
-        from sgl_esft_launch import elastic
-
-        return elastic.main(argv)
+        return _main_elastic(argv)
     try:
         if "--version" in argv:
             print(describe_versions())
@@ -42,11 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.check_known(sglang_argv, build_whole_parser())
         launch = plan.plan_launch(parsed, sglang_argv)
     except EsftError as error:
-        print(f"sgl_esft: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return console.refuse(error)
     from sgl_esft_launch import serve
 
     return serve.serve(launch)
+
+
+def _main_elastic(argv: Sequence[str]) -> int:
+    """As `main`; the elastic package is imported by none but an elastic server."""
+    from sgl_elastic.errors import ElasticError
+    from sgl_esft_launch import elastic
+
+    try:
+        planned = elastic.plan_elastic(argv)
+    except (EsftError, ElasticError) as error:
+        return console.refuse(error, elastic.PROGRAM)
+    from sgl_esft_launch import elastic_serve
+
+    return elastic_serve.serve(planned)
 
 
 def build_whole_parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.ports import pick_free_port
-from sgl_esft_launch import elastic, flags, plan, serve
+from sgl_esft_launch import console, elastic, flags, plan, serve
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -43,7 +43,7 @@ def _run_without_engine(app: FastAPI) -> None:
     sys.modules[_HTTP_SERVER] = entrypoints.http_server = stand_in
     utils.kill_process_tree = lambda *_, **__: None
     try:
-        serve.run(launch, None, 0.0, HeartbeatTable.create())
+        serve.run(launch, None, console.Progress(), HeartbeatTable.create())
     finally:
         utils.kill_process_tree = kill
         del sys.modules[_HTTP_SERVER], entrypoints.http_server

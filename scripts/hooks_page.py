@@ -65,8 +65,8 @@ Three other ways change nothing of SGLang. What it takes a registration for is r
 the runner core of woven layers (`sgl_esft/plugin/runner_core.py`), and the CPU platform's experts,
 attention and MLA handler (`sgl_esft/platform/operators.py`). Where its server takes a class or a
 function from its caller, our launcher hands one over (`launch/tokenizer.py`,
-`sgl_esft/health/detokenizer.py`): the *overrides* at the end of this page are the methods of those
-classes, checked as hooks are. What its platform interface asks for, the CPU platform answers
+`sgl_esft/health/engine_processes.py`): the *overrides* at the end of this page are the methods of
+those classes, checked as hooks are. What its platform interface asks for, the CPU platform answers
 (`sgl_esft/platform/cpu.py`).
 
 In all: {counts}.

@@ -9,6 +9,7 @@
 | ESFT_LOAD_FILE | a file | unset | set by the launcher: where ranks write their load |
 | ESFT_DEVICE_LEDGER | a file | unset | where servers that share devices write what they use |
 | ESFT_LOG_FORMAT | text, json | text | set by the launcher, from --log-format |
+| ESFT_QUIET | 1 | unset | set by the launcher: notices of every start are left out |
 | ESFT_KEY | a server's admin key | unset | shown to it by `sgl-esft memory` and `adapters` |
 
 A value outside its set is a `ConfigError`, not a default.
@@ -29,6 +30,7 @@ DEVICE_MEMORY = "ESFT_DEVICE_MEMORY"
 DEVICE_LEDGER = "ESFT_DEVICE_LEDGER"
 LOG_FORMAT = "ESFT_LOG_FORMAT"
 LogFormat = Literal["text", "json"]
+QUIET = "ESFT_QUIET"
 KEY = "ESFT_KEY"
 HEARTBEAT_TABLE = "ESFT_HEARTBEAT_TABLE"
 LOAD_FILE = "ESFT_LOAD_FILE"
@@ -66,6 +68,11 @@ def log_format() -> str:
     if value not in get_args(LogFormat):
         raise ConfigError(f"{LOG_FORMAT}={value!r}: set one of {', '.join(get_args(LogFormat))}")
     return value
+
+
+def is_quiet() -> bool:
+    """Whether what third parties say at every start is left out (observe/console.py)."""
+    return os.environ.get(QUIET) == "1"
 
 
 def key() -> str | None:

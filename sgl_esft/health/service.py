@@ -183,7 +183,7 @@ class Service:
 
     def on_signal(self, number: int) -> None:
         """SIGINT or SIGTERM; the second one forces, while the server starts the first one."""
-        logger.warning("health: %s", signal.Signals(number).name)
+        logger.warning("health: %s, stopping...", signal.Signals(number).name)
         self._take(Event.SIGNAL, signum=number)
 
     def on_quit(self) -> None:
@@ -206,7 +206,7 @@ class Service:
         was = self.life.phase
         self.life, act = phases.advance(self.life, event)
         if self.life.phase is not was:
-            logger.warning(
+            logger.info(
                 "health: %s, after %s; %d requests in flight",
                 self.life.phase,
                 event,

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
+
+from tqdm import tqdm
 
 from sgl_esft.http import record
 
@@ -67,14 +72,55 @@ class AccessLog:
         self._logger.info("%s %s %s", method, path, status, extra={_FIELDS: fields})
 
 
-# ---- hooks of SGLang's logging, with --log-format json ----
+# ---- every process, with --log-format json ----
+
+
+def begin() -> None:
+    """Before SGLang is imported: what is said until it sets up logging, and what ends a thread."""
+    if not logging.getLogger().handlers:
+        logging.getLogger().addHandler(logging.StreamHandler())
+    format_as_json()
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(
+        args.exc_type, args.exc_value, args.exc_traceback
+    )
+
+
+def format_as_json(prefix: str = "") -> None:
+    """The lines that this process's handlers write from now on, warnings among them."""
+    logging.captureWarnings(True)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonFormatter(prefix))
+
+
+def line_of(message: str, level: int = logging.INFO) -> str:
+    """A line that no logger writes: the launcher's progress, and what it refuses."""
+    fields = {"name": "sgl_esft", "levelname": logging.getLevelName(level), "msg": message}
+    return JsonFormatter().format(logging.makeLogRecord({**fields, "process": os.getpid()}))
+
+
+def _log_uncaught(kind: type[BaseException], error: Any, traceback: Any) -> None:
+    logging.getLogger("sgl_esft").critical("uncaught", exc_info=(kind, error, traceback))
+
+
+# ---- hooks of SGLang's, with --log-format json ----
 
 
 def use_json(result: None, server_args: Any, prefix: str = "") -> None:
     """After SGLang has set up a process's logging: the same lines, as JSON."""
-    logging.captureWarnings(True)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(JsonFormatter(prefix))
+    format_as_json(prefix)
+
+
+def use_json_while_resolving(result: Any, argv: Any) -> None:
+    """After SGLang has parsed a command line, for which it sets up logging too."""
+    format_as_json()
+
+
+class NoBar(tqdm):
+    """In place of the progress bar of loading weights, which is no line of JSON."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})
 
 
 def start_loop_for_nobody(original: Callable[[Any], None], manager: Any) -> None:

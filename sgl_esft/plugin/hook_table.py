@@ -192,6 +192,13 @@ _LOGGING = "sglang.srt.utils.common"
 # Only with --log-format json.
 JSON_LOG_HOOKS: tuple[Hook, ...] = (
     after(
+        "sglang.srt.server_args.prepare_server_args",
+        json_logs.use_json_while_resolving,
+        "argv",
+        why="it sets up logging as text, before it resolves the arguments and says what it does",
+        remove_when="SGLang has a flag for JSON logs",
+    ),
+    after(
         f"{_LOGGING}.configure_logger",
         json_logs.use_json,
         "server_args prefix",
@@ -204,6 +211,12 @@ JSON_LOG_HOOKS: tuple[Hook, ...] = (
         "server_args",
         why="the HTTP server's lines are text, and its access lines have no request id",
         remove_when="SGLang has a flag for JSON logs",
+    ),
+    constant(
+        "sglang.srt.model_loader.weight_utils.tqdm",
+        json_logs.NoBar,
+        why="the progress bar of loading weights is no line of JSON",
+        remove_when="SGLang has a flag for JSON logs, or for bars",
     ),
 )
 

@@ -29,7 +29,7 @@ MAY_IMPORT_SGLANG = {
     "sgl_elastic.engine.",
     "sgl_elastic.instance.process",
     "sgl_esft.fields.request_classes",
-    "sgl_esft.health.detokenizer",
+    "sgl_esft.health.engine_processes",
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",
     "sgl_esft.platform.",
@@ -92,7 +92,8 @@ ROOMS = {
     "sgl_esft": """
         errors dashboard support
         byte_size fields hook_ledger http ports
-        env observe
+        env
+        observe
         config
         formats
         access lang weave

@@ -14,7 +14,7 @@ from sgl_esft.errors import ConfigError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.ports import pick_free_port
-from sgl_esft_launch import elastic
+from sgl_esft_launch import elastic, server
 from sgl_esft_launch.elastic import ElasticPlan
 
 
@@ -126,5 +126,5 @@ def test_weavings_own_refusals_stand(make: Make) -> None:
 def test_a_refused_launch_says_why_and_ends(
     root: Path, line: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert elastic.main(line.replace("BASE", str(root / "base")).split()) == 2
+    assert server.main(["--elastic", *line.replace("BASE", str(root / "base")).split()]) == 2
     assert complaint in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""What a process of the server prints: third parties' notices of every start are left out by name.
+
+    launcher -> environment -> every process, when it imports sgl_esft: [begin] -> SGLang's imports
+
+Nothing is hidden with --verbose or --log-level info, and what is not in these tables is printed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Final
+
+from sgl_esft import env
+
+# How messages begin that say the same at every start on a machine without CUDA.
+WARNINGS: Final = (
+    "Only CUDA, HIP and XPU support AWQ",
+    "Only CUDA, MUSA and NPU support GGUF",
+    "Triton is not supported on current platform",
+)
+# Logger -> how its lines begin, as its source has them.
+LOG_LINES: Final = {
+    "sglang.kernels.jit.utils.arch": "Cannot detect CUDA architecture",
+    "sglang.srt.arg_groups.attention_hook": "Cuda graph is disabled because of using torch native",
+    "sglang.srt.arg_groups.serving_hook": "SGLANG_USE_CUDA_IPC_TRANSPORT is deprecated",
+    "sglang.srt.distributed.bootstrap": "init_cpu_threads_env and shared memory based AllReduce",
+    "sglang.srt.managers.multimodal_processor": "Ignore import error when loading",
+    "sglang.srt.models.registry": "Ignore import error when loading",
+    "sglang.srt.platforms.interface": "%s.%s() is deprecated and will be removed",
+    "sglang.srt.utils.common": "Fail to set RLIMIT_NOFILE",
+}
+
+
+def begin() -> None:
+    """In every process, before SGLang is imported. Does nothing where no launcher has been."""
+    if env.is_quiet():
+        silence()
+    if os.environ.get(env.LOG_FORMAT) == "json":
+        from sgl_esft.observe import json_logs
+
+        json_logs.begin()
+
+
+def silence() -> None:
+    """Leave out what the tables name."""
+    for start in WARNINGS:
+        warnings.filterwarnings("ignore", message=start)
+    for name, start in LOG_LINES.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, _NotBeginning) for each in logger.filters):
+            logger.addFilter(_NotBeginning(start))
+
+
+class _NotBeginning(logging.Filter):
+    """Stays on its logger whatever handlers SGLang sets up later."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._start)
