@@ -176,7 +176,7 @@ def _types() -> Iterator[Row]:
     yield _generate("rid", {}, rid=7)
     yield _generate("rid list", {}, rid=["a", "b"])
     yield _generate("text and ids", {}, 200, 400, input_ids=[1])
-    yield _generate("session", {}, session_params={"id": "nobody"})
+    yield _generate("session", {}, 403, session_params={"id": "nobody"})
     for wrong in (2**63 - 1, -(2**63), 2**31):
         yield _generate(f"priority {wrong}", {}, priority=wrong)
         yield _complete(f"priority {wrong}", 400, priority=wrong)

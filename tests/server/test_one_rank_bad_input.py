@@ -93,7 +93,8 @@ def test_unknown_adapter_is_404(route: str, body: dict[str, Any], one_rank: OneR
     response = one_rank.server.post(route, body)
     assert response.status_code == 404
     error = response.json()["error"]
-    assert error["type"] == "UnknownAdapterError"
+    of_anthropics_clients = route == "/v1/messages"
+    assert error["type"] == ("not_found_error" if of_anthropics_clients else "UnknownAdapterError")
     assert "nobody" in error["message"]
 
 

@@ -25,6 +25,7 @@ import atheris
 with atheris.instrument_imports(
     include=[
         "sgl_esft.access",
+        "sgl_esft.fields.check",
         "sgl_esft.http.body",
         "sgl_esft.formats.adapter_config",
         "sgl_esft.formats.manifest",
@@ -36,6 +37,7 @@ with atheris.instrument_imports(
     from sgl_esft.access import bodies, keys
     from sgl_esft.access.ask import MAX_SEQUENCES
     from sgl_esft.access.keys import KeyRing
+    from sgl_esft.fields import table
     from sgl_esft.fields.rules import BodyRules, ModelBounds
     from sgl_esft.formats.manifest import content_digest, read_manifest
     from sgl_esft.formats.safetensors_header import read_header
@@ -176,6 +178,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="0: another one each time")
     options = parser.parse_args(argv)
     target = TARGETS[options.target]
+    table.routes()  # imports SGLang, for longer than one input may take
 
     def run(data: bytes) -> None:
         target(data)
