@@ -63,7 +63,7 @@ def check_client_body(
     for part in sampling_parts(document):
         _check_biases(part.get("logit_bias"), bounds.vocab_size)
         _check_patterns(part.get("stop_regex"))
-    _check_request_ids(document)
+    _check_one_for_each_prompt(document)
     _check_template(document.get(TEMPLATE_FIELD), rules)
     if not rules.takes_media:
         _check_no_media_parts(document)
@@ -98,15 +98,17 @@ def _check_template(values: object, rules: BodyRules) -> None:
         )
 
 
-def _check_request_ids(document: Document) -> None:
-    """One for each prompt; SGLang fails on a list for a single prompt."""
-    ids = document.get("rid")
+def _check_one_for_each_prompt(document: Document) -> None:
+    """A list is for a batch, with one for each prompt: SGLang fails on others."""
+    num = num_prompts(document)[0]
+    is_batch = any(isinstance(document.get(field), list) for field in PROMPTS)
+    ids, sampling = document.get("rid"), document.get("sampling_params")
     if isinstance(ids, list) and (
-        len(ids) != num_prompts(document)[0]
-        or not any(isinstance(document.get(field), list) for field in PROMPTS)
-        or len(set(map(str, ids))) != len(ids)
+        len(ids) != num or not is_batch or len(set(map(str, ids))) != len(ids)
     ):
         raise BadBodyError("rid is a string, or with a list of prompts a list of different strings")
+    if isinstance(sampling, list) and (len(sampling) != num or not is_batch):
+        raise BadBodyError("sampling_params is an object, or with a list of prompts one for each")
 
 
 def _check_no_media_parts(document: Document) -> None:

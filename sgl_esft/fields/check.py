@@ -48,7 +48,8 @@ def _check_part(
 def _check(
     field: Field, value: Any, part: ObjectFields, rules: BodyRules, model: ModelBounds
 ) -> None:
-    if field.refusal is not None and value is not False and value not in _NOTHING:
+    # SGLang asks of its own fields whether they are None, of the others whether they hold anything.
+    if field.refusal is not None and (field.switch is None or value not in _NOTHING):
         why = field.refused(rules)
         if why is not None:
             raise BadBodyError(f"{field.name}{' ' if field.switch else ': '}{why}")

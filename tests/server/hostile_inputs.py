@@ -380,6 +380,10 @@ def _keys() -> Iterator[Row]:
 
 def _adapters() -> Iterator[Row]:
     """Names and folders of adapters."""
+    for field in ("positional_embed_overrides", "embed_overrides", "http_worker_ipc"):
+        yield _generate(f"{field} false", {}, **{field: False})
+    sent = request("POST", "/encode", {"text": "x", "sampling_params": [{}]})
+    yield _row("a list of sampling parameters for one text", sent, 400)
     for route in ("/classify", "/encode"):
         sent = request("POST", route, {"text": "x", "lora_path": ["reverse"]})
         yield _row(f"a list of adapters for one text: {route}", sent, 400)

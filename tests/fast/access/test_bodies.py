@@ -182,7 +182,7 @@ def test_refused(body: dict[str, Any], message: str) -> None:
     [
         {},
         {"n": None, "logprobs": True, "top_logprobs": None, "stop": None, "logit_bias": None},
-        {"custom_logit_processor": None, "lora_id": None, "image_data": [], "extra_key": ""},
+        {"custom_logit_processor": None, "lora_id": None, "image_data": [], "extra_key": None},
         {"max_tokens": 1000, "top_k": -1, "logit_bias": {"299": -100}, "cache_salt": "x"},
         {"max_tokens": 16.0, "temperature": 1},
         {"input_ids": [0, 299], "return_logprob": True, "logprob_start_len": -1},
