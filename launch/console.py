@@ -108,7 +108,7 @@ def _print(line: str, level: int = logging.INFO, to: object = None) -> None:
         from sgl_esft.observe.json_logs import line_of
 
         line = line_of(line.strip(), level)
-    print(line, file=to or sys.stderr, flush=True)  # type: ignore[call-overload]
+    print(line, file=to or sys.stderr, flush=True)  # type: ignore[arg-type]
 
 
 def _is_json() -> bool:
