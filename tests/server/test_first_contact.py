@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import anthropic
@@ -55,8 +56,18 @@ def grafana() -> str:
     return "\n".join(target["expr"] for target in targets)
 
 
+@cache
 def client_of(server: Server, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clients_are_closed(server: Server) -> Iterator[None]:
+    """Else their connections are garbage in another test."""
+    yield
+    for key in (CLIENT, ADMIN, TENANT):
+        client_of(server, key).close()
+    client_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +161,7 @@ def test_scaling_says_how_it_is_turned_on(server: Server) -> None:
 
 def test_anthropics_client_reads_its_errors(server: Server) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key=CLIENT, max_retries=0)
-    with pytest.raises(anthropic.NotFoundError) as missing:
+    with client, pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(
             model="nobody", max_tokens=1, messages=[{"role": "user", "content": "x"}]
         )
