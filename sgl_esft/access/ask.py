@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from sgl_esft.errors import BadBodyError
-from sgl_esft.fields.described import MAX_PROMPTS
+from sgl_esft.fields.described import MAX_PROMPTS, PROMPTS
 
 Document: TypeAlias = Mapping[str, Any]
 
@@ -25,7 +25,6 @@ NEW_TOKENS: Final = (
     "max_completion_tokens",
     "max_output_tokens",
 )
-PROMPTS: Final = ("text", "prompt", "input_ids", "input", "items")
 _QUESTIONS: Final = "questions"  # of /v1/decisions and /v1/systemone: a prompt each
 SAMPLING: Final = "sampling_params"
 
@@ -75,6 +74,14 @@ def flat(value: object) -> Iterator[object]:
             waiting.extend(each)
         else:
             yield each
+
+
+def is_batch(document: Document) -> bool:
+    """Whether the scheduler makes several requests of it; a list of token ids is one prompt."""
+    values = [document.get(field) for field in PROMPTS]
+    return any(
+        isinstance(value, list) and type(next(iter(value), 0)) is not int for value in values
+    )
 
 
 def num_prompts(document: Document) -> tuple[int, int]:

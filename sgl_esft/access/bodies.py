@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from sgl_esft.access.ask import PROMPTS, Ask, Document, ask_of, flat, num_prompts, sampling_parts
+from sgl_esft.access.ask import Ask, Document, ask_of, flat, is_batch, num_prompts, sampling_parts
 from sgl_esft.errors import BadBodyError
 from sgl_esft.fields.check import check_fields
 from sgl_esft.fields.rules import BodyRules, ModelBounds
+from sgl_esft.fields.table import fields_of_prompts
 
 MEDIA_PARTS: Final = frozenset(
     {
@@ -63,7 +64,7 @@ def check_client_body(
     for part in sampling_parts(document):
         _check_biases(part.get("logit_bias"), bounds.vocab_size)
         _check_patterns(part.get("stop_regex"))
-    _check_one_for_each_prompt(document)
+    _check_one_for_each_prompt(path, document)
     _check_template(document.get(TEMPLATE_FIELD), rules)
     if not rules.takes_media:
         _check_no_media_parts(document)
@@ -98,17 +99,16 @@ def _check_template(values: object, rules: BodyRules) -> None:
         )
 
 
-def _check_one_for_each_prompt(document: Document) -> None:
-    """A list is for a batch, with one for each prompt: SGLang fails on others."""
+def _check_one_for_each_prompt(path: str, document: Document) -> None:
+    """A list is for a batch, with one for each prompt: the scheduler fails on others."""
     num = num_prompts(document)[0]
-    is_batch = any(isinstance(document.get(field), list) for field in PROMPTS)
-    ids, sampling = document.get("rid"), document.get("sampling_params")
-    if isinstance(ids, list) and (
-        len(ids) != num or not is_batch or len(set(map(str, ids))) != len(ids)
-    ):
+    for field in fields_of_prompts(path):
+        value = document.get(field.name)
+        if field.shape.is_list_of(value) and not (is_batch(document) and len(value) == num):
+            raise BadBodyError(f"{field.name}: a list is for a list of prompts, one for each")
+    ids = document.get("rid")
+    if isinstance(ids, list) and len(set(map(str, ids))) != len(ids):
         raise BadBodyError("rid is a string, or with a list of prompts a list of different strings")
-    if isinstance(sampling, list) and (len(sampling) != num or not is_batch):
-        raise BadBodyError("sampling_params is an object, or with a list of prompts one for each")
 
 
 def _check_no_media_parts(document: Document) -> None:

@@ -17,6 +17,8 @@ from typing import Final
 CONTEXT: Final = "context_length"  # of the model, as a bound
 VOCAB: Final = "vocab_size"  # the same; a token id is below it
 MAX_PROMPTS: Final = 256
+# Where prompts are: of these, a list may be a batch.
+PROMPTS: Final = frozenset({"text", "prompt", "input_ids", "input", "items"})
 MAX_STOPS: Final = 16
 MAX_LOGIT_BIASES: Final = 300
 INT32: Final = (-(1 << 31), (1 << 31) - 1)

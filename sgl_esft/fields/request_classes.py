@@ -47,6 +47,12 @@ def route_classes() -> Mapping[str, tuple[type, ...]]:
     }
 
 
+def is_batched(path: str) -> bool:
+    """Whether the scheduler's own class reads it, which takes lists of parameters."""
+    kinds = route_classes().get(path, ())
+    return any(hasattr(kind, "normalize_batch_and_arguments") for kind in kinds)
+
+
 @functools.cache
 def part_classes() -> Mapping[str, type]:
     """Field that a class calls an object -> the class that SGLang makes of it."""

@@ -50,6 +50,17 @@ class Shape:
         return bool(self.part) or any(each.has_parts for each in inner)
 
     @property
+    def is_one_or_list(self) -> bool:
+        """Whether it may be one value, or a list of such values."""
+        return bool(self.lists) and (bool(self.scalars or self.part) or len(self.lists) > 1)
+
+    def is_list_of(self, value: object) -> bool:
+        """Whether a value is the list, where it may be one such value instead."""
+        if not isinstance(value, list):
+            return False
+        return bool(self.scalars or self.part) or any(type(each) is list for each in value)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """In words, such as ("a string", "a list of strings"). A number may be an integer."""
         scalars = self.scalars - {int} if float in self.scalars else self.scalars

@@ -25,6 +25,7 @@ from sgl_esft.fields.described import (
     MEDIA,
     NOT_FOR_CLIENTS,
     NOT_READ,
+    PROMPTS,
     VOCAB,
     Bounds,
     CustomParams,
@@ -114,6 +115,25 @@ def routes() -> Mapping[str, ObjectFields]:
         extra = [name for kind in kinds for name in IGNORED.get(kind.__name__, ())]
         found[path] = _with(part_of(kinds), (*EVERYWHERE, *extra))
     return found
+
+
+@functools.cache
+def fields_of_prompts(path: str) -> tuple[Field, ...]:
+    """What a document may have once, or in a list with one for each prompt of a batch.
+
+    Those are the scheduler's: other routes hand them on.
+    """
+    if path not in routes():
+        return ()
+    fields = routes()[path].fields.values()
+    return tuple(each for each in fields if each.name in _names_of_prompts())
+
+
+@functools.cache
+def _names_of_prompts() -> frozenset[str]:
+    parts = [routes()[path] for path in routes() if request_classes.is_batched(path)]
+    fields = [each for part in parts for each in part.fields.values()]
+    return frozenset(each.name for each in fields if each.shape.is_one_or_list) - PROMPTS
 
 
 def _with(part: ObjectFields, names: tuple[str, ...]) -> ObjectFields:
