@@ -36,6 +36,7 @@ HOUR_S = 3600.0
 WARM_UP_S = 300.0  # caches fill, threads of pools start
 # The allocator keeps what long prompts once took.
 MOST_GROWTH = 1.10
+SHOWN = 3  # findings; those that follow a death say little
 FEW = 8  # connections that are open at the moment
 
 
@@ -48,7 +49,7 @@ def fields(guarded: Guarded) -> list[Field]:
 
 def carried_out(guarded: Guarded, cases: Iterator[Case], seconds: float) -> Outcome:
     outcome = Run(guarded, cases, seconds).carry_out()
-    assert outcome.findings == [], "\n".join(outcome.findings)
+    assert outcome.findings == [], "\n".join([*outcome.findings[:SHOWN], guarded.server.log()])
     assert outcome.num_streams > 3
     check_answers(guarded)
     return outcome

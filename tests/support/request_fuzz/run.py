@@ -28,7 +28,7 @@ CASE_TIMEOUT_S: Final = 3.0
 STREAM_TIMEOUT_S: Final = 60.0
 READY_TIMEOUT_S: Final = 10.0
 NUM_LAST: Final = 12
-MAX_FINDINGS: Final = 20
+MAX_FINDINGS: Final = 6
 # A server may be busy, or take too long; those are said in docs/access.md and docs/http.md.
 DOCUMENTED: Final = frozenset({503, 504})
 TENANTS_PROMPTS: Final = ("coffee -> ", "engine -> ", "window -> ")
