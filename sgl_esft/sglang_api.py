@@ -6,6 +6,7 @@ called.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,7 @@ from sglang.srt.managers.io_struct import (
     ShutdownReq,
     UnloadLoRAAdapterReqInput,
 )
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import (
     get_context,
@@ -34,6 +36,7 @@ from sglang.srt.runtime_context import (
     get_observability,
     get_parallel,
 )
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from transformers import PretrainedConfig
 
@@ -198,6 +201,21 @@ def adapter_manager(scheduler: Any) -> Any:
 def reject_request(scheduler: Any, req: Any, message: str) -> None:
     """Answer a request with an error (400) before it runs; the caller does not queue it."""
     prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def fail_request(scheduler: Any, recv_req: Any, message: str) -> None:
+    """Answer what is no request yet with an error (500): one is made of its id alone for that."""
+    req = Req(
+        recv_req.rid,
+        "",
+        array("q", [0]),
+        SamplingParams(),
+        stream=getattr(recv_req, "stream", False),
+        vocab_size=scheduler.model_config.vocab_size,
+        http_worker_ipc=recv_req.http_worker_ipc,
+    )
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 

@@ -101,6 +101,9 @@ def _check_template(values: object, rules: BodyRules) -> None:
 
 def _check_one_for_each_prompt(path: str, document: Document) -> None:
     """A list is for a batch, with one for each prompt: the scheduler fails on others."""
+    kinds = [field for field in ("text", "input_ids") if document.get(field) is not None]
+    if len(kinds) > 1:
+        raise BadBodyError(f"a prompt is either {' or '.join(kinds)}: leave one of them out")
     num = num_prompts(document)[0]
     for field in fields_of_prompts(path):
         value = document.get(field.name)

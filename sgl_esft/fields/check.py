@@ -43,6 +43,8 @@ def _check_part(
                 raise BadBodyError(_unknown(name, part))
         elif value is not None:
             _check(field, value, part, rules, model)
+        elif part.is_strict and not field.shape.takes_null and field.refusal is None:
+            raise BadBodyError(f"{name} must be {field.shape.words}; leave it out for the default")
 
 
 def _check(

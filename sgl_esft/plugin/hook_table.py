@@ -14,6 +14,7 @@ from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
 from sgl_esft.plugin import (
     engine_hooks,
+    intake_hooks,
     memory_hooks,
     registry_hooks,
     request_hooks,
@@ -126,6 +127,17 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
         "self stop_at_pause",
         why="GET /readyz says whether the loop of every rank turns",
         remove_when="SGLang shows the progress of its loops without running the model",
+    ),
+    *(
+        around(
+            f"sglang.srt.managers.scheduler.Scheduler.{intake}",
+            intake_hooks.end_it_alone,
+            "self recv_req mm_input_error",
+            why="whatever a rank raises as it takes a request in ends the engine, and so all "
+            "other requests",
+            remove_when="SGLang ends such a request alone",
+        )
+        for intake in ("handle_generate_request", "handle_embedding_request")
     ),
 )
 

@@ -37,9 +37,9 @@ def route_of(body: Any) -> str:
 
 
 def with_text(body: dict[str, Any]) -> dict[str, Any]:
-    """With a prompt, where it is for /generate."""
+    """With a prompt, where it is for /generate and has none."""
     is_for_it = body.keys() <= table.routes()["/generate"].fields.keys()
-    return {**TEXT, **body} if is_for_it else body
+    return {**TEXT, **body} if is_for_it and "input_ids" not in body else body
 
 
 def nested(depth: int) -> bytes:
@@ -154,6 +154,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, 2], "rid": ["a"]}, "rid: a list is for a list of prompts"),
     ({"input_ids": [1], "return_hidden_states": [False]}, "return_hidden_states: a list is for"),
     ({"text": ["x", "y"], "return_hidden_states": ["last"]}, "return_hidden_states: a list is for"),
+    ({"text": "x", "input_ids": [[0]]}, "either text or input_ids"),
+    ({"sampling_params": {"n": None}}, "n must be an integer; leave it out"),
     ({"top_logprobs_num": [1]}, "top_logprobs_num: a list is for"),
     ({"token_ids_logprob": [[1]]}, "token_ids_logprob: a list is for"),
     ({"messages": [], "cache_salt": ["a"]}, "cache_salt: a list is for"),

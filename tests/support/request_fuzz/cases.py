@@ -115,7 +115,7 @@ class Case:
         """The body, with its values in place; lone surrogates are written as escapes."""
         document: Any = copy.deepcopy(dict(BODIES[self.route]))
         for path, value in self.put:
-            _put(document, path, value)
+            _put(document, path, copy.deepcopy(value))
         return json.dumps(document).encode()
 
 
