@@ -76,6 +76,10 @@ class AdapterFormatError(UserError):
     """The folder does not hold an ESFT adapter: a file is missing, damaged or malformed."""
 
 
+class LogitsNotFiniteError(UserError, status=500):
+    """The weights overflow: the logits of a request are not finite, so it has no answer."""
+
+
 class AdapterNotFiniteError(AdapterFormatError):
     """An adapter's weights hold a NaN or an infinity."""
 

@@ -26,7 +26,7 @@ from sglang.srt.managers.io_struct import (
     ShutdownReq,
     UnloadLoRAAdapterReqInput,
 )
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import (
     get_context,
@@ -217,6 +217,12 @@ def fail_request(scheduler: Any, recv_req: Any, message: str) -> None:
     )
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def end_request(req: Any, message: str) -> None:
+    """End a request with an error (500) at this step, whose token is not shown to its client."""
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+    req.finished_len = len(req.output_ids)
 
 
 def device_of(scheduler: Any) -> torch.device:

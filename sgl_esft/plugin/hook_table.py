@@ -14,6 +14,7 @@ from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
 from sgl_esft.plugin import (
     engine_hooks,
+    finite_hooks,
     intake_hooks,
     memory_hooks,
     registry_hooks,
@@ -138,6 +139,21 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
             remove_when="SGLang ends such a request alone",
         )
         for intake in ("handle_generate_request", "handle_embedding_request")
+    ),
+    before(
+        "sglang.srt.layers.sampler.Sampler.forward",
+        finite_hooks.zero_what_is_not_finite,
+        "self logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs "
+        "positions logprob_logits",
+        why="sampling from a row with a NaN ends the engine, and its argmax is no answer",
+        remove_when="SGLang ends the requests of such rows with an error",
+    ),
+    before(
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        finite_hooks.end_not_finite,
+        "self batch result",
+        why="the requests of rows that are not finite end with an error, and no others",
+        remove_when="SGLang ends the requests of such rows with an error",
     ),
 )
 

@@ -1,0 +1,56 @@
+"""Rows of logits that cannot be sampled from are found, zeroed, and end their requests alone."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sgl_esft.plugin import finite_hooks
+
+NAN, INF = float("nan"), float("inf")
+GOOD = [[0.0, 1.0, -2.0], [-INF, 3.0, -INF]]  # a grammar's mask
+BAD = [[NAN, 1.0, 2.0], [INF, 1.0, 2.0], [-INF, -INF, -INF], [-INF, NAN, -INF], [INF, NAN, -INF]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_found_and_zeroed(dtype: torch.dtype) -> None:
+    given = torch.tensor([*GOOD, *BAD], dtype=dtype)
+    output = LogitsProcessorOutput(next_token_logits=given.clone())
+    finite_hooks.zero_what_is_not_finite(None, output)
+    assert torch.equal(output.next_token_logits[:2], given[:2])
+    assert not output.next_token_logits[2:].any()
+    assert finite_hooks.not_finite(given).tolist() == [False] * 2 + [True] * 5
+
+
+def test_their_requests_end_with_this_step() -> None:
+    reqs = [request(str(number)) for number in range(3)]
+    output = LogitsProcessorOutput(next_token_logits=torch.tensor([GOOD[0], BAD[0], GOOD[1]]))
+    finite_hooks.zero_what_is_not_finite(None, output)
+    finite_hooks.end_not_finite(
+        None, SimpleNamespace(reqs=reqs), SimpleNamespace(logits_output=output)
+    )
+    assert [req.to_finish is not None for req in reqs] == [False, True, False]
+    bad = reqs[1]
+    bad.output_ids.append(0)
+    bad.update_finish_state()
+    assert bad.finished_reason.to_json()["status_code"] == 500
+    assert "LogitsNotFiniteError" in bad.finished_reason.to_json()["message"]
+    assert list(bad.output_ids_through_stop) == [], "the token that nobody computed"
+
+
+def test_results_without_logits_are_left() -> None:
+    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), SimpleNamespace())
+    nothing = SimpleNamespace(logits_output=LogitsProcessorOutput(next_token_logits=None))
+    finite_hooks.zero_what_is_not_finite(None, nothing.logits_output)
+    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), nothing)
+
+
+def request(rid: str) -> Any:
+    return Req(rid, "", array("q", [1]), SamplingParams(max_new_tokens=4), vocab_size=3)
