@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 _ROWS: Final = "sgl_esft_not_finite"  # of SGLang's logits_output: bool[num_rows] on their device
 _MESSAGE: Final = (
     f"{LogitsNotFiniteError.__name__}: the model's logits for this request are not finite, so "
-    "there is no answer: the weights of {whose} overflow in the model's dtype; look at how they were "
-    "trained"
+    "there is no answer: the weights of {whose} overflow in the model's dtype; look at how they "
+    "were trained"
 )
 
 
