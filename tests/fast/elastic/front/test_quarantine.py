@@ -174,3 +174,17 @@ def test_what_ends_engines_without_being_tried_is_given_up_too() -> None:
         assert quarantine.output("now and then", CLEARING_TOKENS, is_finished=False)
     assert quarantine.died() == {"now and then": MOST_UNEXPLAINED}
     assert quarantine == Quarantine()
+
+
+def test_who_was_not_sent_to_the_instance_that_dies_is_no_suspect() -> None:
+    """After a scale another instance serves; what it was handed over is sent to it anew."""
+    quarantine = Quarantine()
+    for rid in ("stays", "waits"):
+        quarantine.sent(rid)
+    quarantine.handed_over()
+    quarantine.sent("stays")
+    assert quarantine.died() == {}
+    assert quarantine.next() == "stays"
+    quarantine.begin("stays", 0)
+    assert quarantine.output("stays", 1, is_finished=True)
+    assert quarantine.is_over, "nobody waits for a trial that ran on no instance that died"
