@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import requests
 
 from sgl_esft.health.faults import STOPPED_S
 from sgl_esft.health.phases import EXIT_CUT, EXIT_FAILED
 from tests.server.ending import ELASTIC, Mortal, Stream, mortal
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
@@ -145,3 +147,21 @@ def test_what_takes_too_long_is_cut(layout: str, tmp_path: Path) -> None:
         for stream in streams:
             stream.end()
         assert "DrainTimeoutError" in {stream.error for stream in streams}
+
+
+@pytest.mark.full
+def test_a_server_that_was_scaled_leaves_nothing(tmp_path: Path) -> None:
+    """The instances that served before have gone, and what they shared; then the last one."""
+    sizes = ("--max-devices", "2", "--device-memory", "64MiB", "--standby-ranks", "0")
+    with mortal(tmp_path, "--elastic", *sizes) as server:
+        for size in (2, 1):
+            answer = requests.post(
+                f"{server.server.url}/v1/scale", json={"dp_size": size}, timeout=60
+            )
+            assert answer.status_code == 202, answer.text
+            operation = f"/v1/scale/{answer.json()['id']}"
+            wait_until(lambda at=operation: server.get(at).json()["state"] == "succeeded", 120.0)  # type: ignore[misc]
+            server.note_shared()
+        assert server.shared
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.ends_with(DRAIN_S) == 0
