@@ -31,10 +31,15 @@ LOG_LINES: Final = {
     "sglang.srt.platforms.interface": "%s.%s() is deprecated and will be removed",
     "sglang.srt.utils.common": "Fail to set RLIMIT_NOFILE",
 }
+# The same for lines whose tracebacks say what is wrong with a client's body, at any length.
+CLIENTS_FAULTS: Final = {
+    "sglang.srt.entrypoints.openai.serving_responses": "Error in preprocessing prompt inputs",
+}
 
 
 def begin() -> None:
     """In every process, before SGLang is imported. Does nothing where no launcher has been."""
+    shorten()
     if env.is_quiet():
         silence()
     if os.environ.get(env.LOG_FORMAT) == "json":
@@ -51,6 +56,29 @@ def silence() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _NotBeginning) for each in logger.filters):
             logger.addFilter(_NotBeginning(start))
+
+
+def shorten() -> None:
+    """A client's fault is one line, so that no client fills the disk, nor the log with its text."""
+    for name, start in CLIENTS_FAULTS.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, _WithoutTraceback) for each in logger.filters):
+            logger.addFilter(_WithoutTraceback(start))
+
+
+class _WithoutTraceback(logging.Filter):
+    """The class of the error stays."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and str(record.msg).startswith(self._start):
+            kind = record.exc_info[0]
+            record.msg = f"{record.msg}: {kind.__name__ if kind else 'unknown'}"
+            record.exc_info = record.exc_text = None
+        return True
 
 
 class _NotBeginning(logging.Filter):
