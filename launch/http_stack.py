@@ -1,7 +1,7 @@
 """What every request passes, as one list, and the application that it is put around.
 
     client -> Observer -> ErrorShape -> Gate -> RequestIds -> Admission -> AdapterNames
-           -> SGLang's own -> TextJobs -> routes
+           -> NamedErrors -> SGLang's own -> TextJobs -> routes
 
 The list is around SGLang's middleware too, whatever SGLang adds later; TextJobs is inside it.
 The gate reads a body once; `http.body.body_of` has it for those behind.
@@ -36,6 +36,7 @@ from sgl_esft.http.routes import (
     answer_no_route,
 )
 from sgl_esft.http.text_jobs import TextJobs
+from sgl_esft.http.time_limit import NamedErrors
 from sgl_esft_launch.access import AccessPlan
 
 Layer: TypeAlias = Callable[[App], App]
@@ -72,6 +73,7 @@ def layers(parts: Parts) -> list[Layer]:
         RequestIds,
         partial(Admission, control=parts.control),
         partial(AdapterNames, ensure=parts.ensure, refused_routes=parts.refused_routes),
+        NamedErrors,
     ]
 
 

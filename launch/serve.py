@@ -16,6 +16,7 @@ from sgl_esft.health import process
 from sgl_esft.health.engine import Engine
 from sgl_esft.health.heartbeat import HeartbeatTable
 from sgl_esft.hook_ledger import Hook
+from sgl_esft.http import time_limit
 from sgl_esft.http.adapter_names import ROUTES_OVER_ALL_SLOTS, KnownNames
 from sgl_esft.http.request_ids import IdBook
 from sgl_esft.http.routes import add_routes
@@ -120,6 +121,7 @@ def run(
 
     manager = tokenizer.manager_class(overrides)
     request_hooks.use(IdBook(isolates_prefix_cache=launch.access.isolates_prefix_cache))
+    time_limit.start(launch.access.text_timeout_s)
     app = http_server.app
     holder: adapters.LibraryHolder | None = None
     if launch.config is not None:

@@ -136,8 +136,12 @@ class BodyTooLargeError(AccessError, status=413):
     """The body has more bytes than --max-body-bytes."""
 
 
-class TextTimeoutError(AccessError, status=413):
-    """Tokenizing or parsing a text takes longer than --text-timeout."""
+class TextTimeoutError(AccessError, ValueError, status=413):
+    """Work on a text, or on the model's answer, takes longer than it may: --text-timeout."""
+
+
+class TextParserError(AccessError, ValueError, status=422):
+    """A tool-call or reasoning parser of SGLang's fails at a text."""
 
 
 class HeadersTooLargeError(AccessError, status=431):

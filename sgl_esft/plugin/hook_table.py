@@ -20,6 +20,7 @@ from sgl_esft.plugin import (
     registry_hooks,
     request_hooks,
     schedule_hooks,
+    text_hooks,
     weave_hooks,
 )
 
@@ -28,6 +29,10 @@ _DP_ATTENTION = "sglang.srt.layers.dp_attention"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_TOOLS = "function_call.function_call_parser.FunctionCallParser"
+_JSON_TOOLS = "function_call.json_array_parser.JsonArrayParser"
+_REASONING = "parser.reasoning_parser.ReasoningParser"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 
 CPU_HOOKS: tuple[Hook, ...] = (
@@ -154,6 +159,47 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
         "self batch result",
         why="the requests of rows that are not finite end with an error, and no others",
         remove_when="SGLang ends the requests of such rows with an error",
+    ),
+    around(
+        f"{_CHAT}._validate_request",
+        text_hooks.check,
+        "self request",
+        why="it checks tools' schemas on the event loop, at 1 ms for each property",
+        remove_when="SGLang checks them elsewhere, or for a bounded time",
+    ),
+    *(
+        around(
+            f"{_CHAT}.{method}",
+            text_hooks.render,
+            parameters,
+            why="a chat template's work may grow faster than the messages",
+            remove_when="SGLang bounds it",
+        )
+        for method, parameters in (
+            ("_apply_jinja_template", "self request tools is_multimodal"),
+            ("_apply_conversation_template", "self request is_multimodal"),
+        )
+    ),
+    *(
+        around(
+            f"sglang.srt.{parser}",
+            text_hooks.parse,
+            parameters,
+            why="parsers of answers run on the event loop; some are quadratic, and some raise",
+            remove_when="SGLang bounds their time, and says which one failed",
+        )
+        for parser, parameters in (
+            (f"{_TOOLS}.has_tool_call", "self text"),
+            (f"{_TOOLS}.parse_non_stream", "self full_text preserve_incomplete"),
+            (f"{_TOOLS}.parse_stream_chunk", "self chunk_text"),
+            (f"{_TOOLS}.parse_stream_end", "self"),
+            (f"{_JSON_TOOLS}.parse_streaming_increment", "self new_text tools"),
+            (f"{_JSON_TOOLS}.finish", "self tools"),
+            (f"{_REASONING}.parse_non_stream", "self full_text"),
+            (f"{_REASONING}.parse_non_stream_blocks", "self full_text"),
+            (f"{_REASONING}.parse_stream_chunk", "self chunk_text"),
+            (f"{_REASONING}.parse_stream_end", "self"),
+        )
     ),
 )
 
