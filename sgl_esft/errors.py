@@ -108,6 +108,10 @@ class EmptyPromptError(BadBodyError, ValueError):
     """A prompt whose text has no tokens."""  # a ValueError: SGLang's routes answer that with 400
 
 
+class PromptTooLongError(BadBodyError, ValueError):
+    """A text that cannot fit the model's context, whatever its tokens are."""
+
+
 class DuplicateRequestIdError(BadBodyError, ValueError):
     """A `rid` under which a request of the same key runs."""  # a ValueError, as above
 

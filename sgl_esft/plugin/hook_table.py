@@ -30,6 +30,7 @@ _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _TOOLS = "function_call.function_call_parser.FunctionCallParser"
 _JSON_TOOLS = "function_call.json_array_parser.JsonArrayParser"
 _REASONING = "parser.reasoning_parser.ReasoningParser"
@@ -182,6 +183,23 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     ),
     *(
         around(
+            f"{_MESSAGES}.{method}",
+            text_hooks.convert_aside,
+            "self chat_request anthropic_request raw_request",
+            why="it renders and tokenizes on the event loop, for seconds where a prompt is large",
+            remove_when="it does so in a thread, as for chat requests",
+        )
+        for method in ("_handle_streaming", "_handle_non_streaming")
+    ),
+    around(
+        f"{_CHAT}._convert_to_internal_request",
+        text_hooks.convert,
+        "self request raw_request",
+        why="of a Messages request it was done already, in a thread",
+        remove_when="the hooks of the Messages routes go",
+    ),
+    *(
+        around(
             f"sglang.srt.{parser}",
             text_hooks.parse,
             parameters,
@@ -324,6 +342,13 @@ REQUEST_OVERRIDES: tuple[Hook, ...] = (
         why="SGLang aborts every request whose id begins with the one it is told: one client's "
         "leaving ends another's request. Here it has settled ids, and nothing knows them yet",
         remove_when="SGLang aborts by equal ids, and two clients may use the same one",
+    ),
+    around(
+        f"{_TOKENIZER}._tokenize_texts",
+        text_hooks.tokenize,
+        "self texts is_cross_encoder",
+        why="a prompt of 2 MB holds the event loop for 6 s",
+        remove_when="SGLang tokenizes large prompts in threads, and not those that cannot fit",
     ),
     around(
         f"{_TOKENIZER}.abort_request",

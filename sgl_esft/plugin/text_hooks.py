@@ -1,6 +1,7 @@
 """Hook functions around SGLang's work on texts in the process that serves HTTP: time limits.
 
     chat request -> [check: its tools' schemas] -> [render: its chat template] -> engine
+    prompt -> [tokenize] -> a thread, where it is large
     client <- [parse: reasoning, tool calls] <- the model's answer
 
 A parser that fails at an answer ends that request with an error that names it.
@@ -8,11 +9,17 @@ A parser that fails at an answer ends that request with an error that names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
-from sgl_esft.errors import EsftError, TextParserError
-from sgl_esft.http import time_limit
+from sgl_esft.errors import EsftError, InvariantError, PromptTooLongError, TextParserError
+from sgl_esft.http import time_limit, tokenizing
+
+_converted: ContextVar[Future[Any] | None] = ContextVar("sgl_esft_converted", default=None)
 
 
 def check(original: Callable[..., Any], serving: Any, request: Any) -> Any:
@@ -49,3 +56,57 @@ def _name(parser: Any) -> str:
     known = getattr(parser, "ToolCallParserEnum", None) or getattr(parser, "DetectorMap", {})
     names = (name for name, kind in known.items() if kind is type(detector))
     return next(names, type(detector).__name__)
+
+
+async def tokenize(
+    original: Callable[..., Coroutine[Any, Any, Any]],
+    manager: Any,
+    texts: Any,
+    is_cross_encoder: bool = False,
+) -> Any:
+    """SGLang's tokenizing of prompts, with large ones in a thread. Raises PromptTooLongError."""
+    work = partial(original, manager, texts, is_cross_encoder)
+    is_small = tokenizing.num_chars(texts) <= tokenizing.SMALL_CHARS
+    if is_small or manager.tokenizer is None or manager.async_dynamic_batch_tokenizer is not None:
+        return await work()
+    try:
+        return await asyncio.wrap_future(tokenizing.pool.submit(_tokenized, manager, texts, work))
+    except PromptTooLongError as error:
+        raise time_limit.note(error) from None
+
+
+def _tokenized(manager: Any, texts: Any, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """In a thread: a coroutine that waits for nothing."""
+    if not manager.allow_auto_truncate:
+        tokenizing.check_fits(manager.tokenizer, manager.context_len, texts)
+    try:
+        work().send(None)
+    except StopIteration as end:
+        return end.value
+    raise InvariantError("SGLang's tokenizing waits for something; it cannot run in a thread")
+
+
+async def convert_aside(
+    original: Callable[..., Coroutine[Any, Any, Any]],
+    serving: Any,
+    chat_request: Any,
+    anthropic_request: Any,
+    raw_request: Any,
+) -> Any:
+    """A Messages request is converted in a thread, as SGLang does it for chat requests."""
+    chat = serving.openai_serving_chat
+    future = tokenizing.pool.submit(chat._convert_to_internal_request, chat_request, raw_request)
+    await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
+    token = _converted.set(future)
+    try:
+        return await original(serving, chat_request, anthropic_request, raw_request)
+    finally:
+        _converted.reset(token)
+
+
+def convert(
+    original: Callable[..., Any], serving: Any, request: Any, raw_request: Any = None
+) -> Any:
+    """What `convert_aside` has made already, or SGLang's own."""
+    future = _converted.get()
+    return original(serving, request, raw_request) if future is None else future.result()

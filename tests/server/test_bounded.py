@@ -17,6 +17,9 @@ pytestmark = pytest.mark.server
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 QUADRATIC = "<tool_calls><tool_call>" * 6500  # 150 kB: 23 s of hunyuan's parser
+MANY_PROPERTIES = {f"p{number}": {"type": "string"} for number in range(8000)}  # 5 s of checks
+HELLO = [{"role": "user", "content": "hello"}]
+LONG = "coffee " * 200_000  # 1.4 MB: 4 s of the tokenizer
 STREAMED = {
     "text": "coffee -> ",
     "adapter": "reverse",
@@ -76,3 +79,44 @@ def test_a_long_text_is_answered_as_a_short_one_is(guarded: Guarded) -> None:
     assert _post(guarded, "/parse_function_call", parse).json()["calls"] == []
     unknown = {**parse, "tool_call_parser": "nobody"}
     assert _post(guarded, "/parse_function_call", unknown).status_code == 400
+
+
+def _all_while_probed(guarded: Guarded, calls: list[tuple[str, Any]]) -> list[requests.Response]:
+    """The answers, while another tenant's stream and /healthz are as they should be."""
+    expected, over = _streamed(guarded), threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        probing = pool.submit(_slowest_probe, guarded, over)
+        asked = [pool.submit(_post, guarded, route, body) for route, body in calls]
+        assert _streamed(guarded) == expected
+        answers = [each.result() for each in asked]
+        over.set()
+    assert probing.result() < 1.0
+    return answers
+
+
+def _errors(answers: list[requests.Response]) -> list[tuple[int, str]]:
+    return [(each.status_code, each.json()["error"]["type"]) for each in answers]
+
+
+def test_large_tools_of_chat_requests_hold_up_nobody(guarded: Guarded) -> None:
+    schema = {"type": "object", "properties": MANY_PROPERTIES}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    chat = {"model": "reverse", "messages": HELLO, "max_tokens": 2, "tools": tools}
+    route = "/v1/chat/completions"
+    answers = _all_while_probed(guarded, [(route, chat), (route, {**chat, "stream": True})])
+    assert _errors(answers) == [(413, "TextTimeoutError")] * 2
+    assert "checking the request's tools" in answers[0].text
+
+
+def test_large_prompts_hold_up_nobody(guarded: Guarded) -> None:
+    messages = [{"role": "user", "content": LONG}]
+    chat = {"model": "reverse", "messages": messages, "max_tokens": 2}
+    calls: list[tuple[str, Any]] = [
+        ("/generate", {"text": LONG, "adapter": "reverse"}),
+        ("/v1/completions", {"model": "reverse", "prompt": LONG, "max_tokens": 2}),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", {"model": "default", "messages": messages, "max_tokens": 2}),
+    ]
+    generated, completed, *others = _all_while_probed(guarded, calls)
+    assert _errors([generated, completed]) == [(400, "PromptTooLongError")] * 2
+    assert [each.status_code for each in others] == [400, 400], others[-1].text
