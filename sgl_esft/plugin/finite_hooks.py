@@ -49,8 +49,11 @@ def end_not_finite(scheduler: Any, batch: Any, result: Any) -> None:
     rows = vars(result.logits_output).get(_ROWS) if _has_logits(result) else None
     if rows is None:
         return
+    if result.copy_done is not None:  # with overlap, another stream may still be at this step
+        result.copy_done.synchronize()
     for req, is_bad in zip(batch.reqs, rows.tolist(), strict=False):
-        if is_bad and not req.finished():
+        # The logits of a prompt's earlier chunks are nobody's answer.
+        if is_bad and not req.finished() and req.inflight_middle_chunks <= 0:
             from sgl_esft import sglang_api
 
             whose = "its adapter" if req.lora_id else "the base model"

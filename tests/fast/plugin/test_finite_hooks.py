@@ -33,9 +33,7 @@ def test_their_requests_end_with_this_step() -> None:
     reqs = [request(str(number)) for number in range(3)]
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([GOOD[0], BAD[0], GOOD[1]]))
     finite_hooks.zero_what_is_not_finite(None, output)
-    finite_hooks.end_not_finite(
-        None, SimpleNamespace(reqs=reqs), SimpleNamespace(logits_output=output)
-    )
+    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=reqs), result_of(output))
     assert [req.to_finish is not None for req in reqs] == [False, True, False]
     bad = reqs[1]
     bad.output_ids.append(0)
@@ -45,11 +43,35 @@ def test_their_requests_end_with_this_step() -> None:
     assert list(bad.output_ids_through_stop) == [], "the token that nobody computed"
 
 
+def test_rows_are_read_when_their_step_has_ended() -> None:
+    """With overlap they are another stream's until its event: here it fills them in."""
+    req = request("0")
+    output = LogitsProcessorOutput(next_token_logits=torch.tensor([GOOD[0]]))
+    finite_hooks.zero_what_is_not_finite(None, output)
+    rows = vars(output)["sgl_esft_not_finite"]
+    done = SimpleNamespace(synchronize=lambda: rows.fill_(True))
+    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output, done))
+    assert req.to_finish is not None
+
+
+def test_a_chunk_before_the_last_ends_nothing() -> None:
+    req = request("0")
+    req.inflight_middle_chunks = 1
+    output = LogitsProcessorOutput(next_token_logits=torch.tensor([BAD[0]]))
+    finite_hooks.zero_what_is_not_finite(None, output)
+    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output))
+    assert req.to_finish is None
+
+
 def test_results_without_logits_are_left() -> None:
     finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), SimpleNamespace())
-    nothing = SimpleNamespace(logits_output=LogitsProcessorOutput(next_token_logits=None))
+    nothing = result_of(LogitsProcessorOutput(next_token_logits=None))
     finite_hooks.zero_what_is_not_finite(None, nothing.logits_output)
     finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), nothing)
+
+
+def result_of(output: LogitsProcessorOutput, copy_done: object = None) -> Any:
+    return SimpleNamespace(logits_output=output, copy_done=copy_done)
 
 
 def request(rid: str) -> Any:
