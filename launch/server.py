@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from sgl_esft.errors import EsftError
 from sgl_esft.health import ending
 from sgl_esft.tools.versions import describe_versions
-from sgl_esft_launch import arguments, console, flags, plan
+from sgl_esft_launch import arguments, console, fit, flags, plan
 
 
 def begin_child() -> None:
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed, sglang_argv = flags.parse(argv)
         arguments.check_known(sglang_argv, build_whole_parser())
         launch = plan.plan_launch(parsed, sglang_argv)
+        fit.check(launch)
     except EsftError as error:
         return console.refuse(error)
     from sgl_esft_launch import serve
@@ -50,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main_elastic(argv: Sequence[str]) -> int:
     """As `main`; the elastic package is imported by none but an elastic server."""
     from sgl_elastic.errors import ElasticError
-    from sgl_esft_launch import elastic
+    from sgl_esft_launch import elastic, elastic_fit
 
     try:
         planned = elastic.plan_elastic(argv)
+        elastic_fit.check(planned)
     except (EsftError, ElasticError) as error:
         return console.refuse(error, elastic.PROGRAM)
     from sgl_esft_launch import elastic_serve

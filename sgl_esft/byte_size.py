@@ -48,3 +48,8 @@ def gigabytes(num_bytes: float) -> str:
     if abs(num_bytes) < 10**8:
         return f"{num_bytes / 10**6:,.2f} MB"
     return f"{num_bytes / 10**9:,.2f} GB"
+
+
+def mebibytes(num_bytes: int) -> str:
+    """`13MiB`, rounded up: what `parse_bytes` takes."""
+    return f"{-(-num_bytes // (1 << 20))}MiB"

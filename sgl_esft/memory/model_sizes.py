@@ -30,6 +30,8 @@ class ModelSizes:
     spec: MoeSpec
     total_bytes: int  # all weights
     kv_elements_per_token: int  # over all layers
+    derived_bytes: int = 0  # MLA's kv_b_proj once more, as SGLang splits it by head
+    rotary_bytes: int = 0  # about as much as the table of positions takes
 
     @classmethod
     def from_config(cls, config: Config) -> ModelSizes:
@@ -47,6 +49,8 @@ class ModelSizes:
             spec=spec,
             total_bytes=elements * DTYPE_BYTES[spec.dtype],
             kv_elements_per_token=spec.num_layers * kv_elements,
+            derived_bytes=spec.num_layers * _split_by_head(config, spec) * DTYPE_BYTES[spec.dtype],
+            rotary_bytes=_int(config, "max_position_embeddings", 0) * _rotary(config, spec) * 4,
         )
 
     @property
@@ -109,6 +113,21 @@ def _latent_attention(config: Config, hidden: int) -> tuple[int, int]:
     if config.get("attention_bias"):
         weights += q_rank + rank + rope + hidden
     return weights, rank + rope
+
+
+def _split_by_head(config: Config, spec: MoeSpec) -> int:
+    if not spec.architecture.startswith("Deepseek"):
+        return 0
+    width = _int(config, "qk_nope_head_dim") + _int(config, "v_head_dim")
+    return _int(config, "kv_lora_rank") * _int(config, "num_attention_heads") * width
+
+
+def _rotary(config: Config, spec: MoeSpec) -> int:
+    """Dimensions of a key that carry its position."""
+    if spec.architecture.startswith("Deepseek"):
+        return _int(config, "qk_rope_head_dim")
+    heads = max(_int(config, "num_attention_heads"), 1)
+    return _int(config, "head_dim", spec.hidden_size // heads)
 
 
 def _grouped_attention(config: Config, spec: MoeSpec) -> tuple[int, int]:

@@ -103,3 +103,23 @@ def test_flags_read_from_sglangs_source_are_those_of_its_parser() -> None:
     ServerArgs.add_cli_args(parser)
     flags = {option for action in parser._actions for option in action.option_strings}
     assert arguments.sglang_flags() | {"-h"} == flags
+
+
+@pytest.mark.parametrize("server", ["", "--elastic"])
+def test_a_device_too_small_for_the_base_names_the_smallest_that_fits(server: str) -> None:
+    line = refused(*server.split(), "--device-memory", "1MiB")
+    assert "DeviceMemoryError: --device-memory 1.00MiB: the base model does not fit" in line
+    assert line.endswith(f"--device-memory {smallest_of(line)}MiB")
+
+
+@pytest.mark.parametrize("server", ["", "--elastic --max-devices 1"])
+def test_a_device_too_small_for_the_adapters_names_the_smallest_that_fits(server: str) -> None:
+    line = refused(*server.split(), "--device-memory", "9MiB")
+    assert "the base model fits (6.59MiB), but not with adapters (8.44MiB) and 256 tokens" in line
+    fitting = smallest_of(line)
+    almost = refused(*server.split(), "--device-memory", f"{fitting - 1}MiB")
+    assert smallest_of(almost) == fitting
+
+
+def smallest_of(line: str) -> int:
+    return int(line.rpartition(" --device-memory ")[2].removesuffix("MiB"))
