@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from sgl_elastic.instance import engine_config
+from sgl_esft.observe import console
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +23,7 @@ def register() -> None:
     try:
         _install()
     except Exception as error:  # an unknown SGLang may fail in any way
-        reason = f"sgl_elastic refuses to serve: {type(error).__name__}: {error}"
-        logger.critical(reason)
-        raise SystemExit(reason) from error
+        raise console.refusal("sgl_elastic", error, logger) from error
     _is_installed = True
 
 

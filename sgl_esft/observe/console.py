@@ -58,6 +58,16 @@ def silence() -> None:
             logger.addFilter(_NotBeginning(start))
 
 
+def refusal(program: str, error: Exception, logger: logging.Logger) -> SystemExit:
+    """What a process is to end with that must not serve; the log has the reason.
+
+    Python prints a SystemExit's text, for where the log is not seen; a log of JSON stays that.
+    """
+    reason = f"{program} refuses to serve: {type(error).__name__}: {error}"
+    logger.critical(reason)
+    return SystemExit(1 if os.environ.get(env.LOG_FORMAT) == "json" else reason)
+
+
 def shorten() -> None:
     """A client's fault is one line, so that no client fills the disk, nor the log with its text."""
     for name, start in CLIENTS_FAULTS.items():

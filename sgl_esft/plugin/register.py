@@ -14,6 +14,7 @@ import logging
 
 from sgl_esft import hook_ledger, platform
 from sgl_esft.hook_ledger import Hook
+from sgl_esft.observe import console
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,7 @@ def register() -> None:
     try:
         install()
     except Exception as error:  # an unknown SGLang may fail in any way, an ImportError above all
-        reason = f"sgl_esft refuses to serve: {type(error).__name__}: {error}"
-        logger.critical(reason)
-        raise SystemExit(reason) from error
+        raise console.refusal("sgl_esft", error, logger) from error
 
 
 def install() -> None:

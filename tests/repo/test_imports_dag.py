@@ -73,7 +73,7 @@ HANDED_OVER = {
         "sgl_esft.weave.expert_memory",
         "sgl_esft.weave.slot_layout",
     },
-    "sgl_elastic.engine.plugin": {"sgl_esft.hook_ledger"},
+    "sgl_elastic.engine.plugin": {"sgl_esft.hook_ledger", "sgl_esft.observe.console"},
     "sgl_elastic.engine.rank": {"sgl_esft.weave.plane"},
     "sgl_elastic.instance.process": {
         "sgl_esft",

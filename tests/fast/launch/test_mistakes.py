@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import subprocess
@@ -75,6 +76,53 @@ def test_a_wrong_adapter_says_which(tmp_path: Path) -> None:
     line = refused("--esft-adapters", good, f"lora={tmp_path}")
     assert "UnsupportedAdapterError: adapter 'lora': the folder holds a LoRA adapter" in line
     assert "--no-esft --enable-lora" in line
+
+
+@pytest.mark.parametrize("server", ["", "--elastic"])
+def test_with_json_a_refusal_is_an_object(server: str) -> None:
+    line = json.loads(refused(*server.split(), "--log-format", "json", "--esft-adaptors", "x"))
+    assert line["level"] == "ERROR"
+    assert "ConfigError: --esft-adaptors: " in line["message"]
+
+
+_FAILING = """
+import sgl_esft
+from {module} import {name} as plugin
+plugin.{install} = lambda: 1 / 0
+{before}
+plugin.register()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "parts"),
+    [
+        ("sgl_esft", ("sgl_esft.plugin", "register", "install", "")),
+        (
+            "sgl_elastic",
+            ("sgl_elastic.engine", "plugin", "_install", "plugin.engine_config.current = list"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_process_that_refuses_to_serve_says_so_in_the_logs_form(
+    program: str, parts: tuple[str, ...], log_format: str
+) -> None:
+    names = dict(zip(("module", "name", "install", "before"), parts, strict=True))
+    done = subprocess.run(
+        [sys.executable, "-c", _FAILING.format(**names)],
+        env={**os.environ, "ESFT_LOG_FORMAT": log_format},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    if log_format == "json":
+        (line,) = (json.loads(line) for line in lines)
+        assert line["level"] == "CRITICAL"
+        lines = [line["message"]]
+    assert lines[-1].startswith(f"{program} refuses to serve: ZeroDivisionError: ")
 
 
 def test_a_port_in_use_names_its_holder() -> None:
