@@ -6,9 +6,11 @@ argv --[parse]--> ElasticOptions + what is left
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from sgl_elastic.autoscale.policy import AutoscalePolicy, parse_policy
 from sgl_elastic.baselines.strategies import (
@@ -53,6 +55,13 @@ class ElasticOptions:
     def spans_nodes(self) -> bool:
         """Whether memory workers and ranks are placed on several machines."""
         return self.nodes == "ray"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A bad value is one line, as every mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ElasticConfigError(f"{message.removeprefix('argument ')} (--help explains the flags)")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +176,7 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
     """The options, and what is left for sgl_esft and SGLang. Raises ElasticConfigError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     _add_shared_flags(parser)
     found, rest = parser.parse_known_args(argv)
@@ -217,8 +226,13 @@ def _check(options: ElasticOptions) -> None:
             "must be positive"
         )
     _check_nodes(options)
-    if options.hang_timeout_s <= 0:
-        raise ElasticConfigError(f"--hang-timeout {options.hang_timeout_s:g}: must be above 0")
+    for flag, seconds in (
+        ("--hang-timeout", options.hang_timeout_s),
+        ("--slo-ttft", options.slo_ttft_s),
+        ("--slo-tpot", options.slo_tpot_s),
+    ):
+        if not 0 < seconds < math.inf:
+            raise ElasticConfigError(f"{flag} {seconds:g}: must be a number of seconds above 0")
 
 
 def _check_nodes(options: ElasticOptions) -> None:

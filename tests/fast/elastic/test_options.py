@@ -77,8 +77,19 @@ def test_a_size_that_is_none() -> None:
         options.parse(["--device-memory", "lots"])
 
 
-@pytest.mark.parametrize("line", ["--max-devices four", "--rank-choice fastest"])
-def test_argparse_refuses_the_rest(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--max-devices four",
+        "--max-devices",
+        "--rank-choice fastest",
+        "--slo-ttft 0",
+        "--slo-tpot nan",
+        "--hang-timeout inf",
+    ],
+)
+def test_a_bad_value_names_its_flag(line: str) -> None:
+    with pytest.raises(ElasticConfigError) as raised:
         options.parse(line.split())
-    assert line.split(maxsplit=1)[0] in capsys.readouterr().err
+    assert str(raised.value).startswith(line.split(maxsplit=1)[0])
+    assert "\n" not in str(raised.value)

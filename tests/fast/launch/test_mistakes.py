@@ -67,6 +67,18 @@ def test_a_bad_value_is_one_line() -> None:
     assert "sgl_esft: ConfigError: --port: invalid int value: 'x'" in refused("--port", "x")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--max-devices", "x", "--max-devices: invalid int value: 'x'"),
+        ("--slo-ttft", "nan", "--slo-ttft nan"),
+    ],
+)
+def test_a_bad_value_of_an_elastic_flag_is_one_line(flag: str, value: str, reason: str) -> None:
+    line = refused("--elastic", flag, value)
+    assert line.startswith(f"sgl_elastic: ElasticConfigError: {reason}")
+
+
 def test_a_missing_model_says_what_was_looked_for() -> None:
     line = refused("--model-path", "/nope")
     assert line.endswith(
