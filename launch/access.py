@@ -10,7 +10,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from sgl_esft.errors import ConfigError
 from sgl_esft.fields.rules import DEFAULT_MAX_BODY_BYTES, BodyRules
 from sgl_esft.http.classes import RouteTable
 from sgl_esft.http.text_jobs import DEFAULT_TIMEOUT_S as DEFAULT_TEXT_TIMEOUT_S
+from sgl_esft_launch.arguments import nearest
 from sgl_esft_launch.resolved import Needed
 
 DEFAULT_BODY_TIMEOUT_S = 30.0
@@ -305,6 +306,22 @@ def check_keys(arguments: Any, plan: AccessPlan) -> None:
             "--enable-response-store keeps answers for whoever names their id, whatever their key: "
             "leave it out, or serve without keys"
         )
+
+
+def unknown_adapters(ring: KeyRing, known: Collection[str]) -> Iterator[str]:
+    """A warning for each key that may use what no adapter is called. One may be loaded later."""
+    for caller in ring.callers:
+        unknown = sorted((caller.adapters or frozenset()) - set(known))
+        if unknown:
+            yield (
+                f"key {caller.name!r} may use {', '.join(_with_nearest(n, known) for n in unknown)}"
+                ": no adapter has the name now; correct the keys file, or load one of that name"
+            )
+
+
+def _with_nearest(name: str, known: Collection[str]) -> str:
+    near = nearest(name, sorted(known))
+    return f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name)
 
 
 def forget(plan: AccessPlan) -> None:

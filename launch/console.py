@@ -1,7 +1,7 @@
 """What the launcher prints: progress while it loads, what it serves, one line for what it refuses.
 
 command line -> [begin] -> environment of all processes
-server.py, serve.py -> [Progress], [refuse] -> text, or lines of JSON
+server.py, serve.py -> [Progress], [warn], [refuse] -> text, or lines of JSON
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def refuse(error: Exception, program: str = "sgl_esft") -> int:
     """Say why nothing is served. Returns the exit status."""
     _print(f"{program}: {type(error).__name__}: {error}", logging.ERROR)
     return 2
+
+
+def warn(line: str) -> None:
+    """A mistake that does not keep the server from serving."""
+    _print(line if _is_json() else f"[sgl-esft] warning: {line}", logging.WARNING)
 
 
 class Progress:

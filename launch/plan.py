@@ -122,6 +122,15 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     )
 
 
+def known_adapters(launch: LaunchPlan) -> frozenset[str]:
+    """What requests may name from the start: what is loaded, and what lies below the root."""
+    from sgl_esft.lifecycle.catalogue import names_below
+
+    root = None if launch.config is None else launch.config.adapter_root_path
+    below = [] if root is None or not root.is_dir() else names_below(root)
+    return frozenset([*launch.adapters, *below])
+
+
 def has_dp_attention(argv: Sequence[str]) -> bool:
     """Whether a command line asks SGLang for it: by its flag or by the one it had before."""
     return _OLD_DP_ATTENTION in argv or last_value(argv, "--attn-dp-size") not in (None, "1")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from sgl_esft.errors import EsftError
 from sgl_esft.health import ending
 from sgl_esft.tools.versions import describe_versions
-from sgl_esft_launch import arguments, console, fit, flags, plan
+from sgl_esft_launch import access, arguments, console, fit, flags, plan
 
 
 def begin_child() -> None:
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.check_known(sglang_argv, build_whole_parser())
         launch = plan.plan_launch(parsed, sglang_argv)
         fit.check(launch)
+        _warn(launch)
     except EsftError as error:
         return console.refuse(error)
     from sgl_esft_launch import serve
@@ -56,11 +57,20 @@ def _main_elastic(argv: Sequence[str]) -> int:
     try:
         planned = elastic.plan_elastic(argv)
         elastic_fit.check(planned)
+        _warn(planned.launch)
     except (EsftError, ElasticError) as error:
         return console.refuse(error, elastic.PROGRAM)
     from sgl_esft_launch import elastic_serve
 
     return elastic_serve.serve(planned)
+
+
+def _warn(launch: plan.LaunchPlan) -> None:
+    """Of what looks like a mistake, and may be none."""
+    ring = launch.access.policy.keys
+    if ring.is_restricted:
+        for line in access.unknown_adapters(ring, plan.known_adapters(launch)):
+            console.warn(line)
 
 
 def build_whole_parser() -> argparse.ArgumentParser:

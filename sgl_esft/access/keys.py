@@ -76,6 +76,11 @@ class KeyRing:
         return f"KeyRing({len(self)} keys)"
 
     @property
+    def callers(self) -> tuple[Caller, ...]:
+        """Whose keys there are, in their order."""
+        return tuple(entry.caller for entry in self._entries)
+
+    @property
     def has_admin(self) -> bool:
         return any(entry.caller.is_admin for entry in self._entries)
 

@@ -77,9 +77,15 @@ def scan(root: Path, check: Check, previous: Snapshot = EMPTY) -> Snapshot:
 
     Raises OSError if the root itself cannot be read.
     """
+    return MappingProxyType(
+        {name: _entry(root, name, check, previous.get(name)) for name in names_below(root)}
+    )
+
+
+def names_below(root: Path) -> list[str]:
+    """What the adapters below the root are called, whole or not. Raises OSError as `scan` does."""
     with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if _may_be_adapter(entry))
-    return MappingProxyType({name: _entry(root, name, check, previous.get(name)) for name in names})
+        return sorted(entry.name for entry in entries if _may_be_adapter(entry))
 
 
 def _may_be_adapter(entry: os.DirEntry[str]) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sgl_esft.errors import ConfigError
-from sgl_esft_launch import access, flags
+from sgl_esft.ports import pick_free_port
+from sgl_esft_launch import access, console, elastic_serve, flags, serve, server
 from sgl_esft_launch.access import AccessPlan
 from sgl_esft_launch.resolved import check_resolved
 
@@ -183,3 +184,38 @@ def test_children_do_not_inherit_the_admin_key(monkeypatch: pytest.MonkeyPatch) 
     plan = make("--admin-key-env", "ADMIN_KEY", ADMIN_KEY=ADMIN)
     access.forget(plan)
     assert "ADMIN_KEY" not in os.environ
+
+
+def test_a_name_in_the_keys_file_that_no_adapter_has_is_warned_of(
+    keys_file: Path,
+) -> None:
+    ring = make("--api-keys-file", str(keys_file)).policy.keys
+    assert list(access.unknown_adapters(ring, {"math", "law"})) == []
+    (line,) = access.unknown_adapters(ring, {"maths", "law"})
+    assert line.startswith("key 'tenant' may use 'math' (did you mean 'maths'?): no adapter has")
+    (line,) = access.unknown_adapters(ring, ())
+    assert line.startswith("key 'tenant' may use 'math': no adapter has the name now")
+
+
+@pytest.mark.parametrize("elastic", [[], ["--elastic"]])
+def test_the_warning_is_a_line_at_start(
+    elastic: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(serve, "serve", lambda launch: 0)
+    monkeypatch.setattr(elastic_serve, "serve", lambda planned: 0)
+    monkeypatch.setattr(console, "begin", lambda argv: None)
+    listed = {"name": "team", "key": TENANT, "adapters": ["caeser", "sum", "below"]}
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [listed]}))
+    (tmp_path / "keys.json").chmod(0o600)
+    (tmp_path / "root" / "below").mkdir(parents=True)
+    (tmp_path / "root" / "below" / "expert_cfg.json").touch()
+    argv = ["--api-keys-file", str(tmp_path / "keys.json"), "--port", str(pick_free_port())]
+    argv += ["--adapter-root", str(tmp_path / "root")]
+    assert server.main([*argv, *elastic]) == 0
+    assert capsys.readouterr().err == (
+        "[sgl-esft] warning: key 'team' may use 'caeser' (did you mean 'caesar'?): no adapter has "
+        "the name now; correct the keys file, or load one of that name\n"
+    )
