@@ -34,6 +34,8 @@ EXIT_USER: Final = 2
 _BASE_HELP: Final = "base checkpoint"
 _OUT_HELP: Final = "folder to make (missing or empty)"
 LAUNCHER: Final = "sgl_esft.launch_server"
+COMPLETION: Final = "sgl_esft_launch.completion"
+SHELLS: Final = ("bash", "zsh")
 INSTALL_ENGINE: Final = "pip install --no-deps sglang==0.5.23 torchvision==0.28.0"
 
 
@@ -199,6 +201,15 @@ def _run_select(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _configure_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="the shell that is to read it")
+
+
+def _run_completion(arguments: argparse.Namespace) -> int:
+    """Become what knows the launcher's flags too: nothing here may import it."""
+    os.execv(sys.executable, [sys.executable, "-m", COMPLETION, arguments.shell])
+
+
 _COMMANDS: Final = (
     Subcommand(
         "inspect",
@@ -268,6 +279,13 @@ _COMMANDS: Final = (
         "padded and virtual. Sizes are numbers with a unit: 64GB is 10^9, 64GiB 2^30 bytes each.",
         memory_cli.configure_plan,
         memory_cli.run_plan,
+    ),
+    Subcommand(
+        "completion",
+        "print a script by which a shell completes commands and flags",
+        "For bash: source <(sgl-esft completion bash), here or in ~/.bashrc; the same with zsh.",
+        _configure_completion,
+        _run_completion,
     ),
 )
 
