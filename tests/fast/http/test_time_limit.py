@@ -33,6 +33,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = signal.getsignal(signal.SIGALRM)
     tests_own = signal.setitimer(signal.ITIMER_REAL, 0)
     monkeypatch.setattr(time_limit, "CALL_S", LIMIT_S)
+    monkeypatch.setattr(time_limit, "_allowance", time_limit._Allowance())
     time_limit.start(TOTAL_S)
     yield
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -74,6 +75,21 @@ def test_work_ends_at_its_limit(work: Any) -> None:
     with pytest.raises(TextTimeoutError, match=r"work holds up .*0\.2 s at once"):
         time_limit.run("work", work)
     assert time.monotonic() - started < LONG_S / 2
+
+
+def _elapsed(work: Any) -> float:
+    started = time.monotonic()
+    with pytest.raises(TextTimeoutError):
+        time_limit.run("work", work)
+    return time.monotonic() - started
+
+
+def test_many_long_calls_share_what_one_may_take() -> None:
+    """And short ones, and later ones, are as they were."""
+    assert sum(_elapsed(_spin) for _ in range(8)) < 6 * LIMIT_S
+    assert time_limit.run("work", _spin, 0.001) == "done"
+    time.sleep(3 * LIMIT_S)
+    assert _elapsed(_spin) >= LIMIT_S
 
 
 def test_work_within_its_limit_is_as_it_is() -> None:
