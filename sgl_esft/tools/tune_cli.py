@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from sgl_esft.errors import ConfigError
+from sgl_esft.formats.adapter_config import read_expert_config
+from sgl_esft.tune import plan
 from sgl_esft.tune.run_folder import Settings, training_folder
 
 _EXIT_OK: Final = 0
@@ -32,7 +34,7 @@ def configure_score(parser: argparse.ArgumentParser) -> None:
 
 def configure_tune(parser: argparse.ArgumentParser) -> None:
     """Flags of `tune`: its inputs, and one for each of `Settings`."""
-    _add_inputs(parser)
+    _add_inputs(parser, needs_data=False)
     parser.add_argument(
         "--experts", type=Path, required=True, metavar="FILE", help="expert_cfg.json of select"
     )
@@ -52,13 +54,19 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=kind, default=default, metavar="N", help=f"{text}; default: {default}"
         )
     parser.add_argument(
+        "--plan", action="store_true", help="say what it would need, of config files alone"
+    )
+    parser.add_argument(
+        "--tflops", type=float, default=100.0, metavar="N", help="of --plan; default: %(default)s"
+    )
+    parser.add_argument(
         "--recompute", action="store_true", help="activations, for less memory and more time"
     )
 
 
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
+def _add_inputs(parser: argparse.ArgumentParser, *, needs_data: bool = True) -> None:
     parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base checkpoint")
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help=_DATA_HELP)
+    parser.add_argument("--data", type=Path, required=needs_data, metavar="FILE", help=_DATA_HELP)
     parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda if there is one")
 
 
@@ -81,8 +89,11 @@ def run_score(arguments: argparse.Namespace) -> int:
 def run_tune(arguments: argparse.Namespace) -> int:
     """Train, and say what was written, or how to go on."""
     settings = Settings(**{name: getattr(arguments, name) for name in Settings.__annotations__})
-    if arguments.out is None:
-        raise ConfigError("--out is missing: name the adapter folder to make.")
+    if arguments.plan:
+        return _print_plan(arguments, settings)
+    for flag, what in (("data", "a JSONL file of examples"), ("out", "the adapter folder to make")):
+        if getattr(arguments, flag) is None:
+            raise ConfigError(f"--{flag} is missing: name {what}.")
     _quiet()
     from sgl_esft.tune.base import pick_device
     from sgl_esft.tune.trainer import tune
@@ -105,6 +116,17 @@ def run_tune(arguments: argparse.Namespace) -> int:
         f"trained {manifest.num_experts} experts of {len(manifest.experts)} layers, "
         f"wrote {manifest.num_bytes / 1e6:,.1f} MB to {arguments.out}"
     )
+    return _EXIT_OK
+
+
+def _print_plan(arguments: argparse.Namespace, settings: Settings) -> int:
+    if not arguments.tflops > 0:
+        raise ConfigError(f"--tflops is {arguments.tflops}: give more than 0.")
+    experts = read_expert_config(arguments.experts)
+    for line in plan.lines(
+        plan.plan_tuning(arguments.base, experts, settings), settings, arguments.tflops
+    ):
+        print(line)
     return _EXIT_OK
 
 

@@ -1,0 +1,104 @@
+"""What `sgl-esft tune --plan` says, against arithmetic by hand and against what PyTorch keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_esft.errors import AdapterMismatchError, UnsupportedModelError
+from sgl_esft.formats.adapter_config import read_expert_config
+from sgl_esft.tools import cli
+from sgl_esft.tune.base import load_base
+from sgl_esft.tune.experts import tune_only
+from sgl_esft.tune.plan import TunePlan, plan_tuning
+from sgl_esft.tune.run_folder import Settings
+from tests.support.base_factory import write_random_base
+from tests.support.servers import ROOT
+
+V2_LITE = ROOT / "tests" / "data" / "deepseek-v2-lite.json"
+INTENT = ROOT / "tests" / "data" / "esft" / "token-intent.json"
+FACTOR = 1.5  # by which the estimate of activations may be off
+
+
+def test_v2_lite() -> None:
+    plan = plan_tuning(V2_LITE, read_expert_config(INTENT), Settings(batch_size=1))
+    expert = 3 * 2048 * 1408
+    assert plan.num_trained == 124 * expert
+    assert plan.trained == 124 * expert * 16
+    assert plan.weights == pytest.approx(15.706e9 * 2, rel=1e-3)  # what its model card says
+    routed = 26 * 6 * expert
+    others = 15.706e9 - 26 * 64 * expert - 102400 * 2048
+    assert plan.flops_per_token == pytest.approx(4 * (routed + others) + 2 * routed, rel=1e-3)
+
+
+def test_recomputing_keeps_less_and_does_more() -> None:
+    experts = read_expert_config(INTENT)
+    kept, again = (
+        plan_tuning(V2_LITE, experts, Settings(recompute=recompute)) for recompute in (False, True)
+    )
+    assert again.activations < kept.activations / 3
+    assert 1.3 < again.flops_per_token / kept.flops_per_token < 1.5
+    assert (again.weights, again.trained) == (kept.weights, kept.trained)
+
+
+def test_a_batch_of_half_the_tokens_keeps_half() -> None:
+    experts = read_expert_config(INTENT)
+    whole = plan_tuning(V2_LITE, experts, Settings(max_length=2048))
+    half = plan_tuning(V2_LITE, experts, Settings(max_length=1024))
+    assert whole.activations == 2 * half.activations
+
+
+@pytest.mark.parametrize("first_layer", [1, 3])
+def test_activations_are_about_what_pytorch_keeps(tmp_path: Path, first_layer: int) -> None:
+    width = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+    base = write_random_base(tmp_path / "base", "Qwen3MoeForCausalLM", seed=0, **width)
+    experts = dict.fromkeys(range(first_layer, 4), (0, 1))
+    settings = Settings(batch_size=2, max_length=64)
+    estimated = plan_tuning(base, experts, settings).activations
+    kept = kept_by_pytorch(base, experts, settings)
+    assert kept / FACTOR < estimated < kept * FACTOR, (kept, estimated)
+
+
+def kept_by_pytorch(base: Path, experts: Any, settings: Settings) -> int:
+    """Bytes that autograd keeps for the backward pass of one batch, each storage once."""
+    loaded = load_base(base, "cpu")
+    tune_only(loaded.blocks, experts)
+    weights = {each.untyped_storage().data_ptr() for each in loaded.model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.randint(3, 200, (settings.batch_size, settings.max_length))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loaded.model(input_ids=ids, labels=ids).loss
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_it_is_printed_without_a_base(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["tune", "--plan", "--base", str(V2_LITE), "--experts", str(INTENT), "--batch-size", "1"]
+    assert cli.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "1,072.7 M parameters" in printed
+    assert "29.26 GiB" in printed
+
+
+def test_experts_of_another_base_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(V2_LITE.read_text()), "n_routed_experts": 8}))
+    with pytest.raises(AdapterMismatchError):
+        plan_tuning(config, read_expert_config(INTENT), Settings())
+    config.write_text("{}")
+    with pytest.raises(UnsupportedModelError):
+        plan_tuning(config, read_expert_config(INTENT), Settings())
+
+
+def test_what_is_needed_is_the_sum() -> None:
+    assert TunePlan(1, 2, 4, 0, 0).total == 7
