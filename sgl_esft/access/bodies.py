@@ -10,11 +10,12 @@ Messages name a field and its bounds, never what a client sent in it.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 from sgl_esft.access.ask import Ask, Document, ask_of, flat, is_batch, num_prompts, sampling_parts
 from sgl_esft.errors import BadBodyError
 from sgl_esft.fields.check import check_fields
+from sgl_esft.fields.request_classes import makes_ids_of_one
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.fields.table import fields_of_prompts
 
@@ -106,10 +107,12 @@ def _check_one_for_each_prompt(path: str, document: Document) -> None:
         raise BadBodyError(f"a prompt is either {' or '.join(kinds)}: leave one of them out")
     num = num_prompts(document)[0]
     for field in fields_of_prompts(path):
-        value = document.get(field.name)
+        value: Any = document.get(field.name)
         if field.shape.is_list_of(value) and not (is_batch(document) and len(value) == num):
             raise BadBodyError(f"{field.name}: a list is for a list of prompts, one for each")
     ids = document.get("rid")
+    if isinstance(ids, str) and is_batch(document) and not makes_ids_of_one(path):
+        raise BadBodyError("rid: a list of prompts needs a list, one for each")
     if isinstance(ids, list) and len(set(map(str, ids))) != len(ids):
         raise BadBodyError("rid is a string, or with a list of prompts a list of different strings")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from sgl_esft.errors import BadBodyError
-from sgl_esft.fields.described import VOCAB
+from sgl_esft.fields.described import MAX_PARTS, VOCAB
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.fields.shapes import Shape
 from sgl_esft.fields.table import Field, ObjectFields, inside, parts_in, routes
@@ -30,6 +30,37 @@ def check_fields(
 ) -> None:
     """Raises BadBodyError."""
     _check_part(routes().get(path, _NO_FIELDS), document, rules, model)
+    if _num_parts(routes().get(path, _NO_FIELDS), document) > MAX_PARTS:
+        raise BadBodyError(
+            f"a body may have {MAX_PARTS} messages, parts of messages and tools together"
+        )
+
+
+def _num_parts(part: ObjectFields, document: Mapping[str, Any], *, is_inner: bool = False) -> int:
+    """Of all lists of objects of classes, or of anything; more than MAX_PARTS are not counted."""
+    num = 0
+    for name, value in document.items():
+        field = part.fields.get(name)
+        if field is None or type(value) not in (list, dict):
+            continue
+        if field.shape.has_parts:
+            num += len(value) if type(value) is list else 0
+        elif field.shape.has_lists_of_anything or (is_inner and field.shape.is_anything):
+            num += _num_listed(value)
+        if num > MAX_PARTS:
+            break
+        for kinds, each in _objects(value, field.shape):
+            num += _num_parts(inside(kinds), each, is_inner=True)
+    return num
+
+
+def _num_listed(value: Any) -> int:
+    """Entries of all lists in a value, at any depth."""
+    if type(value) is dict:
+        return sum(_num_listed(each) for each in value.values())
+    if type(value) is list:
+        return len(value) + sum(_num_listed(each) for each in value)
+    return 0
 
 
 def _check_part(

@@ -53,6 +53,15 @@ def is_batched(path: str) -> bool:
     return any(hasattr(kind, "normalize_batch_and_arguments") for kind in kinds)
 
 
+def makes_ids_of_one(path: str) -> bool:
+    """Whether a batch may have one id, of which SGLang makes one for each prompt."""
+    from sglang.srt.entrypoints.openai import protocol as openai
+    from sglang.srt.managers import io_struct
+
+    embeddings = (io_struct.EmbeddingReqInput, openai.EmbeddingRequest, openai.ClassifyRequest)
+    return not any(issubclass(kind, embeddings) for kind in route_classes().get(path, ()))
+
+
 @functools.cache
 def part_classes() -> Mapping[str, type]:
     """Field that a class calls an object -> the class that SGLang makes of it."""

@@ -50,6 +50,11 @@ class Shape:
         return bool(self.part) or any(each.has_parts for each in inner)
 
     @property
+    def has_lists_of_anything(self) -> bool:
+        """Whether it may be a list of which nothing is known."""
+        return any(each.is_anything for each in self.lists)
+
+    @property
     def is_one_or_list(self) -> bool:
         """Whether it may be one value, or a list of such values."""
         return bool(self.lists) and (bool(self.scalars or self.part) or len(self.lists) > 1)

@@ -13,9 +13,8 @@ from sgl_esft.hook_ledger import Hook, after, around, before, constant, replace
 from sgl_esft.observe import json_logs
 from sgl_esft.platform import collectives, cpu_hooks
 from sgl_esft.plugin import (
+    contain_hooks,
     engine_hooks,
-    finite_hooks,
-    intake_hooks,
     memory_hooks,
     registry_hooks,
     request_hooks,
@@ -138,7 +137,7 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     *(
         around(
             f"sglang.srt.managers.scheduler.Scheduler.{intake}",
-            intake_hooks.end_it_alone,
+            contain_hooks.end_it_alone,
             "self recv_req mm_input_error",
             why="whatever a rank raises as it takes a request in ends the engine, and so all "
             "other requests",
@@ -148,7 +147,7 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     ),
     before(
         "sglang.srt.layers.sampler.Sampler.forward",
-        finite_hooks.zero_what_is_not_finite,
+        contain_hooks.zero_what_is_not_finite,
         "self logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs "
         "positions logprob_logits",
         why="sampling from a row with a NaN ends the engine, and its argmax is no answer",
@@ -156,7 +155,7 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     ),
     before(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
-        finite_hooks.end_not_finite,
+        contain_hooks.end_not_finite,
         "self batch result",
         why="the requests of rows that are not finite end with an error, and no others",
         remove_when="SGLang ends the requests of such rows with an error",

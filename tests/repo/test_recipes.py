@@ -87,7 +87,7 @@ def test_recipes_are_in_order(copy: Path, scratch: Path) -> None:
         ("slurm/sgl-esft.sbatch", "--cpus-per-task=8\n", "--cpu-per-task=8\n", "cpu-per-task"),
         ("slurm/sgl-esft.sbatch", "--signal=TERM@60", "--signal=TERM@30", "too few"),
         ("slurm/sgl-esft.sbatch", "--drain-timeout 20", "--drain-timeout 30", "scancel"),
-        ("ray/serve.sh", "--nodes ray", "--nodes rays", "ray/serve.sh: 2"),
+        ("ray/serve.sh", "--nodes ray", "--nodes rays", "ray/serve.sh: --nodes: invalid choice"),
         ("ray/serve.sh", "--head", "--heads", "--heads"),
         ("ray/cluster.yaml", "worker_ips", "workers_ips", "workers_ips"),
         ("ray/cluster.yaml", "--autoscaling-config", "--autoscale-config", "--autoscale-config"),

@@ -105,6 +105,7 @@ def test_errors_are_all_there_with_their_status() -> None:
         "KeyLimitError",
         "RequestTimeoutError",
         "InternalError",
+        "PromptTooLongError",
         "TextBusyError",
     }
     assert {name for _, name in rows} == of_access | others

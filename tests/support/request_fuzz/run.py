@@ -113,20 +113,27 @@ class Run:
         """The answer's status, or what became of the request instead."""
         url = self._server.url + case.route.replace("{response_id}", "none")
         headers = {"Authorization": f"Bearer {CLIENT_KEY}", "Content-Type": "application/json"}
-        try:
-            answer = session.post(
+
+        def sent() -> tuple[int, bytes]:
+            with session.post(
                 url, data=case.body(), headers=headers, timeout=CASE_TIMEOUT_S, stream=True
-            )
-            with answer:
-                content = _read(answer)
+            ) as answer:
+                return answer.status_code, _read(answer)
+
+        try:
+            try:
+                status, content = sent()
+            except requests.ConnectionError:  # a connection that was idle may be closed meanwhile
+                session.close()
+                status, content = sent()
         except requests.Timeout:
             return "left"
         except requests.RequestException as error:
             self._found(f"{error!r:.200} to {case.name}")
             return "lost"
-        if answer.status_code >= 500 and answer.status_code not in DOCUMENTED:
-            self._found(f"{answer.status_code} to {case.name}: {content[:300]!r}")
-        return answer.status_code
+        if status >= 500 and status not in DOCUMENTED:
+            self._found(f"{status} to {case.name}: {content[:300]!r}")
+        return status
 
     def _check_ready(self, case: Case) -> None:
         try:

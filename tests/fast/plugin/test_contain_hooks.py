@@ -12,7 +12,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_esft.plugin import finite_hooks
+from sgl_esft.plugin import contain_hooks
 
 NAN, INF = float("nan"), float("inf")
 GOOD = [[0.0, 1.0, -2.0], [-INF, 3.0, -INF]]  # a grammar's mask
@@ -23,17 +23,17 @@ BAD = [[NAN, 1.0, 2.0], [INF, 1.0, 2.0], [-INF, -INF, -INF], [-INF, NAN, -INF], 
 def test_rows_are_found_and_zeroed(dtype: torch.dtype) -> None:
     given = torch.tensor([*GOOD, *BAD], dtype=dtype)
     output = LogitsProcessorOutput(next_token_logits=given.clone())
-    finite_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.zero_what_is_not_finite(None, output)
     assert torch.equal(output.next_token_logits[:2], given[:2])
     assert not output.next_token_logits[2:].any()
-    assert finite_hooks.not_finite(given).tolist() == [False] * 2 + [True] * 5
+    assert contain_hooks.not_finite(given).tolist() == [False] * 2 + [True] * 5
 
 
 def test_their_requests_end_with_this_step() -> None:
     reqs = [request(str(number)) for number in range(3)]
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([GOOD[0], BAD[0], GOOD[1]]))
-    finite_hooks.zero_what_is_not_finite(None, output)
-    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=reqs), result_of(output))
+    contain_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=reqs), result_of(output))
     assert [req.to_finish is not None for req in reqs] == [False, True, False]
     bad = reqs[1]
     bad.output_ids.append(0)
@@ -47,10 +47,10 @@ def test_rows_are_read_when_their_step_has_ended() -> None:
     """With overlap they are another stream's until its event: here it fills them in."""
     req = request("0")
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([GOOD[0]]))
-    finite_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.zero_what_is_not_finite(None, output)
     rows = vars(output)["sgl_esft_not_finite"]
     done = SimpleNamespace(synchronize=lambda: rows.fill_(True))
-    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output, done))
+    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output, done))
     assert req.to_finish is not None
 
 
@@ -58,16 +58,16 @@ def test_a_chunk_before_the_last_ends_nothing() -> None:
     req = request("0")
     req.inflight_middle_chunks = 1
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([BAD[0]]))
-    finite_hooks.zero_what_is_not_finite(None, output)
-    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output))
+    contain_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output))
     assert req.to_finish is None
 
 
 def test_results_without_logits_are_left() -> None:
-    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), SimpleNamespace())
+    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), SimpleNamespace())
     nothing = result_of(LogitsProcessorOutput(next_token_logits=None))
-    finite_hooks.zero_what_is_not_finite(None, nothing.logits_output)
-    finite_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), nothing)
+    contain_hooks.zero_what_is_not_finite(None, nothing.logits_output)
+    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), nothing)
 
 
 def result_of(output: LogitsProcessorOutput, copy_done: object = None) -> Any:
