@@ -19,7 +19,7 @@ VOCAB: Final = "vocab_size"  # the same; a token id is below it
 MAX_PROMPTS: Final = 256
 # Messages, their parts, tools: SGLang tries each of them as every class that it may be of, at up to
 # 0.5 ms, while nobody else is served.
-MAX_PARTS: Final = 1000
+MAX_PARTS: Final = 2000
 # Where prompts are: of these, a list may be a batch.
 PROMPTS: Final = frozenset({"text", "prompt", "input_ids", "input", "items"})
 MAX_STOPS: Final = 16

@@ -27,6 +27,7 @@ Json: TypeAlias = Mapping[str, Any]
 
 MAX_DEPTH: Final = 4
 LONG: Final = "long " * 40_000  # 200 kB
+MANY: Final = 50_000  # entries of a list
 DEEP: Final = 60  # levels of a nested value
 
 
@@ -44,7 +45,7 @@ VALUES: Final[tuple[Any, ...]] = (
     *(-(2**31), -(2**31) - 1, -(2**63), -(2**63) - 1, 10**30),
     *("", "x", "0", "-1", "null", "\x00", "\ud800", "a" * 300, LONG),
     *([], [None], [""], ["x"], ["x", "y"], [0], [-1], [2**63], [0.5], [[]], [[0]], [["x"]]),
-    *([0] * 5000, [{}], [{"a": "b"}], {}, {"a": "b"}, {"a": 1}, {"0": 1}, {"": None}),
+    *([0] * 5000, [{}] * MANY, [{}], [{"a": "b"}], {}, {"a": "b"}, {"a": 1}, {"0": 1}, {"": None}),
     *({"a": {"b": {"c": [1]}}}, {"type": "x"}, _nested(0, DEEP), {"a": _nested("x", DEEP)}),
 )
 
