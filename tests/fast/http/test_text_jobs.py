@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +18,12 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 from starlette.middleware import Middleware
 
+from sgl_esft.health.faults import ProcessState
+from sgl_esft.health.processes import state_of
 from sgl_esft.http import text_jobs
 from sgl_esft.http.text_jobs import SMALL_BYTES, TextJobs
+from tests.support.servers import ROOT
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -33,6 +40,8 @@ def served() -> FastAPI:
         if body.get("spins"):
             while True:
                 pass
+        if body.get("grows"):
+            bytearray(text_jobs.MEMORY_BYTES + (64 << 20))
         if body.get("dies"):
             os._exit(3)
         if body.get("fails"):
@@ -94,10 +103,12 @@ async def test_a_job_past_its_time_is_killed_and_the_event_loop_goes_on() -> Non
         assert not fork_server.children()
 
 
-@pytest.mark.parametrize(("how", "status"), [("fails", 400), ("dies", 500)])
+@pytest.mark.parametrize(("how", "status"), [("fails", 400), ("dies", 500), ("grows", 413)])
 async def test_what_fails_in_a_job_is_answered(how: str, status: int) -> None:
     async with client() as http:
-        assert (await http.post(ROUTE, json={"text": LARGE, how: 1})).status_code == status
+        answer = await http.post(ROUTE, json={"text": LARGE, how: 1})
+        assert answer.status_code == status
+        assert how != "grows" or "takes more than 1024 MiB" in answer.text
         assert (await http.post(ROUTE, json={"text": LARGE})).status_code == 200
 
 
@@ -121,3 +132,33 @@ async def test_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = sorted(answer.status_code for answer in found)
     assert statuses.count(503) >= 2, statuses
     assert set(statuses) == {413, 503}
+
+
+FRONT = """
+import asyncio
+from tests.fast.http.test_text_jobs import LARGE, ROUTE, client, fork_servers
+
+async def front():
+    async with client() as http:
+        await http.post(ROUTE, json={"text": LARGE})
+        job = asyncio.ensure_future(http.post(ROUTE, json={"text": LARGE, "spins": 1}))
+        while not (jobs := fork_servers()[0].children()):
+            await asyncio.sleep(0.01)
+        print(fork_servers()[0].pid, jobs[0].pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(front())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_processes_end_with_the_front(how: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FRONT], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as front:
+        assert front.stdout is not None
+        pids = [int(pid) for pid in front.stdout.readline().split()]
+        assert len(pids) == 2
+        assert not any(state_of(pid) is ProcessState.ENDED for pid in pids)
+        front.send_signal(how)
+    wait_until(lambda: all(state_of(pid) is ProcessState.ENDED for pid in pids), LIMIT_S / 2)
