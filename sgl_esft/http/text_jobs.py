@@ -7,8 +7,9 @@ Parsers of tool calls, chat templates and tokenizers are SGLang's and others' co
 quadratic in a text's length, and Python threads would hold up the event loop all the same. The fork
 server is a fork of this process, made when it is first needed: it has every module, the tokenizer
 and the application as they are, shares their memory, and has no thread but one. The kernel ends a
-job at its time limit, by SIGALRM, whatever code it is in. Only routes that do not need the engine
-may be given here: a job has none of the front's connections.
+job at its time limit, by SIGALRM, whatever code it is in, and gives it MEMORY_BYTES of memory more
+than the front has. Only routes that do not need the engine may be given here: a job has none of the
+front's connections.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from msgspec import msgpack
@@ -38,6 +41,7 @@ DEFAULT_TIMEOUT_S: Final = 5.0
 SMALL_BYTES: Final = 4 << 10  # a quadratic parser needs 0.02 s for these, as long as a fork takes
 MAX_JOBS: Final = 4
 MAX_JOBS_OF_KEY: Final = 2
+MEMORY_BYTES: Final = 1 << 30
 _GRACE_S = 2.0  # for a job that the kernel ends to be seen as ended
 _NICENESS = 10  # ranks and the front come first
 _PR_SET_PDEATHSIG = 1
@@ -141,9 +145,20 @@ def _do_job(app: App, connection: socket.socket, parent: int) -> None:
     _die_with(parent)
     with connection, connection.makefile("rb") as reader:
         scope, body = msgpack.decode(reader.read())
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-            messages = runner.run(_answered(app, scope, body))
+        _bound_memory()
+        try:
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                messages = runner.run(_answered(app, scope, body))
+        except MemoryError:
+            messages = []  # nothing else answers so
         connection.sendall(msgpack.encode(messages))
+
+
+def _bound_memory() -> None:
+    """Of this process, whose forking gave it all of the front's."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 async def _answered(app: App, scope: Scope, body: bytes) -> list[Message]:
@@ -220,7 +235,11 @@ class TextJobs:
                 answer = b""
         if answer:
             messages: list[Message] = msgpack.decode(answer)
-            return messages
+            if messages:
+                return messages
+            raise TextTimeoutError(
+                f"work on this text takes more than {MEMORY_BYTES >> 20} MiB: send a shorter one"
+            )
         if time.monotonic() - started < self._timeout_s:
             raise InternalError("a process that worked on a text has failed; the log says why")
         raise TextTimeoutError(
