@@ -27,7 +27,8 @@ BYTES_PER_TRAINED: Final = 4 + 4 + 8
 _HIDDEN_KEPT: Final = 12
 _EXPERT_HIDDEN_KEPT: Final = 2
 _EXPERT_INNER_KEPT: Final = 6
-_LOGIT_BYTES: Final = 4 + 4  # of a token and a word: float32 logits, and their gradient
+# Of a token and a word: logits, their log-softmax in float32, and two gradients in float32.
+_LOGIT_BYTES: Final = 2 + 4 + 4 + 4
 _MILLION: Final = 1_000_000
 
 
@@ -58,11 +59,16 @@ def plan_tuning(base: Path, experts: Mapping[int, tuple[int, ...]], settings: Se
     per_token = _activations(sizes, config, experts, recompute=settings.recompute)
     return TunePlan(
         weights=sizes.total_bytes,
-        trained=num_trained * BYTES_PER_TRAINED,
+        trained=num_trained * (BYTES_PER_TRAINED + _cast_bytes(sizes)),
         activations=num_tokens * (per_token + _count(config, "vocab_size") * _LOGIT_BYTES),
         num_trained=num_trained,
         flops_per_token=_flops(sizes, config, recompute=settings.recompute),
     )
+
+
+def _cast_bytes(sizes: ModelSizes) -> int:
+    """Of a trained parameter, as the base computes with it: a copy, if that is not in float32."""
+    return 0 if sizes.spec.dtype == "float32" else DTYPE_BYTES[sizes.spec.dtype]
 
 
 def _activations(
@@ -89,7 +95,8 @@ def _activations(
 def _flops(sizes: ModelSizes, config: Mapping[str, object], *, recompute: bool) -> int:
     """Of one token: two a weight it meets, forward, and backward for the activations' gradients.
 
-    Gradients of the chosen experts' weights are counted as if all experts were chosen.
+    Gradients of the chosen experts' weights are counted as if all experts were chosen. Attention's
+    scores, which grow with the length of a row, are not counted.
     """
     spec, element = sizes.spec, DTYPE_BYTES[sizes.spec.dtype]
     routed = sizes.routed_bytes * _top_k(config) // spec.num_experts
