@@ -80,6 +80,10 @@ class LogitsNotFiniteError(UserError, status=500):
     """The weights overflow: the logits of a request are not finite, so it has no answer."""
 
 
+class NothingToSampleError(UserError):
+    """A request's grammar, schema or biases leave no token to go on with."""
+
+
 class AdapterNotFiniteError(AdapterFormatError):
     """An adapter's weights hold a NaN or an infinity."""
 

@@ -219,9 +219,10 @@ def fail_request(scheduler: Any, recv_req: Any, message: str) -> None:
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
-def end_request(req: Any, message: str) -> None:
-    """End a request with an error (500) at this step, whose token is not shown to its client."""
-    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+def end_request(req: Any, message: str, status: int) -> None:
+    """End a request with an error at this step, whose token is not shown to its client."""
+    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
+    req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
     req.finished_len = len(req.output_ids)
 
 

@@ -10,8 +10,9 @@ engine. The table of fields (sgl_esft/fields) refuses what is known to; this is 
 
 Finite weights can still overflow: a row of logits then holds a NaN or +inf, or nothing but -inf.
 Sampling from such a row raises, which ends the engine; an argmax of it would be an answer that
-nobody computed. The rows are found by one reduction on the logits' device, without waiting for it,
-and are sampled from zeros; when the step's results are read, their requests end with an error.
+nobody computed. A grammar that no token can follow leaves such a row, too. The rows are found by
+one reduction on the logits' device, without waiting for it, and are sampled from zeros; when the
+step's results are read, their requests end with an error.
 
 Ranks of a group are sent the same requests and have the same logits, and so end the same requests.
 """
@@ -19,12 +20,13 @@ Ranks of a group are sent the same requests and have the same logits, and so end
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from sgl_esft.errors import LogitsNotFiniteError
+from sgl_esft.errors import LogitsNotFiniteError, NothingToSampleError
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +34,15 @@ _CANNOT_TAKE: Final = (
     "the engine cannot take this request ({error}): it was ended alone, the server's log says why; "
     "leave out what is unusual in it, and report it"
 )
-_ROWS: Final = "sgl_esft_not_finite"  # of SGLang's logits_output: bool[num_rows] on their device
+_GREATEST: Final = "sgl_esft_greatest"  # of SGLang's logits_output: [num_rows] on their device
 _NOT_FINITE: Final = (
     f"{LogitsNotFiniteError.__name__}: the model's logits for this request are not finite, so "
     "there is no answer: the weights of {whose} overflow in the model's dtype; look at how they "
     "were trained"
+)
+_NOTHING_LEFT: Final = (
+    f"{NothingToSampleError.__name__}: what the request asks for (a grammar, a schema, biases) "
+    "leaves no token to go on with; ask for something that has an answer"
 )
 
 
@@ -67,32 +73,33 @@ def zero_what_is_not_finite(sampler: Any, logits_output: Any, *_: Any, **__: Any
     logits = logits_output.next_token_logits
     if logits is None or logits.shape[0] == 0:
         return
-    rows = not_finite(logits)
-    logits.masked_fill_(rows.unsqueeze(-1), 0.0)
-    vars(logits_output)[_ROWS] = rows
-
-
-def not_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Rows that cannot be sampled from. A NaN is the greatest of its row; -inf may be a mask."""
-    return ~torch.isfinite(logits.amax(dim=-1))
+    greatest = logits.amax(dim=-1)  # a NaN is the greatest of its row
+    logits.masked_fill_(~torch.isfinite(greatest).unsqueeze(-1), 0.0)
+    vars(logits_output)[_GREATEST] = greatest
 
 
 def end_not_finite(scheduler: Any, batch: Any, result: Any) -> None:
     """Before SGLang takes a step's tokens: the requests of these rows end with this step."""
-    rows = vars(result.logits_output).get(_ROWS) if _has_logits(result) else None
-    if rows is None:
+    output = getattr(result, "logits_output", None)
+    greatest = None if output is None else vars(output).get(_GREATEST)
+    if greatest is None:
         return
     if result.copy_done is not None:  # with overlap, another stream may still be at this step
         result.copy_done.synchronize()
-    for req, is_bad in zip(batch.reqs, rows.tolist(), strict=False):
+    for req, value in zip(batch.reqs, greatest.tolist(), strict=False):
         # The logits of a prompt's earlier chunks are nobody's answer.
-        if is_bad and not req.finished() and req.inflight_middle_chunks <= 0:
-            from sgl_esft import sglang_api
-
-            whose = "its adapter" if req.lora_id else "the base model"
-            logger.error("request %s ends: the logits of %s are not finite", req.rid, whose)
-            sglang_api.end_request(req, _NOT_FINITE.format(whose=whose))
+        if not (math.isfinite(value) or req.finished() or req.inflight_middle_chunks > 0):
+            _end(req, value)
 
 
-def _has_logits(result: Any) -> bool:
-    return getattr(result, "logits_output", None) is not None
+def _end(req: Any, greatest: float) -> None:
+    """A row of nothing but -inf is what a mask has left: the request's doing, not the model's."""
+    from sgl_esft import sglang_api
+
+    if greatest == -math.inf:
+        sglang_api.end_request(req, _NOTHING_LEFT, NothingToSampleError.http_status)
+        return
+    whose = "its adapter" if req.lora_id else "the base model"
+    logger.error("request %s ends: the logits of %s are not finite", req.rid, whose)
+    message = _NOT_FINITE.format(whose=whose)
+    sglang_api.end_request(req, message, LogitsNotFiniteError.http_status)

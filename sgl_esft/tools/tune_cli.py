@@ -12,7 +12,7 @@ from typing import Final
 
 from sgl_esft.errors import ConfigError
 from sgl_esft.formats.adapter_config import read_expert_config
-from sgl_esft.tune import plan
+from sgl_esft.tune import estimate
 from sgl_esft.tune.run_folder import Settings, training_folder
 
 _EXIT_OK: Final = 0
@@ -123,8 +123,8 @@ def _print_plan(arguments: argparse.Namespace, settings: Settings) -> int:
     if not arguments.tflops > 0:
         raise ConfigError(f"--tflops is {arguments.tflops}: give more than 0.")
     experts = read_expert_config(arguments.experts)
-    for line in plan.lines(
-        plan.plan_tuning(arguments.base, experts, settings), settings, arguments.tflops
+    for line in estimate.lines(
+        estimate.plan_tuning(arguments.base, experts, settings), settings, arguments.tflops
     ):
         print(line)
     return _EXIT_OK

@@ -31,7 +31,6 @@ ALLOWED: dict[str, str] = {
     "sgl_elastic/coordinator/planning.py": "the pure planner, asked about real memory",
     "sgl_elastic/engine/rank.py:EngineRank": "the one object that SGLang's hooks and loader reach",
     "sgl_elastic/memory/client.py:DeviceClient": "a method for each verb of the worker, no more",
-    "sgl_esft/fields/request_classes.py": "imports SGLang's request classes, and nothing else does",
     "sgl_esft/health/engine_processes.py": "imports SGLang's processes, which only they need",
     "sgl_esft/http/tokenizing.py": "knows tokenizers, and nothing of SGLang's classes",
     "sgl_esft/platform/kv_pools.py": "must be imported after SGLang, cpu.py while it is",

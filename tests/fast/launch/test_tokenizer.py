@@ -93,7 +93,13 @@ def overridden(found: type) -> set[str]:
     return {name for name in names if getattr(found, name) is not getattr(own, name)}
 
 
-ALWAYS = {"generate_request", "_set_default_priority", "abort_request", "handle_loop"}
+ALWAYS = {
+    "generate_request",
+    "_set_default_priority",
+    "abort_request",
+    "handle_loop",
+    "_tokenize_texts",
+}
 ELASTIC = {
     "_dispatch_to_scheduler",
     "_async_dispatch_to_scheduler",

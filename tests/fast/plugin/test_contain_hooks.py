@@ -16,7 +16,8 @@ from sgl_esft.plugin import contain_hooks
 
 NAN, INF = float("nan"), float("inf")
 GOOD = [[0.0, 1.0, -2.0], [-INF, 3.0, -INF]]  # a grammar's mask
-BAD = [[NAN, 1.0, 2.0], [INF, 1.0, 2.0], [-INF, -INF, -INF], [-INF, NAN, -INF], [INF, NAN, -INF]]
+NOTHING = [-INF, -INF, -INF]
+BAD = [[NAN, 1.0, 2.0], [INF, 1.0, 2.0], NOTHING, [-INF, NAN, -INF], [INF, NAN, -INF]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -26,7 +27,6 @@ def test_rows_are_found_and_zeroed(dtype: torch.dtype) -> None:
     contain_hooks.zero_what_is_not_finite(None, output)
     assert torch.equal(output.next_token_logits[:2], given[:2])
     assert not output.next_token_logits[2:].any()
-    assert contain_hooks.not_finite(given).tolist() == [False] * 2 + [True] * 5
 
 
 def test_their_requests_end_with_this_step() -> None:
@@ -43,13 +43,23 @@ def test_their_requests_end_with_this_step() -> None:
     assert list(bad.output_ids_through_stop) == [], "the token that nobody computed"
 
 
+def test_a_mask_that_leaves_nothing_is_the_requests_doing() -> None:
+    req = request("0")
+    output = LogitsProcessorOutput(next_token_logits=torch.tensor([NOTHING]))
+    contain_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output))
+    ended = req.to_finish.to_json()
+    assert ended["status_code"] == 400
+    assert ended["message"].startswith("NothingToSampleError")
+
+
 def test_rows_are_read_when_their_step_has_ended() -> None:
     """With overlap they are another stream's until its event: here it fills them in."""
     req = request("0")
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([GOOD[0]]))
     contain_hooks.zero_what_is_not_finite(None, output)
-    rows = vars(output)["sgl_esft_not_finite"]
-    done = SimpleNamespace(synchronize=lambda: rows.fill_(True))
+    greatest = vars(output)["sgl_esft_greatest"]
+    done = SimpleNamespace(synchronize=lambda: greatest.fill_(NAN))
     contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output, done))
     assert req.to_finish is not None
 

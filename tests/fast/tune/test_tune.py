@@ -15,7 +15,7 @@ from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.tools.select import read_scores
 from sgl_esft.tune.base import load_base, load_encoder
 from sgl_esft.tune.examples import parse_example, read_examples
-from sgl_esft.tune.experts import tune_only
+from sgl_esft.tune.experts import adapter_tensors, tune_only
 from sgl_esft.tune.run_folder import Settings, training_folder
 from sgl_esft.tune.score import Sampling, score
 from sgl_esft.tune.tokens import IGNORED, TokenRow, collate
@@ -137,6 +137,17 @@ def test_every_architecture_is_scored_and_computes_what_it_did(
         before = loaded.model(ids).logits
         tune_only(loaded.blocks, dict.fromkeys(spec.moe_layer_ids, (0, 3)))
         assert torch.equal(loaded.model(ids).logits, before)
+
+
+def test_every_expert_is_written_under_its_own_name(base: Path) -> None:
+    """Untrained, the chosen experts are the base's, each of them."""
+    loaded, was = load_base(base, "cpu"), load_file(base / "model.safetensors")
+    layers = loaded.spec.moe_layer_ids
+    tensors = dict(
+        adapter_tensors(tune_only(loaded.blocks, dict.fromkeys(layers, (4, 1, 6))), loaded.spec)
+    )
+    assert len(tensors) == 3 * 3 * len(layers)
+    assert all(torch.equal(tensor, was[name]) for name, tensor in tensors.items())
 
 
 def test_nothing_but_the_chosen_experts_has_gradients_or_changes(

@@ -13,8 +13,8 @@ from sgl_esft.errors import AdapterMismatchError, UnsupportedModelError
 from sgl_esft.formats.adapter_config import read_expert_config
 from sgl_esft.tools import cli
 from sgl_esft.tune.base import load_base
+from sgl_esft.tune.estimate import TunePlan, plan_tuning
 from sgl_esft.tune.experts import tune_only
-from sgl_esft.tune.plan import TunePlan, plan_tuning
 from sgl_esft.tune.run_folder import Settings
 from tests.support.base_factory import write_random_base
 from tests.support.servers import ROOT
