@@ -164,18 +164,17 @@ class StagedMemory:
         for device_id in range(self._num_devices):
             self._hmm.add_device(device_id + self._num_devices)
 
-    def execute(self, step: Step) -> None:
+    def execute(self, step: Step) -> int:
         if step.kind not in _MAPS:
-            self._hmm.execute(step)
-            return
+            return self._hmm.execute(step)
         staging_id = step.device_id + self._num_devices
         staged = replace(step, device_id=staging_id)
         mapped = Step(_MAPS[step.kind], staging_id, expert_ids=step.expert_ids)
         self._hmm.add_device(staging_id)  # it may have died
         try:
             self._hmm.execute(mapped)
-            self._hmm.execute(staged)
-            self._hmm.execute(replace(step, source_id=staging_id))
+            to_staging = self._hmm.execute(staged)
+            return to_staging + self._hmm.execute(replace(step, source_id=staging_id))
         finally:
             self._hmm.undo(staged)
             self._hmm.undo(mapped)

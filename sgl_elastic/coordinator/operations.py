@@ -53,7 +53,10 @@ class StepState(StrEnum):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of a plan and what became of it. `seconds` is the time of its last attempt."""
+    """One step of a plan and what became of it. `seconds` is the time of its last attempt.
+
+    `num_bytes` is the plan's; `copied_bytes` what the memory worker counted as it copied.
+    """
 
     kind: StepKind
     device_id: int
@@ -61,6 +64,7 @@ class StepRecord:
     num_experts: int = 0
     num_tokens: int = 0  # of a KV step: the capacity afterwards
     num_bytes: int = 0  # of a copy
+    copied_bytes: int = 0
     state: StepState = StepState.PENDING
     seconds: float = 0.0
 
@@ -133,6 +137,12 @@ class Operation:
     def with_step(self, index: int, state: StepState, seconds: float = 0.0) -> Operation:
         """The snapshot in which the step at `index` is in another state."""
         record = replace(self.steps[index], state=state, seconds=seconds)
+        return replace(self, steps=(*self.steps[:index], record, *self.steps[index + 1 :]))
+
+    def with_copied(self, index: int, num_bytes: int) -> Operation:
+        """The snapshot in which the step at `index` has copied so many bytes more."""
+        step = self.steps[index]
+        record = replace(step, copied_bytes=step.copied_bytes + num_bytes)
         return replace(self, steps=(*self.steps[:index], record, *self.steps[index + 1 :]))
 
     def with_phase(self, name: str) -> Operation:

@@ -37,8 +37,11 @@ class Memory(Protocol):
     def drop_partial_adapters(self, placement: Placement) -> None:
         """A rank was lost, perhaps in an adapter's change: only whole adapters stay."""
 
-    def execute(self, step: Step) -> None:
-        """Do a step that is memory's: all kinds but SHRINK_KV and GROW_KV."""
+    def execute(self, step: Step) -> int:
+        """Do a step that is memory's: all kinds but SHRINK_KV and GROW_KV.
+
+        Returns the bytes that were copied, counted where they were.
+        """
 
     def undo(self, step: Step) -> None:
         """Take an executed step back; harmless for one that was not executed."""

@@ -70,6 +70,10 @@ class Progress:
             seconds = self._clock.monotonic() - began
             self._publish(self.operation.with_step(index, outcome, seconds))
 
+    def copied(self, index: int, num_bytes: int) -> None:
+        """So many bytes were copied by the step at `index`. It says so when it ends."""
+        self.operation = self.operation.with_copied(index, num_bytes)
+
     def undone(self, index: int) -> None:
         """The step at `index` was taken back. One that has failed is still the one that failed."""
         step = self.operation.steps[index]

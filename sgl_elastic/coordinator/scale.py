@@ -107,7 +107,7 @@ class Scaling:
     def do(self, index: int, step: Step) -> None:
         """One step of the plan. Raises StepFailedError."""
         with self.progress.step(index):
-            self.executor.steps.do(step)
+            self.progress.copied(index, self.executor.steps.do(step))
 
     def hold(self) -> None:
         """Requests wait from now on."""

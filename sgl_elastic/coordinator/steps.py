@@ -31,12 +31,12 @@ class Steps:
         self._instances = instances
         self._pending_kv: dict[int, int] = {}  # KV capacity in tokens, by device
 
-    def do(self, step: Step) -> None:
-        """Raises StepFailedError."""
+    def do(self, step: Step) -> int:
+        """Returns the bytes that were copied. Raises StepFailedError."""
         if step.kind in ENGINE_STEPS:
             self._instances.resize_kv(step.device_id, step.num_tokens)
-        else:
-            self._memory.execute(step)
+            return 0
+        return self._memory.execute(step)
 
     def take_back(self, step: Step, old: Placement) -> None:
         """A step that failed, or was not done, too. Raises StepFailedError; KV is pending then."""

@@ -91,14 +91,14 @@ class DeviceClient:
         verify: bool = False,
         by_bytes: bool = False,
         timeout_s: float | None = None,
-    ) -> dict[str, Runs]:
+    ) -> messages.Copied:
         """Copy slots from the worker at `source`. Returns those that were not loaded before.
 
         They must have pages here, and valid content there. `by_bytes`: it is on another node.
         Raises PeerCopyError when bytes did not arrive; those slots then are not loaded.
         """
         request = messages.CopyFrom(str(source), _plain(slots), verify, by_bytes)
-        return self._call(request, messages.Changed, timeout_s).slots
+        return self._call(request, messages.Copied, timeout_s)
 
     def usage(self) -> Usage:
         """What takes how much."""

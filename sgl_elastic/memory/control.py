@@ -17,6 +17,7 @@ from pathlib import Path
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
 from sgl_elastic.memory import partial_adapters
+from sgl_elastic.memory.messages import Copied
 from sgl_elastic.memory.runs import Runs, Slots, difference, num_slots, pages_under, union
 from sgl_elastic.memory.slots import adapter_slots, expert_slots, kv_slots, trunk_slots
 from sgl_elastic.memory.worker_processes import DeviceWorkers, Here, Launcher, WorkerOptions
@@ -138,16 +139,20 @@ class Hmm(DeviceWorkers):
             self.execute(Step(StepKind.MAP_KV, device_id, num_tokens=kv_tokens))
         self.commit()
 
-    def execute(self, step: Step) -> None:
-        """Do a step that is memory's; a second time does nothing. Raises StepFailedError's kin."""
+    def execute(self, step: Step) -> int:
+        """Do a step that is memory's; a second time does nothing. Raises StepFailedError's kin.
+
+        Returns the bytes that were copied, as the device's worker counted them.
+        """
         self._flush_pending(step.device_id)
         try:
-            changes = self._do(step)
+            changes, num_bytes = self._do(step)
         except ElasticError:
             self._unmap_what_may_be_mapped(step)
             raise
         if changes:
             self._changes[step] = union(self._changes.get(step, {}), changes)
+        return num_bytes
 
     def undo(self, step: Step) -> None:
         """Take back what `execute` of this step changed; nothing if it was not executed.
@@ -169,8 +174,8 @@ class Hmm(DeviceWorkers):
         self._started.clear()
         self._changes.clear()
 
-    def _do(self, step: Step) -> Changes:
-        """Returns what undo has to take back from the device's slots."""
+    def _do(self, step: Step) -> tuple[Changes, int]:
+        """Returns what undo has to take back from the device's slots, and the bytes copied."""
         match step.kind:
             case StepKind.ADD_DEVICE:
                 if self.add_device(step.device_id):
@@ -180,13 +185,14 @@ class Hmm(DeviceWorkers):
             case StepKind.UNMAP_EXPERTS:
                 self._unmap(step.device_id, self._slots_of(step))
             case StepKind.COPY_TRUNK | StepKind.COPY_EXPERTS:
-                return self._copy(step, self._slots_of(step))
+                copied = self._copy(step, self._slots_of(step))
+                return copied.slots, copied.num_bytes
             case StepKind.MAP_TRUNK | StepKind.MAP_EXPERTS | StepKind.MAP_KV:
                 slots = self._slots_of(step)
-                return self.client(step.device_id).map_slots(slots, self._copy_timeout_s)
+                return self.client(step.device_id).map_slots(slots, self._copy_timeout_s), 0
             case _:
                 raise MemoryWorkerError(f"{step.kind} is a step of the engine, not of memory")
-        return {}
+        return {}, 0
 
     def _slots_of(self, step: Step) -> dict[str, Runs]:
         match step.kind:
@@ -197,7 +203,7 @@ class Hmm(DeviceWorkers):
             case _:
                 return expert_slots(self.shape(), self._adapters, step.expert_ids)
 
-    def _copy(self, step: Step, slots: Slots) -> Changes:
+    def _copy(self, step: Step, slots: Slots) -> Copied:
         self.client(step.source_id)  # a dead source is named as such
         return self.client(step.device_id).copy_from(
             self.socket_path(step.source_id, step.device_id),

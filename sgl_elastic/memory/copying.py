@@ -28,33 +28,33 @@ class Copier:
     memory: DeviceMemory
     lock: AbstractContextManager[object]
 
-    def copy_from(self, request: messages.CopyFrom) -> dict[str, Runs]:
-        """Returns the slots that were not loaded before."""
+    def copy_from(self, request: messages.CopyFrom) -> messages.Copied:
+        """Copy what is not loaded here."""
+        num_bytes = 0
         with self.lock:
             missing = self.memory.not_loaded(request.slots)
         with peer_at(request.socket_path) as peer:
             for region, runs in missing.items():
-                if request.by_bytes:
-                    self._read(peer, region, runs)
-                else:
-                    self._map(peer, region, runs)
+                copy = self._read if request.by_bytes else self._map
+                num_bytes += copy(peer, region, runs)
                 if request.verify:
                     self._compare(peer, region, runs)
-        return missing
+        return messages.Copied(missing, num_bytes)
 
-    def _map(self, peer: DeviceClient, region: str, runs: Runs) -> None:
+    def _map(self, peer: DeviceClient, region: str, runs: Runs) -> int:
         backend = self.memory.backend
         spans = peer.import_pages(backend, {region: runs}, must_be_loaded=True)[region]
         with self.lock:
-            self.memory.copy_in(region, runs, spans)
+            return self.memory.copy_in(region, runs, spans)
 
-    def _read(self, peer: DeviceClient, region: str, runs: Runs) -> None:
+    def _read(self, peer: DeviceClient, region: str, runs: Runs) -> int:
         slots = {region: runs}
-        self._receive(peer.read(slots, must_be_loaded=True), slots)
+        num_bytes = self._receive(peer.read(slots, must_be_loaded=True), slots)
         with self.lock:
             self.memory.mark_loaded(slots)
+        return num_bytes
 
-    def _receive(self, parts: Iterable[messages.Part], slots: Slots) -> None:
+    def _receive(self, parts: Iterable[messages.Part], slots: Slots) -> int:
         """All bytes of these slots, in their order. Raises PeerCopyError for fewer or more."""
         num_bytes = 0
         for part in parts:
@@ -65,6 +65,7 @@ class Copier:
             wanted = self.memory.readable(slots)
         if num_bytes != wanted:
             raise PeerCopyError(f"a peer sent {num_bytes} bytes of {wanted}: versions differ")
+        return num_bytes
 
     def _compare(self, peer: DeviceClient, region: str, runs: Sequence[Run]) -> None:
         for slot in (slot for first, count in runs for slot in range(first, first + count)):

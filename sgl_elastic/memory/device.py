@@ -151,14 +151,15 @@ class DeviceMemory:
         """Those of the slots without valid content. Raises MemoryWorkerError if one has no page."""
         return changed([(s, subtract(runs, s.loaded)) for s, runs in self._mapped(slots)])
 
-    def copy_in(self, region: str, runs: Sequence[Run], source: PageSpans) -> None:
-        """Copy whole slots from a peer's imported pages, and mark them loaded.
+    def copy_in(self, region: str, runs: Sequence[Run], source: PageSpans) -> int:
+        """Copy whole slots from a peer's imported pages, mark them loaded, return the bytes.
 
         `source` covers the pages of these slots, by the position they have in any such region.
         Raises MemoryWorkerError for a slot without pages, PeerCopyError if the copy fails.
         """
         [(state, wanted)] = self._mapped({region: runs})
         slot_bytes = state.region.slot_bytes
+        copied = 0
         with (
             self._named(f"copying {region} {describe(wanted)} from a peer", PeerCopyError),
             PageWindow(self.backend, self._page_bytes, source) as window,
@@ -168,7 +169,9 @@ class DeviceMemory:
                 self.backend.copy(
                     state.tensor.address + offset, window.address_of(offset), num_bytes
                 )
+                copied += num_bytes
         self.mark_loaded({region: wanted})
+        return copied
 
     def read(self, slots: Slots, position: int, count: int) -> bytes:
         """Bytes of mapped slots' stream (runs.py); `position` and `count` lie within it."""

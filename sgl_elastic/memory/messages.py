@@ -82,7 +82,7 @@ class MarkLoaded(Message, frozen=True):
 
 
 class CopyFrom(Message, frozen=True):
-    """Copy slots from the worker at `socket_path`; answered by the Slots that were not loaded.
+    """Copy slots from the worker at `socket_path`; answered by Copied.
 
     Slots that are loaded already are passed over. `verify`: compare digests afterwards.
     `by_bytes`: that worker is on another node, from where bytes come but no pages.
@@ -138,6 +138,16 @@ class Changed(Message, frozen=True):
     """The slots that the request changed."""
 
     slots: SlotsField
+
+
+class Copied(Message, frozen=True):
+    """The slots that were not loaded before, and how many bytes were copied into them.
+
+    The bytes are counted call by call where they are copied, not from the slots' sizes.
+    """
+
+    slots: SlotsField
+    num_bytes: Position
 
 
 class PageRun(Message, frozen=True):
@@ -220,7 +230,7 @@ Request = (
     | AskExperts
     | Stop
 )
-Reply = Done | Failure | Hello | Changed | Pages | Part | Usage | Digest | ExpertSlots
+Reply = Done | Failure | Hello | Changed | Copied | Pages | Part | Usage | Digest | ExpertSlots
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

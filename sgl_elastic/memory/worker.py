@@ -140,7 +140,7 @@ class Worker:
     def _answer(self, request: Request, lock: FencedRequest) -> Reply:
         try:
             if isinstance(request, messages.CopyFrom):
-                return messages.Changed(Copier(self._memory, lock).copy_from(request))
+                return Copier(self._memory, lock).copy_from(request)
             with lock:
                 return self._handlers[type(request)](request)
         except ElasticError as error:

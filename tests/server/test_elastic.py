@@ -11,6 +11,7 @@ import itertools
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -218,8 +219,13 @@ def assert_spanning(streams: Sequence[Stream], operations: Sequence[Mapping[str,
 
 def assert_as_planned(operation: Mapping[str, Any], before: int) -> None:
     plan = operation["plan"]
-    copied = sum(step["num_bytes"] for step in operation["steps"] if step["state"] == "done")
-    assert copied == plan["copied_bytes"]
+    copied: Counter[tuple[int, int]] = Counter()  # by link, as the memory workers counted
+    for step in operation["steps"]:
+        if step["copied_bytes"]:
+            copied[step["source_id"], step["device_id"]] += step["copied_bytes"]
+    links = {(link["source_id"], link["device_id"]): link["num_bytes"] for link in plan["links"]}
+    assert copied == links
+    assert copied.total() == plan["copied_bytes"]
     old, new = plan["old"], plan["new"]
     assert len(old["device_ids"]) == before
     counts = [new["homes"].count(device) for device in new["device_ids"]]

@@ -157,10 +157,17 @@ class World:
     def drop_partial_adapters(self, placement: Placement) -> None:
         self.call("drop_partial_adapters", placement)
 
-    def execute(self, step: Step) -> None:
+    def execute(self, step: Step) -> int:
         self.call("execute", step)
-        if step not in self.executed:
-            self.executed.append(step)
+        if step in self.executed:
+            return 0
+        self.executed.append(step)
+        return self.copied_of(step)
+
+    @staticmethod
+    def copied_of(step: Step) -> int:
+        """Not what the plan says, so that a record of the plan's own figure is seen."""
+        return 3 * step.num_bytes
 
     def undo(self, step: Step) -> None:
         self.call("undo", step)

@@ -243,6 +243,15 @@ def test_drain_waits_with_requests_held_and_hands_over_what_takes_too_long(is_la
     assert world.active() == ["i1"]
 
 
+def test_bytes_are_those_that_were_copied_not_those_of_the_plan() -> None:
+    coordinator = make_coordinator(World())
+    operation = finished(coordinator)
+    assert coordinator.close(WAIT_S)
+    copies = [step for step in operation.steps if step.num_bytes]
+    assert copies
+    assert [step.copied_bytes for step in copies] == [3 * step.num_bytes for step in copies]
+
+
 def test_an_empty_plan_succeeds_without_a_call() -> None:
     world = World()
     same = Plan(OLD, OLD, (), (), {}, {})

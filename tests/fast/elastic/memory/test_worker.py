@@ -57,11 +57,13 @@ def test_slots_are_copied_between_workers_and_neighbours_stay(hmm):
     client = hmm.client(1)
     client.mark_loaded(wanted, is_loaded=False)
     copied = client.copy_from(hmm.socket_path(0), wanted, verify=True)
-    assert copied == {name: tuple(runs) for name, runs in wanted.items()}
+    assert copied.slots == {name: tuple(runs) for name, runs in wanted.items()}
+    sizes = {region.name: region.slot_bytes for region in hmm.shape().regions}
+    assert copied.num_bytes == 2 * sizes[W13] + 2 * sizes[W2] + sizes["trunk"]
     expected = {**expected_digests(slots, seed=1), **expected_digests(wanted, seed=0)}
     assert digests(hmm, 1, slots) == expected
     assert digests(hmm, 0, slots) == expected_digests(slots, seed=0)
-    assert client.copy_from(hmm.socket_path(0), wanted) == {}  # loaded: nothing left to copy
+    assert client.copy_from(hmm.socket_path(0), wanted) == messages.Copied({}, 0)  # all are loaded
 
 
 def test_crosswise_copies_do_not_wait_for_each_other(hmm):
