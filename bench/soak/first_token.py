@@ -1,13 +1,15 @@
 """Time to the first token, with keys on: this checkout and another one, side by side.
 
-    python -m bench.soak.first_token --other CHECKOUT --pairs 24
+    python -m bench.soak.first_token --other CHECKOUT --starts 6 --pairs 60
 
     both demo servers --short streamed /generate, a named adapter, a restricted key--> first event
     in turns (pairing.py) -> medians, quartiles, ratios of each pair -> first_token.json
 
 Each server runs from its own checkout with its own .venv, so that a change to what stands before
 SGLang is measured as a client sees it, on a machine that both share. One prompt of each pair goes
-to both; no two pairs have the same.
+to both; no two pairs have the same. Which server is started first is worth some percent, so both
+are started again and again, in turns: a checkout over itself is 1.00 then, and over all of one
+start's pairs it was not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -111,25 +113,42 @@ def main() -> None:
     end_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--other", type=Path, required=True, help="the checkout to compare with")
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--pairs", type=int, default=60, help="of each start")
+    parser.add_argument("--starts", type=int, default=6, help="of both servers, an even number")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the result file")
     options = parser.parse_args()
+    checkouts = {"this": HERE, "other": options.other.resolve()}
+    taken: dict[str, list[Taken]] = {name: [] for name in checkouts}
+    for start in range(options.starts):
+        order = list(checkouts) if start % 2 == 0 else list(reversed(checkouts))
+        found = pairs_of_one_start({name: checkouts[name] for name in order}, options.pairs)
+        for name in checkouts:
+            taken[name] += found[name]
+    seconds = {name: spread([each.wall for each in found]) for name, found in taken.items()}
+    ratio = ratios(taken["this"], taken["other"])["wall"]
+    for name, found in (*seconds.items(), ("this / other", ratio)):
+        print(name, " ".join(f"{key} {value:.4f}" for key, value in found.items()))
+    figures = {
+        "num_starts": options.starts,
+        "num_pairs": options.pairs,
+        "first_token_s": seconds,
+        "ratio": ratio,
+    }
+    print(write_result("first_token", figures, folder=options.out))
+
+
+def pairs_of_one_start(checkouts: Mapping[str, Path], num_pairs: int) -> dict[str, list[Taken]]:
+    """Both servers started in this order; the time of each one's answers, pair by pair."""
     with ExitStack() as until:
         keys_file = Path(until.enter_context(tempfile.TemporaryDirectory())) / "keys.json"
         keys_file.write_text(json.dumps(KEYS))
         keys_file.chmod(0o600)
         runs = {}
-        for name, checkout in (("this", HERE), ("other", options.other.resolve())):
+        for name, checkout in checkouts.items():
             url = until.enter_context(served(checkout, keys_file))
             session = until.enter_context(requests.Session())
             runs[name] = functools.partial(first_token, url, session, count())
-        taken = interleave(runs, options.pairs, warm_up=WARM_UP)
-    seconds = {name: spread([each.wall for each in found]) for name, found in taken.items()}
-    ratio = ratios(taken["this"], taken["other"])["wall"]
-    for name, found in (*seconds.items(), ("this / other", ratio)):
-        print(name, " ".join(f"{key} {value:.4f}" for key, value in found.items()))
-    figures = {"num_pairs": options.pairs, "first_token_s": seconds, "ratio": ratio}
-    print(write_result("first_token", figures, folder=options.out))
+        return interleave(runs, num_pairs, warm_up=WARM_UP)
 
 
 if __name__ == "__main__":
