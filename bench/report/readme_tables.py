@@ -99,6 +99,11 @@ def _adapter_check(result: Any) -> str:
     return result_table(result, ["read", "by the wall clock", "by processor time"], rows)
 
 
+def _first_token(result: Any) -> str:
+    rows = [[f"{result['num_starts'] * result['num_pairs']}", ratio(result["ratio"])]]
+    return result_table(result, ["pairs", "time to the first token"], rows)
+
+
 def _adapter_load(result: Any) -> str:
     load, unload = result["over_memcpy"], result["unload_over_memcpy"]
     rows = [
@@ -227,6 +232,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "adapter_check": (
         "Reading an adapter with the look for NaNs, over reading it without:",
         _adapter_check,
+    ),
+    "first_token": (
+        "What stands before SGLang, with a restricted key: this checkout over one before the "
+        "checks of fields and the time limits; 1.02 is the goal:",
+        _first_token,
     ),
     "adapter_load": (
         "Loading an adapter from host memory over a memcpy of its bytes; warm, 1.5 is the goal:",
