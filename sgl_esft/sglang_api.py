@@ -198,9 +198,11 @@ def adapter_manager(scheduler: Any) -> Any:
     return scheduler.tp_worker.model_runner.lora_manager
 
 
-def reject_request(scheduler: Any, req: Any, message: str) -> None:
-    """Answer a request with an error (400) before it runs; the caller does not queue it."""
-    prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+def reject_request(
+    scheduler: Any, req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+) -> None:
+    """Answer a request with an error before it runs; the caller does not queue it."""
+    prepare_abort(req, message, status_code=status)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
@@ -215,8 +217,7 @@ def fail_request(scheduler: Any, recv_req: Any, message: str) -> None:
         vocab_size=scheduler.model_config.vocab_size,
         http_worker_ipc=recv_req.http_worker_ipc,
     )
-    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-    scheduler.output_streamer.stream_output([req], req.return_logprob)
+    reject_request(scheduler, req, message, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def end_request(req: Any, message: str, status: int) -> None:

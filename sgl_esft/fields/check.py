@@ -29,8 +29,9 @@ def check_fields(
     path: str, document: Mapping[str, Any], rules: BodyRules, model: ModelBounds
 ) -> None:
     """Raises BadBodyError."""
-    _check_part(routes().get(path, _NO_FIELDS), document, rules, model)
-    if _num_parts(routes().get(path, _NO_FIELDS), document) > MAX_PARTS:
+    fields = routes().get(path, _NO_FIELDS)
+    _check_part(fields, document, rules, model)
+    if _num_parts(fields, document) > MAX_PARTS:
         raise BadBodyError(
             f"a body may have {MAX_PARTS} messages, parts of messages and tools together"
         )
