@@ -90,11 +90,11 @@ class MemoryScale:
             self.hmm.require(self.plan.old.device_ids)
             time.sleep(0.02)
 
-    def _with_fault(self, step: Step) -> None:
+    def _with_fault(self, step: Step) -> int:
         if self._at >= 0 and step == self.step(self._at):
             self._at = -1
             self._inject()
-        self._execute(step)
+        return self._execute(step)
 
     def left(self) -> dict[str, Any]:
         """All that a scale may leave: pages and slots, descriptors, processes, sockets."""
