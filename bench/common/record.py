@@ -19,9 +19,11 @@ NO_DEVICE = "none (CPU reference platform)"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, quartiles and maximum of some runs."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"min": min(values), "q1": low, "median": median, "q3": high, "max": max(values)}
+    """Minimum, quartiles and maximum of some runs, and how many: of one run all are its value."""
+    several = values if len(values) > 1 else [*values, *values]
+    low, median, high = statistics.quantiles(several, n=4, method="inclusive")
+    found = {"min": min(values), "q1": low, "median": median, "q3": high, "max": max(values)}
+    return {"runs": len(values), **found}
 
 
 def write_result(

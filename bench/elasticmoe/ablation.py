@@ -14,12 +14,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.common.record import write_result
+from bench.common.record import spread, write_result
 from bench.elasticmoe.rounds import (
     ABLATIONS,
     SOME_KV,
     Scaled,
-    any_spread,
     elastic_server,
     has_standbys,
     options_of,
@@ -43,9 +42,9 @@ def rows_of(found: Mapping[str, Sequence[Scaled]]) -> list[dict[str, Any]]:
             "peak_over_all": over(
                 [s.peak_bytes for s in scales], [s.peak_bytes for s in found[ALL]]
             ),
-            "ready_s": any_spread([s.ready_s for s in scales]),
-            "gap_s": any_spread([s.gap_s for s in scales]),
-            "peak_bytes": any_spread([s.peak_bytes for s in scales]),
+            "ready_s": spread([s.ready_s for s in scales]),
+            "gap_s": spread([s.gap_s for s in scales]),
+            "peak_bytes": spread([s.peak_bytes for s in scales]),
         }
         for parts, scales in found.items()
     ]

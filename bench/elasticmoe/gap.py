@@ -7,33 +7,33 @@
     --> elasticmoe_gap.json
 
 Allowed are twice the 99th percentile of the gaps in the seconds before the scale, plus 100 ms.
-KV has no bound of its own: it takes what experts leave of a device, as it does by default.
+Peaks are those of bounded KV on devices that have room: KV that fills every budget, as it does by
+default, would hide them. They are over what the larger configuration needs, of all devices at one
+time, and of the device for which it is the most.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bench.common.record import write_result
+from bench.common.record import spread, write_result
 from bench.elasticmoe.load import Stream, steady
 from bench.elasticmoe.rounds import (
+    SOME_KV,
+    DeviceMemory,
     MemorySampler,
-    any_spread,
     demo_asks,
     elastic_server,
     measured_scale,
     options_of,
-    resident_bytes,
     wait_until_parked,
-    worker_pids,
 )
 
 WALK = (1, 2, 3, 2, 1, 2, 4, 1)
@@ -58,6 +58,7 @@ class Seen:
     phases: dict[str, float]
     copied_bytes: int
     peak_over_larger: float  # bytes of all devices together
+    device_peak_over_larger: float  # the device for which it is the most
 
 
 @dataclass(frozen=True)
@@ -99,32 +100,44 @@ def rows_of(seen: Sequence[tuple[Seen, Gaps]]) -> list[dict[str, Any]]:
             {
                 "step": step,
                 "scales": len(chosen),
-                "longest_over_allowed": any_spread([g.longest_s / g.allowed_s for _, g in chosen]),
-                "longest_s": any_spread([g.longest_s for _, g in chosen]),
-                "later_s": any_spread([g.later_s for _, g in chosen]),
-                "steady_p99_s": any_spread([g.steady_p99_s for _, g in chosen]),
-                "held_s": any_spread([each.held_s for each, _ in chosen]),
-                "peak_over_larger": any_spread([each.peak_over_larger for each, _ in chosen]),
-                "copied_bytes": any_spread([each.copied_bytes for each, _ in chosen]),
+                "longest_over_allowed": spread([g.longest_s / g.allowed_s for _, g in chosen]),
+                "longest_s": spread([g.longest_s for _, g in chosen]),
+                "later_s": spread([g.later_s for _, g in chosen]),
+                "steady_p99_s": spread([g.steady_p99_s for _, g in chosen]),
+                "held_s": spread([each.held_s for each, _ in chosen]),
+                "peak_over_larger": spread([each.peak_over_larger for each, _ in chosen]),
+                "device_peak_over_larger": spread(
+                    [each.device_peak_over_larger for each, _ in chosen]
+                ),
+                "copied_bytes": spread([each.copied_bytes for each, _ in chosen]),
             }
         )
     return rows
 
 
-def _bytes_now() -> int:
-    return resident_bytes(worker_pids(os.getpid()))
+def device_ratio(peak: Mapping[int, int], *settled: Mapping[int, int]) -> float:
+    """The largest of a device's peak over what it has in the configuration that needs more of it.
+
+    A device that is there in neither has no ratio: it took memory that nobody needed. That raises
+    ValueError.
+    """
+    needed = {d: max(each.get(d, 0) for each in settled) for d in peak}
+    if not all(needed.values()):
+        raise ValueError(f"memory of devices that are in no configuration: {peak} of {needed}")
+    return max(peak[d] / needed[d] for d in peak)
 
 
-async def one_scale(url: str, num_old: int, num_new: int) -> Seen:
+async def one_scale(url: str, num_old: int, num_new: int, memory: DeviceMemory) -> Seen:
     """A scale that a standby waits for, after a while of steady load."""
     await asyncio.to_thread(wait_until_parked, url, num_new)
     await asyncio.sleep(BEFORE_S)
-    before = _bytes_now()
+    before = memory.now()
     began_s = time.monotonic()
-    with MemorySampler() as memory:
+    with MemorySampler(memory) as sampler:
         scaled = await measured_scale(url, num_old, num_new)
     ended_s = time.monotonic()
     await asyncio.sleep(AFTER_S + 1.0)
+    after = memory.now()
     return Seen(
         step=scaled.step,
         began_s=began_s,
@@ -132,7 +145,8 @@ async def one_scale(url: str, num_old: int, num_new: int) -> Seen:
         held_s=scaled.gap_s,
         phases=dict(scaled.phases),
         copied_bytes=scaled.copied_bytes,
-        peak_over_larger=memory.peak_bytes / max(before, _bytes_now()),
+        peak_over_larger=sampler.peak_bytes / max(sum(before.values()), sum(after.values())),
+        device_peak_over_larger=device_ratio(sampler.device_peak_bytes, before, after),
     )
 
 
@@ -140,10 +154,11 @@ async def walked(url: str, sizes: Sequence[int]) -> tuple[list[Seen], list[Strea
     """All scales of a walk, and all streams that ran meanwhile."""
     stop = asyncio.Event()
     load = asyncio.create_task(steady(url, demo_asks(), NUM_STREAMS, stop))
-    seen = []
+    seen, memory = [], DeviceMemory()
+    memory.now()  # whose files are whose, before any is a peer's too
     try:
         for num_old, num_new in pairwise(sizes):
-            seen.append(await one_scale(url, num_old, num_new))
+            seen.append(await one_scale(url, num_old, num_new, memory))
     finally:
         stop.set()
         streams = await load
@@ -174,7 +189,7 @@ def main() -> None:
     found: list[tuple[Seen, Gaps]] = []
     num_streams = failed = 0
     for number in range(options.rounds):
-        with elastic_server(STANDBYS, sizes[0]) as url:
+        with elastic_server(STANDBYS, sizes[0], SOME_KV) as url:
             seen, streams = asyncio.run(walked(url, sizes))
         num_streams += len(streams)
         failed += sum(bool(stream.error) for stream in streams)

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.request import urlopen
 
 import psutil
@@ -64,7 +64,10 @@ ABLATIONS: Mapping[str, tuple[str, ...]] = {
 _PARKED_TIMEOUT_S = 300.0
 _SCALE_TIMEOUT_S = 300.0
 _POLL_S = 0.5
+_LIST_PERIOD_S = 0.2
 _QUIET_POLLS = 4  # the next standby starts a moment after the last
+
+_File: TypeAlias = tuple[int, int]  # device and inode numbers
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def scaled_of(operation: Mapping[str, Any], num_old: int, num_new: int, peak: in
         total_s=operation["finished_s"] - operation["created_s"],
         gap_s=operation["gap_s"],
         peak_bytes=peak,
-        copied_bytes=sum(each["num_bytes"] for each in operation["steps"]),
+        copied_bytes=sum(each["copied_bytes"] for each in operation["steps"]),
         phases=_sums(phases[: last + 1], "name"),
         steps=_sums(operation["steps"], "kind"),
     )
@@ -150,12 +153,7 @@ def _sums(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:
 
 def over(ours: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     """Spread of ratios, round by round. Raises ValueError for different numbers of rounds."""
-    return any_spread([one / max(other, 1e-9) for one, other in zip(ours, base, strict=True)])
-
-
-def any_spread(values: Sequence[float]) -> dict[str, float]:
-    """As `spread`, of a single value too."""
-    return spread(values if len(values) > 1 else [*values, *values])
+    return spread([one / max(other, 1e-9) for one, other in zip(ours, base, strict=True)])
 
 
 @contextmanager
@@ -200,14 +198,44 @@ def is_settled(instances: Iterable[Mapping[str, Any]], num_ranks: int) -> bool:
     return is_there and all(each["state"] != "starting" for each in listed)
 
 
-class MemorySampler:
-    """The most bytes behind the memory workers that this process's servers have, while it runs."""
+class DeviceMemory:
+    """Bytes behind each memory worker of this process's servers, as the operating system counts.
 
-    def __init__(self, period_s: float = 0.02) -> None:
+    A worker that copies from a peer has the peer's files open too: a file is the first one's that
+    was seen with it.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[_File, int] = {}  # device id
+        self._workers: dict[int, int] = {}  # pid -> device id
+        self._listed_s = -1.0
+
+    def now(self) -> dict[int, int]:
+        """Device id -> bytes."""
+        found: dict[int, int] = {}
+        for pid, device_id in self._listed().items():
+            for file, num_bytes in memory_files(pid).items():
+                if self._owner.setdefault(file, device_id) == device_id:
+                    found[device_id] = found.get(device_id, 0) + num_bytes
+        return found
+
+    def _listed(self) -> dict[int, int]:
+        now_s = time.monotonic()
+        if now_s - self._listed_s > _LIST_PERIOD_S:  # workers come and go
+            self._workers, self._listed_s = worker_devices(os.getpid()), now_s
+        return self._workers
+
+
+class MemorySampler:
+    """The most bytes of each device, and of all of them at one time, while it runs."""
+
+    def __init__(self, memory: DeviceMemory, period_s: float = 0.02) -> None:
+        self._memory = memory
         self._period_s = period_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.peak_bytes = 0
+        self.device_peak_bytes: dict[int, int] = {}
 
     def __enter__(self) -> MemorySampler:
         self._thread.start()
@@ -218,40 +246,32 @@ class MemorySampler:
         self._thread.join()
 
     def _run(self) -> None:
-        pids: list[int] = []
-        listed_s = -1.0
         while not self._stop.is_set():
-            now = time.monotonic()
-            if now - listed_s > 0.2:  # workers come and go
-                pids, listed_s = worker_pids(os.getpid()), now
-            self.peak_bytes = max(self.peak_bytes, resident_bytes(pids))
+            self.take(self._memory.now())
             self._stop.wait(self._period_s)
 
-
-def worker_pids(ancestor: int) -> list[int]:
-    """Memory workers among a process's descendants."""
-    below = psutil.Process(ancestor).children(recursive=True)
-    return [process.pid for process in below if _is_worker(process)]
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    try:
-        return "sgl_elastic.memory.worker" in process.cmdline()
-    except psutil.NoSuchProcess:  # it has ended meanwhile
-        return False
+    def take(self, now: Mapping[int, int]) -> None:
+        """Count what devices have now."""
+        self.peak_bytes = max(self.peak_bytes, sum(now.values()))
+        for device_id, num_bytes in now.items():
+            most = max(self.device_peak_bytes.get(device_id, 0), num_bytes)
+            self.device_peak_bytes[device_id] = most
 
 
-def resident_bytes(pids: Iterable[int]) -> int:
-    """Bytes behind the memory files that processes have open; each file once, peers share them."""
-    files: dict[tuple[int, int], int] = {}
-    for pid in pids:
-        files.update(_memory_files(pid))
-    return sum(files.values())
+def worker_devices(ancestor: int) -> dict[int, int]:
+    """Memory workers among a process's descendants: pid -> device id."""
+    found = {}
+    for process in psutil.Process(ancestor).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            words = process.cmdline()
+            if "sgl_elastic.memory.worker" in words:
+                found[process.pid] = int(words[words.index("--device-id") + 1])
+    return found
 
 
-def _memory_files(pid: int) -> dict[tuple[int, int], int]:
-    """(device, inode) -> bytes; none when the process is gone."""
-    files: dict[tuple[int, int], int] = {}
+def memory_files(pid: int) -> dict[_File, int]:
+    """The memory files that a process has open -> bytes; none when the process is gone."""
+    files: dict[_File, int] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):  # closed meanwhile
@@ -263,7 +283,7 @@ def _memory_files(pid: int) -> dict[tuple[int, int], int]:
 
 async def measured_scale(url: str, num_old: int, num_new: int) -> Scaled:
     """Scale a server that has `num_old` devices. Raises ValueError when it did not succeed."""
-    with MemorySampler() as memory:
+    with MemorySampler(DeviceMemory()) as memory:
         body = {"dp_size": num_new}
         operation = await elastic_load.scale(url, body, _SCALE_TIMEOUT_S)
     return scaled_of(operation, num_old, num_new, memory.peak_bytes)

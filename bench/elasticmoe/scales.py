@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.common.record import write_result
+from bench.common.record import spread, write_result
 from bench.elasticmoe.rounds import (
     COLD,
     ELASTIC,
@@ -25,7 +25,6 @@ from bench.elasticmoe.rounds import (
     SOME_KV,
     STRATEGIES,
     Scaled,
-    any_spread,
     elastic_server,
     has_standbys,
     options_of,
@@ -69,7 +68,7 @@ class Rounds:
         return [
             {
                 "step": step,
-                "ready_s": any_spread([each.ready_s for each in scales]),
+                "ready_s": spread([each.ready_s for each in scales]),
                 "phases": _shares(scales, [each.phases for each in scales]),
                 "steps": _shares(scales, [each.steps for each in scales]),
             }
@@ -85,9 +84,9 @@ def _row(strategy: str, scales: Sequence[Scaled], cold: Sequence[Scaled]) -> dic
         "ready_over_cold": over([s.ready_s for s in scales], [s.ready_s for s in cold]),
         "gap_over_cold": over([s.gap_s for s in scales], [s.gap_s for s in cold]),
         "peak_over_cold": over([s.peak_bytes for s in scales], [s.peak_bytes for s in cold]),
-        "ready_s": any_spread([s.ready_s for s in scales]),
-        "gap_s": any_spread([s.gap_s for s in scales]),
-        "peak_bytes": any_spread([s.peak_bytes for s in scales]),
+        "ready_s": spread([s.ready_s for s in scales]),
+        "gap_s": spread([s.gap_s for s in scales]),
+        "peak_bytes": spread([s.peak_bytes for s in scales]),
     }
 
 
@@ -96,7 +95,7 @@ def _shares(
 ) -> dict[str, dict[str, float]]:
     names = dict.fromkeys(name for each in seconds for name in each)
     return {
-        name: any_spread(
+        name: spread(
             [
                 each.get(name, 0.0) / scale.ready_s
                 for each, scale in zip(seconds, scales, strict=True)

@@ -29,8 +29,9 @@ from urllib.request import Request, urlopen
 import psutil
 import torch
 
+from bench.common.record import spread
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, steady
-from bench.elasticmoe.rounds import any_spread, wait_until_parked
+from bench.elasticmoe.rounds import wait_until_parked
 from bench.gpu import plan, serve
 from sgl_esft import zoo
 from sgl_esft.zoo import serving
@@ -258,9 +259,9 @@ class Driven:
             "rounds": len(self.swaps),
             "rounds_left_out": rounds - len(self.swaps),
             "weight_bytes_within_reach": max(swap.reachable_bytes for swap in self.swaps),
-            "phase_s": {n: any_spread([s.phases[n] for s in self.swaps]) for n in names},
-            "held_s": any_spread([swap.operation["gap_s"] for swap in self.swaps]),
-            "swap_over_cold_start": any_spread([seconds / cold_s for seconds in again]),
+            "phase_s": {n: spread([s.phases[n] for s in self.swaps]) for n in names},
+            "held_s": spread([swap.operation["gap_s"] for swap in self.swaps]),
+            "swap_over_cold_start": spread([seconds / cold_s for seconds in again]),
             "streams_met": sum(len(swap.resumed_s) for swap in self.swaps),
             "different": {
                 "alone": _count(self.alone[1], answers(self.alone[0])),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.report.age import age
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; cells are Markdown already."""
@@ -13,9 +15,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def ratio(spread: Mapping[str, float] | None) -> str:
-    """Median and quartiles; a dash where nothing was measured."""
+    """Median and quartiles; of one run its value; a dash where nothing was measured."""
     if spread is None:
         return "-"
+    if spread.get("runs") == 1:
+        return f"{spread['median']:.3f} (one run)"
     return f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
 
 
@@ -31,6 +35,7 @@ def where(result: Mapping[str, Any]) -> str:
     return (
         f"`{result['command']}`, commit {result['commit'][:7]}, {machine['cores']} cores of "
         f"{machine['cpu']}, {machine['device']}.{'' if is_complete else ' The run was cut short.'}"
+        f"{age(result)}"
     )
 
 

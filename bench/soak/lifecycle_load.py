@@ -29,9 +29,9 @@ import aiohttp
 
 from bench.common.load import end_on_sigterm
 from bench.common.process_watch import QUANTITIES, Watch
-from bench.common.record import RESULTS, write_result
+from bench.common.record import RESULTS, spread, write_result
 from bench.common.recorded_client import Request, read_requests
-from bench.elasticmoe.rounds import DEVICE_MEMORY, any_spread
+from bench.elasticmoe.rounds import DEVICE_MEMORY
 from bench.soak import lifecycle_checks as checks
 from bench.soak.lifecycle_operator import Done, History, Operation, Planner, carry_out
 from bench.soak.lifecycle_versions import (
@@ -297,12 +297,12 @@ def row_of(
         "wrong": len(wrong),
         "operations": _counts([d.operation.kind for d in operations.done]),
         "failed_operations": sum(bool(d.answer) for d in operations.done),
-        "load_s": any_spread(loads),
+        "load_s": spread(loads),
         "p99_during_loads_s": pace.during_loads_s,
         "p99_without_s": pace.without_s,
         "loads_over_none": pace.loads_over_none,
-        "busy_over_quiet": any_spread(pace.busy_over_quiet),
-        "wait_median_s": any_spread(every)["median"],
+        "busy_over_quiet": spread(pace.busy_over_quiet),
+        "wait_median_s": spread(every)["median"],
         "wait_p99_s": checks.p99(every),
         "longest_wait_s": {adapter: max(each) for adapter, each in sorted(waits.items())},
         "overtakes_p99": checks.p99([float(count) for count in overtaken]),
@@ -326,7 +326,7 @@ def crowding(ground: Ground, plan: Plan, url: str) -> dict[str, Any]:
     requests = asyncio.run(ask(command, record))
     ratios = checks.turn_ratios(requests, plan.turn_s, TURN_MARGIN_S)
     print(f"  twice as many adapters as slots, over as many: {ratios}", flush=True)
-    return {"adapters": len(many), "all_over_slots": any_spread(ratios)}
+    return {"adapters": len(many), "all_over_slots": spread(ratios)}
 
 
 def verdict(row: Mapping[str, Any]) -> list[str]:

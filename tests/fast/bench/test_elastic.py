@@ -22,9 +22,9 @@ def operation(*phases: tuple[str, float], state: str = "succeeded") -> dict[str,
         "state": state,
         "phases": [{"name": name, "seconds": seconds} for name, seconds in phases],
         "steps": [
-            {"kind": "map_kv", "seconds": 0.5, "num_bytes": 0},
-            {"kind": "copy_trunk", "seconds": 0.25, "num_bytes": 30},
-            {"kind": "copy_trunk", "seconds": 0.5, "num_bytes": 12},
+            {"kind": "map_kv", "seconds": 0.5, "num_bytes": 0, "copied_bytes": 0},
+            {"kind": "copy_trunk", "seconds": 0.25, "num_bytes": 31, "copied_bytes": 30},
+            {"kind": "copy_trunk", "seconds": 0.5, "num_bytes": 13, "copied_bytes": 12},
         ],
         "gap_s": 0.1,
         "created_s": 100.0,
@@ -64,20 +64,44 @@ def test_a_scale_that_did_not_succeed_is_no_figure() -> None:
 
 
 def test_memory_files_are_counted_once_and_a_gone_process_as_nothing() -> None:
-    own = [os.getpid()]
-    before = elastic_bench.resident_bytes(own)
+    def num_bytes() -> int:
+        return sum(elastic_bench.memory_files(os.getpid()).values())
+
+    before = num_bytes()
     fd = os.memfd_create("elastic-bench")
     copy = os.dup(fd)
     try:
         os.truncate(fd, 1 << 20)
         os.pwrite(fd, b"x" * 8192, 0)
-        assert elastic_bench.resident_bytes(own) - before == 8192
-        assert elastic_bench.resident_bytes([*own, *own]) - before == 8192  # a peer's is the same
+        assert num_bytes() - before == 8192
     finally:
         os.close(fd)
         os.close(copy)
-    assert elastic_bench.resident_bytes([-1]) == 0
-    assert elastic_bench.worker_pids(os.getpid()) == []
+    assert elastic_bench.memory_files(-1) == {}
+    assert elastic_bench.worker_devices(os.getpid()) == {}
+
+
+def test_a_file_is_its_first_owners_and_peaks_are_of_one_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {7: {(1, 10): 100}, 8: {}}
+    monkeypatch.setattr(elastic_bench, "worker_devices", lambda _: {7: 0, 8: 1})
+    monkeypatch.setattr(elastic_bench, "memory_files", lambda pid: files[pid])
+    memory = elastic_bench.DeviceMemory()
+    assert memory.now() == {0: 100}
+    files[8] = {(1, 10): 100, (1, 11): 40}  # the first is open to be copied from
+    assert memory.now() == {0: 100, 1: 40}
+    sampler = elastic_bench.MemorySampler(memory)
+    for now in ({0: 100, 1: 40}, {0: 60, 1: 70}):
+        sampler.take(now)
+    assert sampler.peak_bytes == 140
+    assert sampler.device_peak_bytes == {0: 100, 1: 70}
+
+
+def test_a_devices_peak_is_over_the_configuration_that_needs_more_of_it() -> None:
+    assert gap.device_ratio({0: 100, 1: 90}, {0: 100}, {0: 50, 1: 60}) == 1.5
+    with pytest.raises(ValueError, match="in no configuration"):
+        gap.device_ratio({0: 100, 2: 1}, {0: 100}, {0: 50})
 
 
 def test_rows_of_scales_go_up_and_down_over_cold_restart() -> None:

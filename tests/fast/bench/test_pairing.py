@@ -27,7 +27,7 @@ def test_a_ratio_is_taken_within_its_round() -> None:
     runs = [Taken(2.0, 1.0), Taken(20.0, 1.0), Taken(200.0, 1.0)]
     base = [Taken(1.0, 2.0), Taken(10.0, 2.0), Taken(100.0, 2.0)]
     found = ratios(runs, base)
-    assert found["wall"] == {"min": 2.0, "q1": 2.0, "median": 2.0, "q3": 2.0, "max": 2.0}
+    assert found["wall"] == {"runs": 3, "min": 2.0, "q1": 2.0, "median": 2.0, "q3": 2.0, "max": 2.0}
     assert found["cpu"]["median"] == 0.5
 
 
