@@ -142,7 +142,7 @@ class Coordinator:
             )
 
     def _planned(self, request: ScaleRequest) -> tuple[Operation, Plan]:
-        began = self._clock.monotonic()
+        began, began_s = self._clock.monotonic(), self._clock.now()
         _, placement = self._executor.look()
         self._memory.require(placement.device_ids)
         plan = self._make_plan(request, placement)
@@ -151,7 +151,7 @@ class Coordinator:
             request=request,
             plan=self._describe(plan),
             steps=tuple(StepRecord.of(step) for step in (*plan.before, *plan.after)),
-            phases=(PhaseRecord("plan", self._clock.monotonic() - began),),
+            phases=(PhaseRecord("plan", self._clock.monotonic() - began, began_s),),
             created_s=self._clock.now(),
         )
         return operation, plan

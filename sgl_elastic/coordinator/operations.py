@@ -83,10 +83,25 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """One phase. `seconds` is -1 while it runs."""
+    """One phase. `seconds` is -1 while it runs; it began at Unix time `began_s`."""
 
     name: str
     seconds: float = -1.0
+    began_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class HandoverRecord:
+    """What went from the old instance's ranks to the new one's, as both counted.
+
+    Of `frozen_kv_slots`, in use when the old ranks stopped, the new ones took `kept_kv_slots` over
+    where they lay and copied `copied_kv_slots` from devices that leave.
+    """
+
+    num_requests: int = 0
+    frozen_kv_slots: int = 0
+    kept_kv_slots: int = 0
+    copied_kv_slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,7 @@ class Operation:
     steps: tuple[StepRecord, ...] = ()
     phases: tuple[PhaseRecord, ...] = ()
     gap_s: float = 0.0
+    handover: HandoverRecord = HandoverRecord()
     switched: bool = False
     error: ErrorRecord | None = None
     undo_errors: tuple[ErrorRecord, ...] = ()
@@ -145,9 +161,9 @@ class Operation:
         record = replace(step, copied_bytes=step.copied_bytes + num_bytes)
         return replace(self, steps=(*self.steps[:index], record, *self.steps[index + 1 :]))
 
-    def with_phase(self, name: str) -> Operation:
+    def with_phase(self, name: str, began_s: float = 0.0) -> Operation:
         """The snapshot in which a phase begins."""
-        return replace(self, phases=(*self.phases, PhaseRecord(name)))
+        return replace(self, phases=(*self.phases, PhaseRecord(name, began_s=began_s)))
 
     def with_phase_ended(self, seconds: float) -> Operation:
         """The snapshot in which the last phase took `seconds`."""

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from sgl_elastic.coordinator.operations import ErrorRecord, Journal, Operation, StepState
+from sgl_elastic.coordinator.operations import (
+    ErrorRecord,
+    HandoverRecord,
+    Journal,
+    Operation,
+    StepState,
+)
 from sgl_elastic.errors import ElasticError
 from sgl_elastic.types import OperationState
 
@@ -52,7 +58,7 @@ class Progress:
             return
         self._end_phase()
         self._phase_began = self._clock.monotonic()
-        begun = self.operation.with_phase(phase)
+        begun = self.operation.with_phase(phase, self._clock.now())
         # A degraded operation stays so until what it left is done.
         state = begun.state if begun.finished else OperationState.RUNNING
         self._publish(replace(begun, state=state), durable=True)
@@ -95,6 +101,10 @@ class Progress:
             gap_s = self._clock.monotonic() - self._held_since
             self._held_since = None
             self._publish(replace(self.operation, gap_s=gap_s))
+
+    def handed_over(self, handover: HandoverRecord) -> None:
+        """The new instance has taken this over."""
+        self._publish(replace(self.operation, handover=handover))
 
     def switched(self) -> None:
         """The point of no return is behind. In memory only: a sync would lengthen the gap."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from sgl_elastic.coordinator.operations import HandoverRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
 from sgl_elastic.coordinator.steps import PostSwitchTasks, RetryPolicy, Steps, Task
@@ -75,6 +76,7 @@ class Scaling:
     def switch_tasks(self, new: str, placement: Placement, handover: HandedOver) -> list[Task]:
         """Requests go to the instance that has taken over; it runs when they have been sent."""
         front = self.executor.front
+        self.progress.handed_over(handover_record(handover))
         return [
             Task("switch", partial(self.executor.note_serving, new, placement)),
             Task("switch", partial(front.switch, new, placement, handover)),
@@ -167,6 +169,16 @@ class Scaling:
 
 # How a plan is carried out; the paper's other ways to scale have theirs (baselines/).
 CarryOut: TypeAlias = Callable[[Scaling, Plan], None]
+
+
+def handover_record(handover: HandedOver) -> HandoverRecord:
+    """What an operation says of a hand-over."""
+    return HandoverRecord(
+        num_requests=len(handover.ranks),
+        frozen_kv_slots=handover.num_frozen_slots,
+        kept_kv_slots=handover.num_kept_slots,
+        copied_kv_slots=handover.num_copied_slots,
+    )
 
 
 def scale(scaling: Scaling, plan: Plan) -> None:

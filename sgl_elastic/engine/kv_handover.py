@@ -43,6 +43,11 @@ def sequences_of(scheduler: Any) -> tuple[KvSequence, ...]:
     return tuple(sorted(found, key=lambda sequence: sequence.last_access))
 
 
+def num_slots(scheduler: Any) -> int:
+    """KV slots that the prefix cache holds."""
+    return sum(node.value.numel() for node in _nodes(scheduler))
+
+
 def take_over(scheduler: Any, sequences: Iterable[KvSequence]) -> int:
     """Make the prefix cache what `sequences` say, and everything else free.
 

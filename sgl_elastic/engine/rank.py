@@ -163,7 +163,7 @@ class EngineRank:
             case m.Ping():
                 self._channel.send(m.Pong())
             case m.Run():  # a second time
-                self._answer(lambda: 0)
+                self._answer(m.RankDone)
             case m.ResizeKv(num_tokens):
                 self._answer(lambda: self._grow_kv(scheduler, num_tokens))
             case other:
@@ -185,6 +185,7 @@ class EngineRank:
                     ),
                     *self._resumed.values(),  # the front has not sent these yet
                 ),
+                num_kv_slots=kv_handover.num_slots(scheduler),
             )
         )
         while True:
@@ -215,7 +216,7 @@ class EngineRank:
         if state is not None:
             requests.restore(req, state)
 
-    def _carry_out(self, scheduler: Any, instruction: m.ToRank) -> int:
+    def _carry_out(self, scheduler: Any, instruction: m.ToRank) -> m.RankDone:
         match instruction:
             case m.Attach():
                 return self._attach(scheduler, instruction)
@@ -227,10 +228,9 @@ class EngineRank:
                 return self._resize_frozen(scheduler, instruction.num_tokens)
             case _:
                 raise ElasticInternalError(f"{type(instruction).__name__} while parked")
-        return 0
+        return m.RankDone()
 
-    def _attach(self, scheduler: Any, attach: m.Attach) -> int:
-        """Returns the bytes that were read from disk."""
+    def _attach(self, scheduler: Any, attach: m.Attach) -> m.RankDone:
         self.map(attach)
         self.adopt_adapters()
         self.memory.forget_heat()
@@ -239,7 +239,7 @@ class EngineRank:
             num_bytes = self.read_disk(attach)
             self.mark_loaded(trunk=attach.loads_trunk)
         self._set_capacity(scheduler, attach.kv_tokens)
-        return num_bytes
+        return m.RankDone(num_bytes=num_bytes)
 
     def _detach(self, scheduler: Any) -> None:
         sglang_api.forget_requests(scheduler)
@@ -252,18 +252,18 @@ class EngineRank:
         self.attached = None
         self.adopt_adapters()
 
-    def _activate(self, scheduler: Any, activate: m.Activate) -> int:
+    def _activate(self, scheduler: Any, activate: m.Activate) -> m.RankDone:
         sglang_api.forget_requests(scheduler)
         sglang_api.drop_pending_input(scheduler)
-        kv_handover.take_over(scheduler, activate.sequences)
+        num_kept, num_copied = kv_handover.take_over(scheduler, activate.sequences), 0
         for move in activate.moves:
-            kv_handover.take_moved(
+            num_copied += kv_handover.take_moved(
                 scheduler,
                 move.sequences,
                 partial(self._copy_kv, source_socket=move.source_socket, by_bytes=move.by_bytes),
             )
         self._resumed = {state.rid: state for state in activate.requests}
-        return 0
+        return m.RankDone(num_kept_slots=num_kept, num_copied_slots=num_copied)
 
     def _copy_kv(
         self, pairs: list[tuple[int, int]], source_socket: str = "", *, by_bytes: bool = False
@@ -274,30 +274,29 @@ class EngineRank:
         sglang_api.set_kv_capacity(scheduler, num_tokens)
         sglang_api.set_free_slots(scheduler, kv_handover.used_slots(scheduler))
 
-    def _resize_frozen(self, scheduler: Any, num_tokens: int) -> int:
+    def _resize_frozen(self, scheduler: Any, num_tokens: int) -> m.RankDone:
         old = sglang_api.kv_capacity(scheduler)
         if num_tokens >= old:
-            self._grow_kv(scheduler, num_tokens)
-            return 0
+            return self._grow_kv(scheduler, num_tokens)
         num_moved = kv_handover.compact(scheduler, num_tokens, self._copy_kv)
         self._set_capacity(scheduler, num_tokens)
         lost = self.memory.kv_run(num_tokens + 1, old - num_tokens)
         self.memory.required_mapping().shrink(lost)
         self.memory.required_client().unmap_slots(lost)
         self._note_capacity(num_tokens)
-        return num_moved
+        return m.RankDone(num_copied_slots=num_moved)
 
-    def _grow_kv(self, scheduler: Any, num_tokens: int) -> int:
+    def _grow_kv(self, scheduler: Any, num_tokens: int) -> m.RankDone:
         old = sglang_api.kv_capacity(scheduler)
         if num_tokens <= old:
-            return 0
+            return m.RankDone()
         gained = self.memory.kv_run(old + 1, num_tokens - old)
         self.memory.required_client().map_slots(gained)
         self.memory.required_mapping().extend(self.memory.required_client(), gained)
         sglang_api.set_kv_capacity(scheduler, num_tokens)
         sglang_api.add_free_slots(scheduler, old + 1, num_tokens)
         self._note_capacity(num_tokens)
-        return 0
+        return m.RankDone()
 
     def _note_capacity(self, num_tokens: int) -> None:
         if self.attached is not None:
@@ -325,15 +324,18 @@ class EngineRank:
         self._num_received = told.number
         return told.message
 
-    def _answer(self, action: Callable[[], int]) -> None:
+    def _answer(self, action: Callable[[], m.RankDone]) -> None:
         started = time.monotonic()
         try:
-            num_bytes = action()
+            done = action()
         except ElasticError as error:
             logger.exception("elastic: an instruction failed")
             self._channel.send(m.Failed(type(error).__name__, str(error), self._num_received))
             return
-        self._channel.send(m.RankDone(time.monotonic() - started, num_bytes, self._num_received))
+        seconds = time.monotonic() - started
+        self._channel.send(
+            msgspec.structs.replace(done, seconds=seconds, number=self._num_received)
+        )
 
 
 def _connect(config: EngineConfig) -> wire.Channel[m.Told]:

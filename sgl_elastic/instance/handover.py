@@ -9,7 +9,7 @@ A rank takes over the KV of its own device in place. What a leaving device holds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.types import AdapterEntry, Placement
@@ -38,10 +38,25 @@ class FrozenInstance:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """Where frozen requests went: request id -> rank of the new instance."""
+    """Where frozen requests went: request id -> rank of the new instance.
+
+    KV slots: what the frozen ranks had in use, and of these what the new ranks say they have taken
+    over, where it lies or by copying it. The rest is computed again.
+    """
 
     ranks: Mapping[str, int]
     rank_of_old: Mapping[int, int]  # old rank -> new rank, for requests without any token yet
+    num_frozen_slots: int = 0
+    num_kept_slots: int = 0
+    num_copied_slots: int = 0
+
+    def with_taken(self, done: Sequence[m.RankDone]) -> HandedOver:
+        """With what the new ranks have answered."""
+        return replace(
+            self,
+            num_kept_slots=sum(each.num_kept_slots for each in done),
+            num_copied_slots=sum(each.num_copied_slots for each in done),
+        )
 
 
 def attach_messages(
@@ -105,7 +120,9 @@ def hand_over(
             )
         )
     states = [(rank_of_old[old], q) for old, each in enumerate(frozen) for q in each.requests]
-    return activations, HandedOver({state.rid: rank for rank, state in states}, rank_of_old)
+    ranks = {state.rid: rank for rank, state in states}
+    num_frozen_slots = sum(each.num_kv_slots for each in frozen)
+    return activations, HandedOver(ranks, rank_of_old, num_frozen_slots)
 
 
 def frozen_of(states: Sequence[tuple[int, m.RequestState]], num_ranks: int) -> tuple[m.Frozen, ...]:

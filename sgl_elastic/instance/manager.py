@@ -145,20 +145,20 @@ class InstanceManager(InstanceStarter):
         activations, handed = handover.hand_over(
             frozen, new.record.device_ids, kv_moves, self._hmm.socket_path, self._hmm.are_apart
         )
-        self._take_over(new, activations)
-        return handed
+        return handed.with_taken(self._take_over(new, activations))
 
-    def _take_over(self, new: Running, activations: list[m.Activate]) -> None:
+    def _take_over(self, new: Running, activations: list[m.Activate]) -> list[m.RankDone]:
         """Tell an instance what it takes over; it runs when its requests have been sent."""
         try:
             send_all(new.links, activations)
-            expect_all(new.links, m.RankDone, self._timeouts.step_s)
+            done = expect_all(new.links, m.RankDone, self._timeouts.step_s)
         except StepFailedError as error:
             self._end_unless_done(new, str(error))
             raise
         self._advance(new, _S.ACTIVE)
         with self._lock:
             self._active = new.record.instance_id
+        return done
 
     def _end_unless_done(self, new: Running, reason: str) -> None:
         """A rank that is still at it writes KV into slots that the old instance may use soon.

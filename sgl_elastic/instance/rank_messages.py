@@ -87,6 +87,7 @@ class Frozen(msgspec.Struct, frozen=True, tag=True):
 
     sequences: tuple[KvSequence, ...]
     requests: tuple[RequestState, ...]
+    num_kv_slots: int = 0  # in use; sequences that begin alike name some of them twice
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
@@ -148,7 +149,9 @@ class RankDone(msgspec.Struct, frozen=True, tag=True):
     """An instruction was carried out; `number` says which, so a late answer is no other's."""
 
     seconds: float = 0.0
-    num_bytes: int = 0  # copied, read
+    num_bytes: int = 0  # read from disk
+    num_kept_slots: int = 0  # KV slots taken over where they lie
+    num_copied_slots: int = 0  # KV slots copied: from another device, or further down
     number: int = 0  # messages that the rank had received, the instruction with them; 0: any
 
 
