@@ -1,6 +1,6 @@
 """What a body asks for at most, for its key's limits.
 
-document that was checked --[ask_of]--> Ask: sequences, tokens
+document that was checked, its Prompts --[ask_of]--> Ask: sequences, tokens
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from sgl_esft.errors import BadBodyError
-from sgl_esft.fields.described import MAX_PROMPTS, PROMPTS
+from sgl_esft.fields.described import MAX_PROMPTS
+from sgl_esft.fields.prompts import Prompts
 
 Document: TypeAlias = Mapping[str, Any]
 
@@ -25,7 +26,6 @@ NEW_TOKENS: Final = (
     "max_completion_tokens",
     "max_output_tokens",
 )
-_QUESTIONS: Final = "questions"  # of /v1/decisions and /v1/systemone: a prompt each
 SAMPLING: Final = "sampling_params"
 
 
@@ -45,18 +45,17 @@ def sampling_parts(document: Document) -> list[Document]:
     return [document, *(part for part in each if isinstance(part, dict))]
 
 
-def ask_of(document: Document, num_bytes: int) -> Ask:
+def ask_of(document: Document, prompts: Prompts, num_bytes: int) -> Ask:
     """Raises BadBodyError for more than a request may have."""
     parts = sampling_parts(document)
-    prompts, num_ids = num_prompts(document)
     copies = max([1, *(_largest(part, ("n", "best_of", "beam_width")) for part in parts)])
-    sequences = prompts * copies
-    if prompts > MAX_PROMPTS or sequences > MAX_SEQUENCES:
+    sequences = prompts.num * copies
+    if prompts.num > MAX_PROMPTS or sequences > MAX_SEQUENCES:
         raise BadBodyError(
             f"a request may have {MAX_PROMPTS} prompts and {MAX_SEQUENCES} sequences"
         )
     new_tokens = max(_largest(part, NEW_TOKENS) for part in parts) or _USUAL_NEW_TOKENS
-    prompt_tokens = num_ids or 1 + num_bytes // _BYTES_PER_TOKEN
+    prompt_tokens = prompts.num_ids or 1 + num_bytes // _BYTES_PER_TOKEN
     return Ask(sequences, prompt_tokens + sequences * new_tokens, prompt_tokens)
 
 
@@ -74,29 +73,3 @@ def flat(value: object) -> Iterator[object]:
             waiting.extend(each)
         else:
             yield each
-
-
-def is_batch(document: Document) -> bool:
-    """Whether the scheduler makes several requests of it; a list of token ids is one prompt."""
-    values = [document.get(field) for field in PROMPTS]
-    return any(
-        isinstance(value, list) and type(next(iter(value), 0)) is not int for value in values
-    )
-
-
-def num_prompts(document: Document) -> tuple[int, int]:
-    """How many prompts, and how many token ids are in them if they are given as such."""
-    questions = document.get(_QUESTIONS)
-    prompts = max(1, len(questions)) if isinstance(questions, list | dict) else 1
-    num_ids = 0
-    for field in PROMPTS:
-        value = document.get(field)
-        if not isinstance(value, list) or not value:
-            continue
-        if type(value[0]) is int:
-            num_ids += len(value)
-            continue
-        if isinstance(value[0], str | list):  # else they are one conversation's messages
-            prompts = max(prompts, len(value))
-        num_ids += sum(len(each) for each in value if isinstance(each, list))
-    return prompts, num_ids

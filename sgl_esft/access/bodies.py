@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from sgl_esft.access.ask import Ask, Document, ask_of, flat, is_batch, num_prompts, sampling_parts
+from sgl_esft.access.ask import Ask, Document, ask_of, flat, sampling_parts
 from sgl_esft.errors import BadBodyError
 from sgl_esft.fields.check import check_fields
+from sgl_esft.fields.prompts import Prompts, prompts_of
 from sgl_esft.fields.request_classes import makes_ids_of_one
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.fields.table import fields_of_prompts
@@ -65,11 +66,12 @@ def check_client_body(
     for part in sampling_parts(document):
         _check_biases(part.get("logit_bias"), bounds.vocab_size)
         _check_patterns(part.get("stop_regex"))
-    _check_one_for_each_prompt(path, document)
+    prompts = prompts_of(path, document)
+    _check_one_for_each_prompt(path, document, prompts)
     _check_template(document.get(TEMPLATE_FIELD), rules)
     if not rules.takes_media:
         _check_no_media_parts(document)
-    return ask_of(document, num_bytes)
+    return ask_of(document, prompts, num_bytes)
 
 
 def _check_patterns(value: object) -> None:
@@ -100,18 +102,17 @@ def _check_template(values: object, rules: BodyRules) -> None:
         )
 
 
-def _check_one_for_each_prompt(path: str, document: Document) -> None:
+def _check_one_for_each_prompt(path: str, document: Document, prompts: Prompts) -> None:
     """A list is for a batch, with one for each prompt: the scheduler fails on others."""
     kinds = [field for field in ("text", "input_ids") if document.get(field) is not None]
     if len(kinds) > 1:
         raise BadBodyError(f"a prompt is either {' or '.join(kinds)}: leave one of them out")
-    num = num_prompts(document)[0]
     for field in fields_of_prompts(path):
         value: Any = document.get(field.name)
-        if field.shape.is_list_of(value) and not (is_batch(document) and len(value) == num):
+        if field.shape.is_list_of(value) and not (prompts.is_batch and len(value) == prompts.num):
             raise BadBodyError(f"{field.name}: a list is for a list of prompts, one for each")
     ids = document.get("rid")
-    if isinstance(ids, str) and is_batch(document) and not makes_ids_of_one(path):
+    if isinstance(ids, str) and prompts.is_batch and not makes_ids_of_one(path):
         raise BadBodyError("rid: a list of prompts needs a list, one for each")
     if isinstance(ids, list) and len(set(map(str, ids))) != len(ids):
         raise BadBodyError("rid is a string, or with a list of prompts a list of different strings")

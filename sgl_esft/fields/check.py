@@ -30,29 +30,49 @@ def check_fields(
 ) -> None:
     """Raises BadBodyError."""
     fields = routes().get(path, _NO_FIELDS)
-    _check_part(fields, document, rules, model)
-    if _num_parts(fields, document) > MAX_PARTS:
+    if _check_part(fields, document, rules, model) > MAX_PARTS:
         raise BadBodyError(
             f"a body may have {MAX_PARTS} messages, parts of messages and tools together"
         )
 
 
-def _num_parts(part: ObjectFields, document: Mapping[str, Any], *, is_inner: bool = False) -> int:
-    """Of all lists of objects of classes, or of anything; more than MAX_PARTS are not counted."""
+def _check_part(
+    part: ObjectFields,
+    document: Mapping[str, Any],
+    rules: BodyRules,
+    model: ModelBounds,
+    *,
+    is_inner: bool = False,
+) -> int:
+    """How many parts it has, in the sense of MAX_PARTS."""
     num = 0
     for name, value in document.items():
         field = part.fields.get(name)
-        if field is None or type(value) not in (list, dict):
-            continue
-        if field.shape.has_parts:
-            num += len(value) if type(value) is list else 0
-        elif field.shape.has_lists_of_anything or (is_inner and field.shape.is_anything):
-            num += _num_listed(value)
-        if num > MAX_PARTS:
-            break
-        for kinds, each in _objects(value, field.shape):
-            num += _num_parts(inside(kinds), each, is_inner=True)
+        if field is None:
+            is_open = part.takes_others or (part.is_open and rules.takes_logit_processors)
+            if not is_open or name.startswith("__"):  # those are SGLang's own between its processes
+                raise BadBodyError(_unknown(name, part))
+        elif value is not None:
+            _check(field, value, part, rules, model)
+            num += _check_inside(field.shape, value, rules, model, is_inner=is_inner)
+        elif part.is_strict and not field.shape.takes_null and field.refusal is None:
+            raise BadBodyError(f"{name} must be {field.shape.words}; leave it out for the default")
     return num
+
+
+def _check_inside(
+    shape: Shape, value: Any, rules: BodyRules, model: ModelBounds, *, is_inner: bool
+) -> int:
+    """How many parts a value has: entries of lists of objects of classes, or of anything."""
+    if type(value) not in (list, dict):
+        return 0
+    if shape.has_parts:
+        num = len(value) if type(value) is list else 0
+        for kinds, each in _objects(value, shape):
+            num += _check_part(inside(kinds), each, rules, model, is_inner=True)
+        return num
+    is_anything = shape.has_lists_of_anything or (is_inner and shape.is_anything)
+    return _num_listed(value) if is_anything else 0
 
 
 def _num_listed(value: Any) -> int:
@@ -62,21 +82,6 @@ def _num_listed(value: Any) -> int:
     if type(value) is list:
         return len(value) + sum(_num_listed(each) for each in value)
     return 0
-
-
-def _check_part(
-    part: ObjectFields, document: Mapping[str, Any], rules: BodyRules, model: ModelBounds
-) -> None:
-    for name, value in document.items():
-        field = part.fields.get(name)
-        if field is None:
-            is_open = part.takes_others or (part.is_open and rules.takes_logit_processors)
-            if not is_open or name.startswith("__"):  # those are SGLang's own between its processes
-                raise BadBodyError(_unknown(name, part))
-        elif value is not None:
-            _check(field, value, part, rules, model)
-        elif part.is_strict and not field.shape.takes_null and field.refusal is None:
-            raise BadBodyError(f"{name} must be {field.shape.words}; leave it out for the default")
 
 
 def _check(
@@ -91,9 +96,6 @@ def _check(
         raise BadBodyError(f"{field.name} must be {field.shape.words}")
     if type(value) is not bool and not field.shape.is_anything:
         _check_bounds(field, value, model)
-    if type(value) in (list, dict) and field.shape.has_parts:
-        for kinds, each in _objects(value, field.shape):
-            _check_part(inside(kinds), each, rules, model)
 
 
 def _check_bounds(field: Field, value: Any, model: ModelBounds) -> None:

@@ -58,7 +58,8 @@ _ANSWER: Final = Bounds("answer")
 _ID: Final = Bounds("identity", max_chars=256, max_items=MAX_PROMPTS)
 NOT_READ: Final = Bounds("nothing", of_any_type=True)
 
-_TOP_LEVEL: Final[Mapping[str, Bounds]] = {
+# Of documents.
+TOP_LEVEL: Final[Mapping[str, Bounds]] = {
     # The prompt. /generate and /encode have strings in `text`, /v1/responses how to answer.
     **_of("input_ids input items prompt", _PROMPT),
     **_of("query tokens", replace(_PROMPT, may_be_empty=True)),
@@ -131,12 +132,13 @@ _TOP_LEVEL: Final[Mapping[str, Bounds]] = {
     **_of("store metadata service_tier betas", Bounds("nothing")),
     **_of("reasoning_parser tool_call_parser", Bounds("parser", max_chars=64)),
 }
-# Of objects in those. A field of messages and tools that SGLang does not read is one of IGNORED.
+# Of objects in those, and of no document. A field of messages and tools that SGLang does not read
+# is one of IGNORED_INSIDE.
 _NESTED: Final[Mapping[str, Bounds]] = {
     **_of("type role content name id index phase prefix text title url data", Bounds("prompt")),
     **_of("reasoning_content tool_call_id tool_calls tool_use_id", Bounds("prompt")),
     **_of("tool_name is_error signature source detail format modalities", Bounds("prompt")),
-    **_of("image_url video_url audio_url input_audio image video content_hash", Bounds("prompt")),
+    **_of("image_url video_url audio_url input_audio content_hash", Bounds("prompt")),
     **_of("max_long_side_pixel max_frames max_tokens_per_frame fps", Bounds("prompt")),
     **_of("max_image_tokens min_dynamic_patch max_dynamic_patch", Bounds("prompt")),
     **_of("function description parameters strict defer_loading key_order", Bounds("prompt")),
@@ -151,7 +153,7 @@ _NESTED: Final[Mapping[str, Bounds]] = {
     **_of("offset replace drop_previous_output", Bounds("identity")),
     "SessionParams.id": _ID,
 }
-DESCRIBED: Final[Mapping[str, Bounds]] = {**_NESTED, **_TOP_LEVEL}
+DESCRIBED: Final[Mapping[str, Bounds]] = {**_NESTED, **TOP_LEVEL}
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,8 @@ NOT_FOR_CLIENTS: Final = "not for clients to set; leave it out"
 INTERNAL: Final = _names(_INTERNAL)
 # The model takes text only, unless --no-esft serves one that takes more.
 MEDIA: Final = _names(
-    """audio_data image_data image_max_dynamic_patch images images_config max_dynamic_patch
-    min_dynamic_patch mm_content_hashes mm_hashes mm_processor_kwargs use_audio_in_video
+    """audio_data image image_data image_max_dynamic_patch images images_config max_dynamic_patch
+    min_dynamic_patch mm_content_hashes mm_hashes mm_processor_kwargs use_audio_in_video video
     video_config video_data video_max_dynamic_patch"""
 )
 

@@ -53,6 +53,13 @@ def is_batched(path: str) -> bool:
     return any(hasattr(kind, "normalize_batch_and_arguments") for kind in kinds)
 
 
+def is_of_messages(path: str) -> bool:
+    """Whether objects where prompts are make one conversation; else each is a prompt."""
+    from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+
+    return any(issubclass(kind, ResponsesRequest) for kind in route_classes().get(path, ()))
+
+
 def makes_ids_of_one(path: str) -> bool:
     """Whether a batch may have one id, of which SGLang makes one for each prompt."""
     from sglang.srt.entrypoints.openai import protocol as openai

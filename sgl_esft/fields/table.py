@@ -26,6 +26,7 @@ from sgl_esft.fields.described import (
     NOT_FOR_CLIENTS,
     NOT_READ,
     PROMPTS,
+    TOP_LEVEL,
     VOCAB,
     Bounds,
     CustomParams,
@@ -136,6 +137,12 @@ def _names_of_prompts() -> frozenset[str]:
     return frozenset(each.name for each in fields if each.shape.is_one_or_list) - PROMPTS
 
 
+@functools.cache
+def _documents() -> frozenset[type]:
+    """The classes of whole documents, which are in no other."""
+    return frozenset(kind for kinds in request_classes.route_classes().values() for kind in kinds)
+
+
 def _with(part: ObjectFields, names: tuple[str, ...]) -> ObjectFields:
     fields = {
         name: Field(name, ANYTHING, NOT_READ if name not in EVERYWHERE else DESCRIBED[name])
@@ -145,8 +152,9 @@ def _with(part: ObjectFields, names: tuple[str, ...]) -> ObjectFields:
 
 
 def _field(name: str, given: list[tuple[type, object]]) -> Field:
-    owner = given[0][0].__name__
-    bounds = DESCRIBED.get(f"{owner}.{name}", DESCRIBED.get(name))
+    owner = given[0][0]
+    described = TOP_LEVEL if owner in _documents() else DESCRIBED
+    bounds = described.get(f"{owner.__name__}.{name}", described.get(name))
     switch, why = _SWITCHES.get(name, (None, None))
     if name in INTERNAL or (bounds is None and why is None):
         return Field(name, ANYTHING, _NONE, NOT_FOR_CLIENTS)

@@ -24,6 +24,7 @@ from sgl_esft.errors import (
     NotAllowedError,
     UnknownAdapterError,
 )
+from sgl_esft.fields.prompts import prompts_of
 from sgl_esft.http.answers import App, Receive, Scope, Send, send_error
 from sgl_esft.http.body import body_of
 from sgl_esft.http.classes import routed_path
@@ -34,8 +35,6 @@ Ensure = Callable[[Collection[str]], Awaitable[None]]
 
 # Routes on which SGLang 0.5.23 reads `lora_path`.
 ADAPTER_ROUTES = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/invocations"})
-# Where prompts are, and what a list's first item is when the list is one prompt: a token id.
-_PROMPT_FIELDS: Mapping[str, type] = {"text": int, "input_ids": int, "prompt": int}
 # Routes of SGLang 0.5.23 that read whole weights, so also slots that have no memory.
 ROUTES_OVER_ALL_SLOTS = frozenset({"/weights_checker", "/send_weights_to_remote_instance"})
 _MAX_COMPARED, _MAX_NAME = 256, 64  # names, characters: a comparison takes time
@@ -114,7 +113,7 @@ def _rewritten(path: str, body: Body, names: KnownNames) -> Body | None:
     """The body SGLang should see, None for the one it was given."""
     fields = ("adapter", "lora_path") if path in ADAPTER_ROUTES else ("adapter",)
     for field in ("adapter", "lora_path"):  # some of the other routes read the second one too
-        _check_batch(body.get(field), body)
+        _check_batch(path, body.get(field), body)
     asked = [adapter for adapter in _asked_for(body, fields, names) if adapter is not None]
     if not asked:
         return None
@@ -145,26 +144,20 @@ def _checked(value: object, names: KnownNames) -> Any:
     return checked if any(name is not None for name in checked) else None
 
 
-def _check_batch(adapter: object, body: Mapping[str, Any]) -> None:
+def _check_batch(path: str, adapter: object, body: Mapping[str, Any]) -> None:
     """A list of adapters needs a list of prompts of its length. Raises ConfigError.
 
     SGLang takes a list with a single prompt, and its scheduler fails on it.
     """
-    num_prompts = _num_prompts(body)
-    if isinstance(adapter, list) and (len(adapter) != num_prompts or num_prompts == 0):
+    if not isinstance(adapter, list):
+        return
+    prompts = prompts_of(path, body)
+    if not prompts.is_batch or len(adapter) != prompts.num:
+        num = prompts.num if prompts.is_batch else "a single"
         raise ConfigError(
-            f"the request has {len(adapter)} adapters for {num_prompts or 'a single'} prompt(s): "
+            f"the request has {len(adapter)} adapters for {num} prompt(s): "
             "name one for each, or one for all, as a string"
         )
-
-
-def _num_prompts(body: Mapping[str, Any]) -> int:
-    """Prompts of a batched request; 0 for a single prompt, which is not in a list."""
-    for field, single in _PROMPT_FIELDS.items():
-        prompts = body.get(field)
-        if isinstance(prompts, list) and prompts and not isinstance(prompts[0], single):
-            return len(prompts)
-    return 0
 
 
 def _shown(value: object) -> str:

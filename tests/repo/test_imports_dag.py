@@ -91,7 +91,8 @@ HANDED_OVER = {
 ROOMS = {
     "sgl_esft": """
         errors dashboard support
-        byte_size fields hook_ledger http ports
+        byte_size fields hook_ledger ports
+        http
         env
         observe
         config

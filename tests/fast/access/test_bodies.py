@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+from inspect import signature
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from sgl_esft.access import ask as asking
 from sgl_esft.access import bodies
@@ -136,6 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"custom_params": {"__sglang_reasoning_in_grammar": True}}, "is not known here"),
     ({"custom_params": {"mine": 1}}, '"mine" is not known here'),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "takes text"),
+    ({"input": [{"text": "x", "image": "x"}], "encoding_format": "float"}, f"image {NOT_SET}"),
     ({"input": [{"content": [{"type": "input_image"}]}]}, "input: the model takes text"),
     ({"messages": [{"rol": "user"}]}, '"rol" is not known here; did you mean "role"'),
     ({"tools": [{"function": {"strikt": True}}]}, 'did you mean "strict"'),
@@ -284,17 +287,42 @@ def test_fields_of_sglangs_own_are_refused_wherever_they_are(field: str) -> None
         ({"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 5, "n": 3}}, 6, 33),
         ({"prompt": [1, 2], "max_tokens": 10, "n": 2}, 2, 22),
         ({"input_ids": [1]}, 1, 129),
+        ({"input_ids": [1], "sampling_params": {"beam_width": 4, "max_new_tokens": 1}}, 4, 5),
+        ({"prompt": [1], "best_of": 3, "max_tokens": 1}, 3, 4),
+        ({"messages": [], "max_completion_tokens": 1000}, 1, 1012),
+        ({"input": "x", "max_output_tokens": 1000}, 1, 1011),
+        ({"text": "x" * 4000}, 1, 1132),  # a token for each four bytes, and what may be generated
         ({"text": ["x", "y"], "sampling_params": [{"n": 2}, {}]}, 4, None),
         ({"messages": [{"content": "x"}, {"content": "y"}], "max_tokens": 1}, 1, None),
         ({"input": [{"role": "user"}, {"role": "user"}]}, 1, None),
         ({"input": ["a", "b", "c"], "encoding_format": "float"}, 3, None),
         ({"input": "x", "questions": [{}, {}]}, 2, None),
+        ({"items": [[1, 2], [3]]}, 2, 3 + 2 * 128),
     ],
 )
 def test_what_is_asked_for(body: Any, sequences: int, tokens: int | None) -> None:
     found = ask(body)
     assert found.sequences == sequences
     assert found.tokens == tokens or tokens is None
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+def test_objects_to_embed_are_prompts_and_messages_are_one(path: str) -> None:
+    part = {"text": "x"} if path == "/v1/embeddings" else {"role": "user", "content": "x"}
+    assert ask({"input": [part] * 3}, path=path).sequences == (3 if "text" in part else 1)
+    if "text" in part:
+        ask({"input": [part] * 2, "rid": ["a", "b"]}, path=path)
+        ask({"input": [part], "rid": "a"}, path=path)  # one alone is no batch to SGLang
+        with pytest.raises(BadBodyError, match="rid: a list is for a list of prompts"):
+            ask({"input": [part], "rid": ["a"]}, path=path)
+        with pytest.raises(BadBodyError, match="256 prompts"):
+            ask({"input": [part] * 257}, path=path)
+
+
+def test_pairs_of_texts_are_charged_by_their_bytes() -> None:
+    """They are lists in a list, as prompts of token ids are."""
+    pairs = {"text": [["x" * 4000, "y"]], "is_cross_encoder_request": True}
+    assert ask(pairs, path="/encode").prompt_tokens > 1000
 
 
 @pytest.mark.parametrize("field", asking.NEW_TOKENS)
@@ -352,6 +380,31 @@ def test_depth_is_counted_through_lists_and_objects(depth: int, kinds: list[bool
     else:
         with pytest.raises(BadBodyError, match="32 levels deep"):
             parse(raw)
+
+
+ARGUMENTS = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+# The template's own, and those that are asked for in fields of their own.
+OF_TEMPLATES = {"self", "kwargs", "chat_template", "documents", "continue_final_message"}
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS - OF_TEMPLATES))
+def test_a_template_is_given_no_arguments_of_the_tokenizer(name: str) -> None:
+    with pytest.raises(BadBodyError, match="holds values of the template"):
+        ask({"messages": [], "chat_template_kwargs": {name: True}}, EVERYTHING)
+
+
+@pytest.mark.parametrize("field", ["messages", "input"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("audio_url", "document", "file", "image", "image_url"),
+        *("input_audio", "input_file", "input_image", "video_url"),
+    ],
+)
+def test_parts_of_messages_that_are_no_text(kind: str, field: str) -> None:
+    path = {"messages": "/v1/chat/completions", "input": "/v1/responses"}[field]
+    with pytest.raises(BadBodyError, match=f"{field}: the model takes text only"):
+        ask({field: [{"role": "user", "content": [{"type": kind}]}]}, path=path)
 
 
 def of_parts(num: int) -> list[tuple[str, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_esft.errors import BadBodyError
 from sgl_esft.fields import request_classes, table
 from sgl_esft.fields.check import check_fields
-from sgl_esft.fields.described import INTERNAL
+from sgl_esft.fields.described import DESCRIBED, INTERNAL
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.fields.shapes import fields_of
 from sgl_esft.fields.table import Described
@@ -58,6 +59,69 @@ def test_a_number_is_taken_at_its_edges_and_not_beyond(row: Described) -> None:
     if "a string" not in row.types and "a list of strings" not in row.types:
         with pytest.raises(BadBodyError, match=row.name):
             send(row, of(row, "7"))  # type: ignore[arg-type]
+
+
+# What differs from 32 bits, or from any number of 32 bits. Said here once more: a bound that is
+# changed in the table alone is a mistake.
+NUMBERS = {
+    (0, "context_length"): """max_new_tokens max_tokens max_completion_tokens max_output_tokens
+        min_new_tokens min_tokens max_thinking_tokens thinking_budget routed_experts_start_len""",
+    (-1, "context_length"): "logprob_start_len",
+    (0, "vocab_size"): """input input_ids items label_token_ids prompt query stop_token_ids
+        token_ids_logprob tokens""",
+    (0, 16): "beam_width",
+    (0, 100): "logprobs top_logprobs top_logprobs_num",
+    (0, 128): "n best_of",
+    (0, 2**30): "stream_interval",
+    (0, 2**31 - 1): "data_parallel_rank remaining routed_dp_rank total",
+    (1, 2**31 - 1): "dimensions",
+    (-1, 2**30): "top_k",
+    (-(2**63), 2**63 - 1): "seed sampling_seed",
+    (0, 0.99): "reasoning_effort",
+    (0, 1): "min_p top_p",
+    (0, 1e9): "temperature",
+    (1e-6, 1e9): "temperature",  # of what divides by it
+    (0.001, 2): "repetition_penalty",
+    (-2, 2): "frequency_penalty presence_penalty",
+    (-1e9, 1e9): "logit_bias",
+}
+USUAL = {(-(2**31), 2**31 - 1), (-3e38, 3e38), (None, None)}
+CHARS = {
+    64: "reasoning_parser tool_call_parser",
+    256: """conversation_id id previous_response_id request_id rid routing_key session_id
+        session_params stop_regex""",
+    1024: "cache_salt regex stop stop_sequences",
+    16 << 10: "ebnf",
+    64 << 10: "json_schema structural_tag",
+}
+ITEMS = {
+    16: "stop stop_regex stop_sequences",
+    256: """cache_salt conversation_id custom_logit_processor id previous_response_id request_id rid
+        routing_key session_id session_params""",
+    300: "logit_bias",
+}
+
+
+def by_bound(bound_of: Callable[[Described], Any], usual: Collection[Any]) -> dict[Any, set[str]]:
+    """Bound -> the fields that have it, of those that a client may send to some server."""
+    found: dict[Any, set[str]] = {}
+    for row in table.described_fields():
+        if row.refusal is None or row.switch:
+            found.setdefault(bound_of(row), set()).add(row.name)
+    return {bound: names for bound, names in found.items() if bound not in usual}
+
+
+def test_every_bound_is_the_one_that_was_meant() -> None:
+    numbers = by_bound(lambda row: (row.low, row.high), USUAL)
+    assert numbers == {bound: set(names.split()) for bound, names in NUMBERS.items()}
+    chars = by_bound(lambda row: row.max_chars, {None})
+    assert chars == {bound: set(names.split()) for bound, names in CHARS.items()}
+    items = by_bound(lambda row: row.max_items, {None})
+    assert items == {bound: set(names.split()) for bound, names in ITEMS.items()}
+    as_json = {name: each.max_json_chars for name, each in DESCRIBED.items() if each.max_json_chars}
+    assert as_json == dict.fromkeys(
+        ("ResponsesRequest.text", "json_schema", "response_format"), 64 << 10
+    )
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.refusal and not r.switch], ids=str)

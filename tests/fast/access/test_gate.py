@@ -10,6 +10,7 @@ import pytest
 
 from sgl_esft.access.gate import PROBING, Gate, InnerKey, Policy
 from sgl_esft.access.keys import KeyRing
+from sgl_esft.fields import request_classes
 from sgl_esft.fields.rules import BodyRules
 from sgl_esft.http import classes, record
 from sgl_esft.http.classes import TABLE, RouteClass, RouteTable
@@ -137,6 +138,21 @@ def test_every_route_by_class(path: str) -> None:
             assert call(gate(Inner()), method, asked, headers).status == wanted
         opened = call(gate(Inner(), OPEN), method, asked).status
         assert opened == (404 if declared.route_class is RouteClass.OFF else 200)
+
+
+# Which texts are worked on without the model, which a key for no base may ask for too.
+OF_TEXTS = {
+    *("/detokenize", "/tokenize", "/v1/detokenize", "/v1/tokenize"),
+    *("/parse_function_call", "/separate_reasoning", "/v1/messages/count_tokens"),
+}
+
+
+@pytest.mark.parametrize("path", sorted(request_classes.route_classes()))
+def test_the_base_model_is_not_for_a_key_of_some_adapters(path: str) -> None:
+    """On no route that runs it, however little is asked for."""
+    for body in ({}, {"adapter": None}, {"model": "base"}):
+        answer = call(gate_before(200, b"{}"), "POST", path, bearer(TENANT_KEY), body)
+        assert answer.status == (200 if path in OF_TEXTS else 403), answer.body
 
 
 def test_an_off_route_that_is_named_is_the_admins(inner: Inner) -> None:

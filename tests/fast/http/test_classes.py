@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,48 @@ def test_the_table_is_what_sglang_and_we_have() -> None:
     assert {path for _, path in unneeded} == NOT_SGLANGS
     groups = (classes._PUBLIC, classes._CLIENT, classes._ADMIN, classes._OFF)
     assert sum(map(len, groups)) == len(TABLE), "a path has one class"
+
+
+# What is open, said here once more: a route that only the table opens is a mistake.
+OPEN = {
+    RouteClass.PUBLIC: {"/", "/health", "/healthz", "/ping", "/ready", "/readyz", *FILES},
+    RouteClass.CLIENT: {
+        *("/generate", "/encode", "/classify", "/invocations", "/v1/completions"),
+        *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+        *("/v1/classify", "/v1/score", "/v1/decisions", "/v1/systemone"),
+        *("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
+        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+        *("/v1/messages/count_tokens", "/parse_function_call", "/separate_reasoning"),
+        *("/v1/models", "/v1/models/{model:path}", "/model_info", "/get_model_info"),
+        *("/health_generate", "/metrics", "/v1/loads", "/version"),
+        *("/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc"),
+    },
+    RouteClass.ADMIN: {
+        *("/v1/adapters", "/v1/adapters/{name}", "/load_lora_adapter", "/unload_lora_adapter"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_request", "/flush_cache"),
+        *("/open_session", "/close_session", "/pause_generation", "/continue_generation"),
+        *("/server_info", "/get_server_info", "/set_internal_state", "/set_trace_level"),
+        *("/freeze_gc", "/weights_checker", "/send_weights_to_remote_instance"),
+        *("/is_scaling_elastic_ep", "/scale_elastic_ep", "/v1/scale", "/v1/scale/{operation_id}"),
+        *("/v1/instances", "/v1/drain", "/v1/heat", "/v1/memory"),
+    },
+}
+READ_BY_CLIENTS = {"/v1/adapters", "/v1/adapters/{name}"}
+
+
+def test_what_is_not_meant_to_be_open_is_refused() -> None:
+    """Every route of SGLang's and ours, by each of its methods, without --enable-route."""
+    table = RouteTable()
+    for method, path in sglang_routes() | declared():
+        open_to = next((kind for kind, paths in OPEN.items() if path in paths), None)
+        asked = path.replace("{", "").replace(":path}", "").replace("}", "")
+        if open_to is None:
+            with pytest.raises(UnknownRouteError, match=f"{re.escape(path)} is off"):
+                table.find(method, asked)
+        elif path in READ_BY_CLIENTS and method == "GET":
+            assert table.find(method, asked) is RouteClass.CLIENT
+        else:
+            assert table.find(method, asked) is open_to, path
 
 
 @pytest.mark.parametrize(
