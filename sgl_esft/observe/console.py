@@ -3,14 +3,17 @@
     launcher -> environment -> every process, when it imports sgl_esft: [begin] -> SGLang's imports
 
 Nothing is hidden with --verbose or --log-level info, and what is not in these tables is printed.
+Progress bars are drawn on a terminal only; with JSON not there either, since none is an object.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
-from typing import Final
+from functools import wraps
+from typing import Any, Final
 
 from sgl_esft import env
 
@@ -40,9 +43,12 @@ CLIENTS_FAULTS: Final = {
 def begin() -> None:
     """In every process, before SGLang is imported. Does nothing where no launcher has been."""
     shorten()
+    is_json = os.environ.get(env.LOG_FORMAT) == "json"
     if env.is_quiet():
         silence()
-    if os.environ.get(env.LOG_FORMAT) == "json":
+    if is_json or (env.is_quiet() and not sys.stderr.isatty()):
+        stop_bars()
+    if is_json:
         from sgl_esft.observe import json_logs
 
         json_logs.begin()
@@ -56,6 +62,25 @@ def silence() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _NotBeginning) for each in logger.filters):
             logger.addFilter(_NotBeginning(start))
+
+
+def stop_bars() -> None:
+    """No progress bar from now on, whatever its caller asks: SGLang's ask to be drawn anywhere.
+
+    In tqdm itself: SGLang, transformers and huggingface_hub each draw theirs by a name, or a
+    subclass, of their own.
+    """
+    from tqdm.std import tqdm
+
+    original = tqdm.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def disabled(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "disable": True})
+
+    tqdm.__init__ = disabled
 
 
 def refusal(program: str, error: Exception, logger: logging.Logger) -> SystemExit:

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from tqdm import tqdm
-
 from sgl_esft.http import record
 
 ACCESS_LOGGER: Final = "sgl_esft.access"
@@ -114,13 +112,6 @@ def use_json(result: None, server_args: Any, prefix: str = "") -> None:
 def use_json_while_resolving(result: Any, argv: Any) -> None:
     """After SGLang has parsed a command line, for which it sets up logging too."""
     format_as_json()
-
-
-class NoBar(tqdm):
-    """In place of the progress bar of loading weights, which is no line of JSON."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "disable": True})
 
 
 def start_loop_for_nobody(original: Callable[[Any], None], manager: Any) -> None:

@@ -303,12 +303,6 @@ JSON_LOG_HOOKS: tuple[Hook, ...] = (
         why="the HTTP server's lines are text, and its access lines have no request id",
         remove_when="SGLang has a flag for JSON logs",
     ),
-    constant(
-        "sglang.srt.model_loader.weight_utils.tqdm",
-        json_logs.NoBar,
-        why="the progress bar of loading weights is no line of JSON",
-        remove_when="SGLang has a flag for JSON logs, or for bars",
-    ),
 )
 
 # Only with --reroute router: the hook is called in every layer.

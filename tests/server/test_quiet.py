@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import pytest
 
 from sgl_esft.ports import pick_free_port
 from tests.server.ending import ELASTIC
-from tests.support.servers import ROOT, START_TIMEOUT_S
+from tests.support.servers import ROOT, START_TIMEOUT_S, TP2_EP2
 
 MOST_LINES = 15  # until it is ready
 END_TIMEOUT_S = 60.0
+BAR = re.compile(r"loading.*shards|%\|")  # tqdm's, and SGLang's names for them
 
 pytestmark = pytest.mark.server
 
@@ -66,13 +68,16 @@ def wait_for_start(log: Path, process: subprocess.Popen[bytes]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "args", [(), pytest.param(ELASTIC, marks=pytest.mark.full)], ids=["plain", "elastic"]
+    "args",
+    [(), *(pytest.param(args, marks=pytest.mark.full) for args in (TP2_EP2, ELASTIC))],
+    ids=["plain", "two-ranks", "elastic"],
 )
 def test_a_start_is_a_dozen_lines_and_an_end_is_one(args: tuple[str, ...], tmp_path: Path) -> None:
     printed = printed_by(tmp_path, *args)
     assert len(printed.start) <= MOST_LINES, printed.start
     said = [line.split()[0] for line in printed.start if line.startswith("  ")]
-    devices = ["devices"] if args else []
+    devices = ["devices"] if args == ELASTIC else []
+    assert not [line for line in printed.start if BAR.search(line)], printed.start
     assert said == ["model", "adapters", "memory", *devices, "address", "try"]
     assert len(printed.end) == 1, printed.end
     assert printed.end[0].endswith("health: SIGINT, stopping...")

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from sgl_esft import env
 from sgl_esft.observe import console
+
+# Drawn as SGLang and huggingface_hub draw theirs, by classes that were imported before and after.
+_BARS = """
+from tqdm import tqdm as early
+import sgl_esft
+from tqdm.auto import tqdm
+class Sub(tqdm): pass
+for kind in (early, tqdm, Sub):
+    with kind(total=2, desc="Multi-thread loading shards", disable=False, position=0) as bar:
+        bar.update(2)
+        bar.set_postfix(a=1)
+    assert list(kind([1, 2], disable=None)) == [1, 2]
+"""
 
 
 @pytest.mark.parametrize(("name", "start"), console.LOG_LINES.items())
@@ -65,3 +82,20 @@ def test_a_clients_fault_is_one_line(
         "another fault",
     ]
     assert [record.exc_info is None for record in caplog.records] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("environment", "drawn"),
+    [({env.QUIET: "1"}, False), ({env.QUIET: "0"}, True), ({env.LOG_FORMAT: "json"}, False)],
+    ids=["quiet", "verbose", "json"],
+)
+def test_bars_where_there_is_no_terminal(environment: dict[str, str], drawn: bool) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", _BARS],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("loading shards: 100%" in process.stderr) == drawn
+    assert drawn or process.stderr + process.stdout == ""
