@@ -21,7 +21,11 @@ from sgl_esft_launch import arguments, server
 
 _HEADS: Final = {
     "bash": "",
-    "zsh": "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n",
+    # A second compinit would forget what other programs have defined in this shell.
+    "zsh": (
+        "typeset -f compdef > /dev/null || { autoload -U +X compinit && compinit -i; }\n"
+        "autoload -U +X bashcompinit && bashcompinit\n"
+    ),
 }
 _SCRIPT: Final = """\
 # {shell} completion of {program}, made by `{program} completion {shell}`

@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import select
-import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import pytest
 
 from sgl_esft.ports import pick_free_port
-from tests.support.servers import ROOT, START_TIMEOUT_S
+from tests.support.servers import START_TIMEOUT_S
+from tests.support.terminal import terminal
 
 pytestmark = pytest.mark.full
 
 MOST_LINES = 15  # until it is ready
 END_TIMEOUT_S = 60.0
 _REDRAWN = re.compile(rb"[^\n]*\r\x1b\[2K")  # a line in place of which another was drawn
-
-
-@dataclass
-class Terminal:
-    """The side of it that a person is on."""
-
-    pid: int
-    descriptor: int
-
-    def read_until(self, what: bytes, timeout_s: float) -> bytes:
-        """All that was shown since the last time, `what` included; b"" waits for the end."""
-        shown, deadline = b"", time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if select.select([self.descriptor], [], [], 0.2)[0]:
-                try:
-                    more = os.read(self.descriptor, 1 << 16)
-                except OSError:  # nobody has the other side any more
-                    return shown
-                shown += more
-            if what and what in shown and shown.endswith(b"\n"):
-                return shown
-        raise AssertionError(f"no {what!r} in {timeout_s:g} s, but {shown!r}")
-
-
-@contextmanager
-def terminal(*command: str) -> Iterator[Terminal]:
-    """The command as the foreground of a terminal of its own."""
-    pid, descriptor = pty.fork()
-    if pid == 0:
-        os.chdir(ROOT)
-        os.execvp(command[0], command)
-    try:
-        yield Terminal(pid, descriptor)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(descriptor)
 
 
 def lines_of(shown: bytes) -> list[str]:
@@ -70,7 +26,7 @@ def lines_of(shown: bytes) -> list[str]:
 
 def test_a_start_is_a_dozen_lines_and_ctrl_c_one() -> None:
     with terminal("make", "serve", f"PORT={pick_free_port()}") as person:
-        start = lines_of(person.read_until(b"curl http", START_TIMEOUT_S))
+        start = lines_of(person.read_until(rb"curl http.*\n\Z", START_TIMEOUT_S))
         assert len(start) <= MOST_LINES, start
         assert [line for line in start if "ready after" in line], start
         os.write(person.descriptor, b"\x03")
