@@ -30,6 +30,8 @@ class ModelSizes:
     spec: MoeSpec
     total_bytes: int  # all weights
     kv_elements_per_token: int  # over all layers
+    vocab_size: int
+    experts_per_token: int  # routed ones that a token visits in a layer
     derived_bytes: int = 0  # MLA's kv_b_proj once more, as SGLang splits it by head
     rotary_bytes: int = 0  # about as much as the table of positions takes
 
@@ -49,6 +51,8 @@ class ModelSizes:
             spec=spec,
             total_bytes=elements * DTYPE_BYTES[spec.dtype],
             kv_elements_per_token=spec.num_layers * kv_elements,
+            vocab_size=_int(config, "vocab_size"),
+            experts_per_token=_int(config, "num_experts_per_tok"),
             derived_bytes=spec.num_layers * _split_by_head(config, spec) * DTYPE_BYTES[spec.dtype],
             rotary_bytes=_int(config, "max_position_embeddings", 0) * _rotary(config, spec) * 4,
         )

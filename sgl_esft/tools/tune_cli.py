@@ -54,7 +54,9 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=kind, default=default, metavar="N", help=f"{text}; default: {default}"
         )
     parser.add_argument(
-        "--plan", action="store_true", help="say what it would need, of config files alone"
+        "--plan",
+        action="store_true",
+        help="say what it would need, of config files alone; with --data for all of its tokens",
     )
     parser.add_argument(
         "--tflops", type=float, default=100.0, metavar="N", help="of --plan; default: %(default)s"
@@ -123,11 +125,28 @@ def _print_plan(arguments: argparse.Namespace, settings: Settings) -> int:
     if not arguments.tflops > 0:
         raise ConfigError(f"--tflops is {arguments.tflops}: give more than 0.")
     experts = read_expert_config(arguments.experts)
-    for line in estimate.lines(
-        estimate.plan_tuning(arguments.base, experts, settings), settings, arguments.tflops
-    ):
+    data = _count(arguments.base, arguments.data, settings) if arguments.data else None
+    plan = estimate.plan_tuning(arguments.base, experts, settings, data)
+    for line in estimate.lines(plan, settings, arguments.tflops):
         print(line)
     return _EXIT_OK
+
+
+def _count(base: Path, data: Path, settings: Settings) -> estimate.DataSize:
+    """By the base's tokenizer, as the training would. Raises ConfigError."""
+    if not base.is_dir():
+        raise ConfigError(
+            f"--data is counted by the base's tokenizer, and --base {base} is no folder that has "
+            "one: name the checkpoint's, or leave --data out."
+        )
+    _quiet()
+    from sgl_esft.tune.base import load_encoder, load_generation
+    from sgl_esft.tune.examples import read_examples
+    from sgl_esft.tune.tokens import rows_to_learn
+
+    encoder, _ = load_encoder(base, load_generation(base))
+    rows = rows_to_learn(encoder, read_examples(data), settings.max_length, _report)
+    return estimate.DataSize.of([len(row.ids) for row in rows], settings.batch_size)
 
 
 def _report(line: str) -> None:

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from sgl_esft.errors import ConfigError, UnsupportedModelError
@@ -65,6 +71,15 @@ def load_encoder(path: Path, generation: Any = None) -> tuple[Encoder, int]:
     ends = {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
     pad = tokenizer.pad_token_id
     return Encoder(tokenizer, frozenset(ends)), tokenizer.eos_token_id if pad is None else pad
+
+
+def load_generation(path: Path) -> GenerationConfig:
+    """What `load_base` would have its model end answers by, without its weights."""
+    try:
+        return GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:  # no such file: transformers takes it from config.json then
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        return GenerationConfig.from_model_config(config)
 
 
 def pick_device(asked: str | None) -> str:

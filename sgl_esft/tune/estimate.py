@@ -1,22 +1,23 @@
 """`sgl-esft tune --plan`: memory and work of a training, before anything is loaded.
 
     config.json, expert_cfg.json, Settings --[plan_tuning]--> TunePlan --[lines]--> text
+    lengths of the data's rows ------------------^
 
 Weights, gradients and the optimiser's state are counted; activations are estimated from the tensors
 that PyTorch keeps for the backward pass. Time is work by the device's speed, which is asked for.
+With the data, rows are as long as they are, and the work is the run's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.formats.adapter_config import check_ids
 from sgl_esft.formats.model_spec import DTYPE_BYTES
-from sgl_esft.formats.strict_json import read_object
 from sgl_esft.memory.model_sizes import ModelSizes, read_model_sizes
 from sgl_esft.tune.run_folder import Settings
 
@@ -33,14 +34,36 @@ _MILLION: Final = 1_000_000
 
 
 @dataclass(frozen=True)
+class DataSize:
+    """The data's rows as they are trained on, counted in tokens."""
+
+    num_rows: int
+    longest: int  # of one row
+    padded: int  # of an epoch: batches are drawn at random, their rows padded to the longest
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], batch_size: int) -> DataSize:
+        """Of rows of these lengths, at least one."""
+        return cls(len(lengths), max(lengths), round(len(lengths) * _longest(lengths, batch_size)))
+
+
+def _longest(lengths: Sequence[int], count: int) -> float:
+    """Of `count` rows that are drawn at random, what the longest is expected to have."""
+    total, count = len(lengths), min(count, len(lengths))
+    shares = [(i / total) ** count for i in range(total + 1)]  # all of them among the i shortest
+    return sum(length * (shares[i + 1] - shares[i]) for i, length in enumerate(sorted(lengths)))
+
+
+@dataclass(frozen=True)
 class TunePlan:
-    """Bytes unless the name says otherwise; activations are of one batch of full rows."""
+    """Bytes unless the name says otherwise; activations are of one batch of the longest rows."""
 
     weights: int
     trained: int
     activations: int
     num_trained: int  # parameters
     flops_per_token: int
+    data: DataSize | None = None  # None: rows of --max-length, and work for a million tokens
 
     @property
     def total(self) -> int:
@@ -48,22 +71,34 @@ class TunePlan:
         return self.weights + self.trained + self.activations
 
 
-def plan_tuning(base: Path, experts: Mapping[int, tuple[int, ...]], settings: Settings) -> TunePlan:
+def plan_tuning(
+    base: Path,
+    experts: Mapping[int, tuple[int, ...]],
+    settings: Settings,
+    data: DataSize | None = None,
+) -> TunePlan:
     """Of a checkpoint folder or its config.json. Raises UnsupportedModelError, and as check_ids."""
     sizes = read_model_sizes(base)
     check_ids(experts, sizes.spec)
-    config = read_object(base / "config.json" if base.is_dir() else base, UnsupportedModelError)
     expert_size = sizes.spec.expert_bytes // DTYPE_BYTES[sizes.spec.dtype]
     num_trained = expert_size * sum(map(len, experts.values()))
-    num_tokens = settings.batch_size * settings.max_length
-    per_token = _activations(sizes, config, experts, recompute=settings.recompute)
+    num_rows, length = _batch(settings, data)
+    per_token = _activations(sizes, experts, recompute=settings.recompute)
     return TunePlan(
         weights=sizes.total_bytes,
         trained=num_trained * (BYTES_PER_TRAINED + _cast_bytes(sizes)),
-        activations=num_tokens * (per_token + _count(config, "vocab_size") * _LOGIT_BYTES),
+        activations=num_rows * length * (per_token + sizes.vocab_size * _LOGIT_BYTES),
         num_trained=num_trained,
-        flops_per_token=_flops(sizes, config, recompute=settings.recompute),
+        flops_per_token=_flops(sizes, recompute=settings.recompute),
+        data=data,
     )
+
+
+def _batch(settings: Settings, data: DataSize | None) -> tuple[int, int]:
+    """The largest: its rows, and their tokens."""
+    if data is None:
+        return settings.batch_size, settings.max_length
+    return min(settings.batch_size, data.num_rows), data.longest
 
 
 def _cast_bytes(sizes: ModelSizes) -> int:
@@ -72,15 +107,11 @@ def _cast_bytes(sizes: ModelSizes) -> int:
 
 
 def _activations(
-    sizes: ModelSizes,
-    config: Mapping[str, object],
-    experts: Mapping[int, tuple[int, ...]],
-    *,
-    recompute: bool,
+    sizes: ModelSizes, experts: Mapping[int, tuple[int, ...]], *, recompute: bool
 ) -> int:
     """Bytes of one token. Before the first chosen expert nothing has a gradient."""
     spec, first = sizes.spec, min(experts)
-    visited = _top_k(config) * (
+    visited = sizes.experts_per_token * (
         _EXPERT_HIDDEN_KEPT * spec.hidden_size + _EXPERT_INNER_KEPT * spec.expert_intermediate_size
     )
     layer = _HIDDEN_KEPT * spec.hidden_size + visited
@@ -92,42 +123,49 @@ def _activations(
     return elements * DTYPE_BYTES[spec.dtype]
 
 
-def _flops(sizes: ModelSizes, config: Mapping[str, object], *, recompute: bool) -> int:
+def _flops(sizes: ModelSizes, *, recompute: bool) -> int:
     """Of one token: two a weight it meets, forward, and backward for the activations' gradients.
 
     Gradients of the chosen experts' weights are counted as if all experts were chosen. Attention's
     scores, which grow with the length of a row, are not counted.
     """
     spec, element = sizes.spec, DTYPE_BYTES[sizes.spec.dtype]
-    routed = sizes.routed_bytes * _top_k(config) // spec.num_experts
-    looked_up = _count(config, "vocab_size") * spec.hidden_size * element  # no product
+    routed = sizes.routed_bytes * sizes.experts_per_token // spec.num_experts
+    looked_up = sizes.vocab_size * spec.hidden_size * element  # no product
     met = sizes.trunk_bytes - looked_up + routed
     return (2 * (2 + recompute) * met + 2 * routed) // element
 
 
-def _top_k(config: Mapping[str, object]) -> int:
-    return _count(config, "num_experts_per_tok")
-
-
-def _count(config: Mapping[str, object], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(f"config.json has {key} = {value!r}, not a positive integer.")
-    return value
-
-
 def lines(plan: TunePlan, settings: Settings, tflops: float) -> Iterator[str]:
     """The plan in words."""
-    hours = plan.flops_per_token * _MILLION / (tflops * 1e12) / 3600
-    rows = f"{settings.batch_size} rows of {settings.max_length} tokens"
+    num_rows, length = _batch(settings, plan.data)
+    how = "recomputed" if settings.recompute else "kept; --recompute keeps less"
     yield f"trained      {plan.num_trained / 1e6:,.1f} M parameters"
     yield f"weights      {_gib(plan.weights)}"
     yield f"training     {_gib(plan.trained)}  float32 experts, gradients, Adam's moments"
-    how = "recomputed" if settings.recompute else "kept; --recompute keeps less"
+    rows = f"{num_rows} rows of {length} tokens"
     yield f"activations  {_gib(plan.activations)}  estimated, {rows}, {how}"
     yield f"in all       {_gib(plan.total)}"
-    yield f"work         {plan.flops_per_token * _MILLION / 1e15:,.1f} PFLOP for a million tokens:"
-    yield f"             {hours:.2f} h where the device reaches {tflops:g} TFLOP/s (--tflops)"
+    yield from _work(plan, settings, tflops)
+
+
+def _work(plan: TunePlan, settings: Settings, tflops: float) -> Iterator[str]:
+    """Of the whole run, if its data is known."""
+    num_tokens, of_what = float(_MILLION), "a million tokens"
+    if plan.data is not None:
+        rows = f"in {plan.data.num_rows:,} rows"
+        yield f"data         {plan.data.padded:,} tokens an epoch, padded, {rows}"
+        num_tokens, of_what = plan.data.padded * settings.epochs, f"{settings.epochs:g} epochs"
+    peta = plan.flops_per_token * num_tokens / 1e15
+    hours = peta * 1000 / tflops / 3600
+    yield f"work         {peta:,.{_digits(peta, 1)}f} PFLOP for {of_what}:"
+    at = f"where the device reaches {tflops:g} TFLOP/s (--tflops)"
+    yield f"             {hours:,.{_digits(hours, 2)}f} h {at}"
+
+
+def _digits(value: float, least: int) -> int:
+    """After the point, so that one of them is not zero."""
+    return max(least, -math.floor(math.log10(value)))
 
 
 def _gib(num_bytes: int) -> str:

@@ -41,7 +41,8 @@ class TunedExperts(nn.Module):
         """``hidden [T, H]``, ids and weights ``[T, k]`` -> ``[T, H]``; as transformers' own."""
         activation = cast(Callable[[Tensor], Tensor], self.frozen.act_fn)
         out = torch.zeros_like(hidden)
-        for expert in top_k_index.unique().tolist():
+        # The trained ones too: a batch that visits none of them has a gradient, of zero.
+        for expert in sorted({*top_k_index.unique().tolist(), *self.ids}):
             token, place = torch.where(top_k_index == expert)
             gate_up, down = self._weights(expert)
             gate, up = F.linear(hidden[token], gate_up).chunk(2, dim=-1)

@@ -1,6 +1,6 @@
 """Examples -> token ids and labels: what the server would be asked, and what it should answer.
 
-    Pair, Chat --[encode]--> TokenRow (ids, labels) --[collate]--> padded batch
+    Pair, Chat --[encode]--> TokenRow (ids, labels) --[rows_to_learn, collate]--> padded batch
 
 A prompt becomes tokens as the server makes them, apart from its answer: a token that spans both
 would never be a prompt's. Labels are the answers' tokens; -100 elsewhere, which no loss
@@ -9,7 +9,7 @@ counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from sgl_esft.errors import ConfigError
 from sgl_esft.tune.examples import Chat, Example, Pair
+
+Report = Callable[[str], None]
 
 IGNORED: Final = -100
 
@@ -105,6 +107,29 @@ class Encoder:
 
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids) if text else []
+
+
+def rows_to_learn(
+    encoder: Encoder, examples: Iterable[Example], max_length: int, report: Report
+) -> list[TokenRow]:
+    """All rows, cut to `max_length` tokens; those without an answer after that are left out.
+
+    Raises ConfigError if none is left.
+    """
+    whole = [row for example in examples for row in encoder.encode(example)]
+    rows = [short for row in whole if (short := row.cut(max_length)).is_learned]
+    long = sum(len(row.ids) > max_length for row in whole)
+    if not rows:
+        raise ConfigError(
+            f"no example has an answer within --max-length {max_length} tokens: give a larger one."
+        )
+    learned = sum(label >= 0 for row in rows for label in row.labels)
+    report(f"{len(rows):,} rows, {sum(len(r.ids) for r in rows):,} tokens, {learned:,} of answers")
+    if long:
+        report(
+            f"{long:,} rows were cut to {max_length} tokens, {len(whole) - len(rows):,} left out"
+        )
+    return rows
 
 
 def collate(rows: Sequence[TokenRow], pad: int) -> dict[str, Tensor]:

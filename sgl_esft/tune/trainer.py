@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -43,9 +43,7 @@ from sgl_esft.tune.base import Base, check_trainer, load_base
 from sgl_esft.tune.examples import read_examples
 from sgl_esft.tune.experts import TunedExperts, adapter_tensors, tune_only
 from sgl_esft.tune.run_folder import Settings, describe_run, open_run, training_folder
-from sgl_esft.tune.tokens import TokenRow, collate
-
-Report = Callable[[str], None]
+from sgl_esft.tune.tokens import Report, TokenRow, collate, rows_to_learn
 
 _WEIGHTS: Final = "experts.safetensors"
 _REPORTS: Final = 20  # of one run, and one for each checkpoint
@@ -73,7 +71,7 @@ def tune(
     checkpoint = open_run(folder, describe_run(base_dir, data, experts, settings), resume=resume)
     set_seed(settings.seed)
     base = load_base(base_dir, device)
-    rows = _rows(base, examples, settings.max_length, report)
+    rows = rows_to_learn(base.encoder, examples, settings.max_length, report)
     tuned = tune_only(base.blocks, experts)
     trainer = _trainer(base, tuned, rows, folder, settings, report)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -90,24 +88,6 @@ def write_adapter(base: Base, tuned: Mapping[int, TunedExperts], out: Path) -> A
         tensors = dict(adapter_tensors(tuned, base.spec))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return read_manifest(out, base.spec)
-
-
-def _rows(base: Base, examples: list[Any], max_length: int, report: Report) -> list[TokenRow]:
-    """All examples' rows, cut to `max_length`; those without an answer after that are left out."""
-    whole = [row for example in examples for row in base.encoder.encode(example)]
-    rows = [short for row in whole if (short := row.cut(max_length)).is_learned]
-    long = sum(len(row.ids) > max_length for row in whole)
-    if not rows:
-        raise ConfigError(
-            f"no example has an answer within --max-length {max_length} tokens: give a larger one."
-        )
-    learned = sum(label >= 0 for row in rows for label in row.labels)
-    report(f"{len(rows):,} rows, {sum(len(r.ids) for r in rows):,} tokens, {learned:,} of answers")
-    if long:
-        report(
-            f"{long:,} rows were cut to {max_length} tokens, {len(whole) - len(rows):,} left out"
-        )
-    return rows
 
 
 class _ExpertTrainer(Trainer):

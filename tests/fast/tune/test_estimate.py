@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,13 @@ import pytest
 import torch
 
 from sgl_esft.errors import AdapterMismatchError, UnsupportedModelError
-from sgl_esft.formats.adapter_config import read_expert_config
+from sgl_esft.formats.adapter_config import read_expert_config, write_expert_config
 from sgl_esft.tools import cli
 from sgl_esft.tune.base import load_base
-from sgl_esft.tune.estimate import TunePlan, plan_tuning
+from sgl_esft.tune.estimate import DataSize, TunePlan, lines, plan_tuning
 from sgl_esft.tune.experts import tune_only
 from sgl_esft.tune.run_folder import Settings
+from sgl_esft.tune.trainer import tune
 from tests.support.base_factory import write_random_base
 from tests.support.servers import ROOT
 
@@ -105,6 +109,65 @@ def test_experts_of_another_base_are_refused(tmp_path: Path) -> None:
     config.write_text("{}")
     with pytest.raises(UnsupportedModelError):
         plan_tuning(config, read_expert_config(INTENT), Settings())
+
+
+def test_padding_is_what_random_batches_have() -> None:
+    """Against batches that are drawn, as the Trainer draws them."""
+    lengths, draw = [*range(1, 60), *[5] * 80, 900], random.Random(0)
+    epochs = 300
+    padded = 0
+    for _ in range(epochs):
+        draw.shuffle(lengths)
+        padded += sum(4 * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
+    size = DataSize.of(lengths, 4)
+    assert (size.num_rows, size.longest) == (140, 900)
+    assert size.padded == pytest.approx(padded / epochs, rel=0.03)
+    assert DataSize.of(lengths, 1).padded == sum(lengths)
+    assert DataSize.of([3, 5], 99).padded == pytest.approx(10, abs=1)
+
+
+def test_with_data_the_tokens_are_those_that_are_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same rows as `tune` reports, with rows that are cut; without the base's weights."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}
+    base = write_random_base(tmp_path / "base", "Qwen3MoeForCausalLM", seed=1, **sizes)
+    data, experts = tmp_path / "data.jsonl", tmp_path / "expert_cfg.json"
+    rows = [{"prompt": "a" * n, "answer": "b"} for n in (1, 2, 3, 10, 50)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_expert_config(experts, {0: (1,)})
+    settings = Settings(epochs=2, batch_size=1, max_length=20)
+    told: list[str] = []
+    tune(base, data, experts, tmp_path / "out", settings, report=told.append)
+    bare = tmp_path / "bare"
+    shutil.copytree(base, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    argv = ["tune", "--plan", "--base", str(bare), "--data", str(data), "--experts", str(experts)]
+    more = ["--epochs", "2", "--batch-size", "1", "--max-length", "20", "--tflops", "1e-9"]
+    assert cli.main([*argv, *more]) == 0
+    printed, reported = capsys.readouterr()
+    assert reported.splitlines() == told[:2]
+    tokens = int(re.findall(r"4 rows, (\d+) tokens", told[0])[0])
+    assert f"{tokens:,} tokens an epoch, padded, in 4 rows" in printed
+    assert "1 rows of 12 tokens" in printed  # ten, the answer, its end
+    flops = plan_tuning(bare, {0: (1,)}, settings).flops_per_token * tokens * 2
+    assert f"{flops / 1e3 / 3600:,.2f} h" in printed
+    assert "PFLOP for 2 epochs" in printed
+
+
+def test_data_needs_a_folder_with_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    argv = ["tune", "--plan", "--base", str(V2_LITE), "--experts", str(INTENT)]
+    assert cli.main([*argv, "--data", str(tmp_path / "data.jsonl")]) == 2
+    assert "leave --data out" in capsys.readouterr().err
+
+
+def test_little_work_is_not_none() -> None:
+    plan = TunePlan(1, 2, 4, 0, 1000, DataSize(1, 10, 10))
+    *_, work, hours = lines(plan, Settings(epochs=1), 100)
+    assert "0.00000000001 PFLOP" in work
+    assert float(hours.split()[0]) > 0
 
 
 def test_what_is_needed_is_the_sum() -> None:

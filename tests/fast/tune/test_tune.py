@@ -150,6 +150,16 @@ def test_every_expert_is_written_under_its_own_name(base: Path) -> None:
     assert all(torch.equal(tensor, was[name]) for name, tensor in tensors.items())
 
 
+def test_a_batch_that_visits_no_trained_expert_is_trained_on(base: Path) -> None:
+    loaded = load_base(base, "cpu")
+    (tuned,) = tune_only(loaded.blocks, {0: (7,)}).values()
+    ids = torch.arange(6).reshape(3, 2)  # of six other experts
+    out = tuned(torch.randn(3, SMALL["hidden_size"]), ids, torch.full((3, 2), 0.5))
+    out.sum().backward()
+    assert tuned.down.grad is not None
+    assert not tuned.down.grad.any()
+
+
 def test_nothing_but_the_chosen_experts_has_gradients_or_changes(
     base: Path, data: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
