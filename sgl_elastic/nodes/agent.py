@@ -21,10 +21,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sgl_elastic import workdir
-from sgl_elastic.errors import ElasticInternalError, EngineFailedError, MemoryWorkerError
+from sgl_elastic.errors import (
+    ElasticConfigError,
+    ElasticInternalError,
+    EngineFailedError,
+    MemoryWorkerError,
+)
 from sgl_elastic.instance.process import InstanceSpec
 from sgl_elastic.instance.supervise import remove_sockets, start
 from sgl_elastic.memory.worker_processes import Here
+from sgl_elastic.nodes.certificates import NodeKey
 from sgl_elastic.nodes.remote import BeatState, NodeStates, ProcessState
 from sgl_elastic.nodes.tunnel import Tunnels
 from sgl_elastic.processes import Process
@@ -37,7 +43,7 @@ logger = logging.getLogger(__name__)
 class NodeAgent:
     """One node's. Safe to use from any thread; `close` ends all that it started."""
 
-    def __init__(self, secret: str, host: str) -> None:
+    def __init__(self, host: str) -> None:
         with contextlib.suppress(PermissionError):  # Ray makes its workers give way to others
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         _let_children_find_this_code()
@@ -46,12 +52,25 @@ class NodeAgent:
         self._workdir = workdir.make()
         self._directory = self._workdir.path
         self._host = host
-        self._tunnels = Tunnels(secret, host)
+        self._key = NodeKey()
+        self._joined: Tunnels | None = None
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._children: dict[int, Process] = {}
         self._ranks: dict[int, tuple[str, int]] = {}  # number -> instance, rank
         self._heartbeats: dict[str, HeartbeatTable] = {}
+
+    def public_key(self) -> str:
+        """What the front signs; the private key stays in this process."""
+        return self._key.public
+
+    def join(self, certificate: str, authority: str) -> None:
+        """From now on the node has tunnels. Raises ElasticConfigError for another's certificate."""
+        identity = self._key.identity(certificate, authority)
+        with self._lock:
+            if self._joined is not None:
+                raise ElasticConfigError(f"{self._host} has joined a server already")
+            self._joined = Tunnels(identity, self._host)
 
     def where(self) -> tuple[str, str, int]:
         """The node's folder; the address of its gateway."""
@@ -138,8 +157,17 @@ class NodeAgent:
                 process.kill()
         for process in children:
             process.wait()
-        self._tunnels.close()
+        if self._joined is not None:
+            self._joined.close()
         self._workdir.remove()
+
+    @property
+    def _tunnels(self) -> Tunnels:
+        if self._joined is None:
+            raise ElasticConfigError(
+                f"{self._host} has no certificate of the server, so no tunnel leads there"
+            )
+        return self._joined
 
     def _keep(self, process: Process, rank: tuple[str, int] | None = None) -> tuple[int, int]:
         with self._lock:

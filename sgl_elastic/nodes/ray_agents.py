@@ -3,7 +3,7 @@
     address --[connect]--> nodes of the cluster, in order --[place]--> an agent on each, pinned
 
 Ray is an optional package, imported when it is asked for. Only strings and numbers go through it,
-the tunnels' secret among them; weights and requests do not (tunnel.py).
+public keys and certificates among them; no private key does, nor weights and requests (tunnel.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sgl_elastic.errors import (
     NodeLostError,
 )
 from sgl_elastic.nodes.agent import NodeAgent
+from sgl_elastic.nodes.certificates import Authority, own_identity
 from sgl_elastic.nodes.cluster import Cluster
 from sgl_elastic.nodes.remote import Node
 from sgl_elastic.nodes.tunnel import Tunnels
@@ -75,13 +76,14 @@ def start(directory: Path, *, address: str, num_devices: int, devices_per_node: 
     own_address = ray.util.get_node_ip_address()
     num_nodes = -(-num_devices // devices_per_node)
     places = choose(_places(ray), own_address, num_nodes, devices_per_node)
-    secret = secrets.token_hex(32)
-    tunnels = Tunnels(secret, own_address)
+    authority = Authority()
+    tunnels = Tunnels(own_identity(authority, own_address), own_address)
     nodes: list[Node] = []
     try:
         for number, place in enumerate(places):
-            agent = _start_agent(ray, place, secret)
-            nodes.append(Node(f"node {number} ({place.address})", agent))
+            agent = _start_agent(ray, place)
+            name = f"node {number} ({place.address})"
+            nodes.append(Node(name, place.address, agent, authority))
         return Cluster(nodes, devices_per_node, tunnels, directory)
     except ElasticError:
         for node in nodes:
@@ -151,7 +153,7 @@ def _places(ray: Any) -> list[Place]:
     ]
 
 
-def _start_agent(ray: Any, place: Place, secret: str) -> RayAgent:
+def _start_agent(ray: Any, place: Place) -> RayAgent:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     pinned = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
@@ -163,10 +165,10 @@ def _start_agent(ray: Any, place: Place, secret: str) -> RayAgent:
             max_concurrency=_THREADS,
             scheduling_strategy=pinned,
         )
-        .remote(secret, place.address)
+        .remote(place.address)
     )
     agent = RayAgent(ray, handle)
-    agent.call("where", (), START_S)
+    agent.call("public_key", (), START_S)
     return agent
 
 

@@ -1,7 +1,7 @@
 """A node and its processes, as the front sees them.
 
     Cluster --> [Node] --call--> agent there      states, every 0.1 s --> poll(), is_stopped()
-                  '--> [RemoteProcess], which has the face of a local one
+       authority --'  '--> [RemoteProcess], which has the face of a local one
 
 A node whose agent has ended, or has not answered for SILENT_S, is lost for good: all its processes
 count as killed, because they end with their agent, or cannot be told any more from ended ones.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_elastic.errors import ElasticError, NodeLostError
+from sgl_elastic.nodes.certificates import Authority
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +41,21 @@ class Agent(Protocol):
 
 
 class Node:
-    """One node of the cluster. Safe to use from any thread."""
+    """One node of the cluster, found at `host`. Safe to use from any thread.
 
-    def __init__(self, name: str, agent: Agent) -> None:
+    Raises NodeLostError when its agent does not take the certificate that it is given: nothing
+    leads to a node without one.
+    """
+
+    def __init__(self, name: str, host: str, agent: Agent, authority: Authority) -> None:
         self.name = name
         self._agent = agent
         self._lost = ""
         self._states: dict[int, ProcessState] = {}
         self._stopping = threading.Event()
-        directory, host, port = self.call("where")
-        self.directory, self.address = Path(directory), (str(host), int(port))
+        self._admit(host, authority)
+        directory, gateway, port = self.call("where")
+        self.directory, self.address = Path(directory), (str(gateway), int(port))
 
     @property
     def lost(self) -> str:
@@ -89,6 +95,16 @@ class Node:
             self.call("close")
         self._agent.end()
         self._lost = self._lost or f"{self.name} was closed"
+
+    def _admit(self, host: str, authority: Authority) -> None:
+        try:
+            certificate = authority.sign(str(self.call("public_key")), host)
+            self.call("join", certificate, authority.certificate)
+        except ElasticError as error:
+            self._agent.end()
+            raise NodeLostError(
+                f"{self.name} has no certificate, so it is refused: {error}"
+            ) from error
 
     def _watch(self, on_beats: Callable[[Sequence[BeatState]], None]) -> None:
         while not self._stopping.wait(PERIOD_S):

@@ -1,45 +1,40 @@
-"""Unix stream connections carried to a socket on another node, over authenticated TCP.
+"""Unix stream connections carried to a socket on another node, over TLS.
 
-    client --> PATH [Tunnels.open] ==TCP==> [the gateway there] --> the socket offered as NAME
-                              both know a secret
+    client --> PATH [Tunnels.open] ==TLS==> [the gateway there] --> the socket offered as NAME
+                      each has a certificate of this server
 
 Bytes pass unchanged, and so does the end of each direction; descriptors do not. A gateway listens
 on its node's address only, leads to nothing but what was offered by name, and lets nobody in who
-does not know the secret, which itself never travels: each side proves by HMAC over the other's
-random number that it has it. Nothing is encrypted, as between SGLang's own ranks: for networks
-that are trusted. One thread serves all connections of a process.
+has no certificate of this start of the server (certificates.py); nor does a client tell its name,
+or send a byte, to a gateway without one. There is no way without TLS. One thread serves all
+connections of a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
-import secrets
 import socket
-import struct
+import ssl
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sgl_elastic import wire
 from sgl_elastic.errors import ElasticConfigError, ElasticError, NodeLostError
+from sgl_elastic.nodes.certificates import Identity
+from sgl_elastic.nodes.tls import MAX_FRAME_BYTES, TlsStream, why
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0  # for all of it, the connection to the gateway included
 MAX_STRANGERS = 64  # connections that have not yet said who they are
 
-_MAGIC = b"SGLT0001"
-_NONCE_BYTES = 32
-_MAC_BYTES = hashlib.sha256().digest_size
-_ASKED = struct.Struct(f"<{_NONCE_BYTES}sB")  # the client's random number, bytes of the name
-_ANSWERED = struct.Struct(f"<B{_MAC_BYTES}s")  # whether it is offered, the gateway's proof
+# After TLS's handshake the client sends the name's length and the name, the gateway one byte.
+_IS_THERE, _IS_NOT_THERE = b"\x01", b"\x00"
 _MAX_NAME_BYTES = 64
-_CHUNK_BYTES = 128 << 10
 _CALL_S = 10.0  # for the thread to do what another one asks
 # A node that has gone without a word is noticed after about so many seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
@@ -60,8 +55,8 @@ class Tunnels:
     when nothing can listen there.
     """
 
-    def __init__(self, secret: str, host: str) -> None:
-        self._secret = secret.encode()
+    def __init__(self, identity: Identity, host: str) -> None:
+        self._identity = identity
         self._offers: dict[str, Path] = {}
         self._entrances: dict[Path, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,57 +157,38 @@ class Tunnels:
         wire.check_peer(sock)
         with contextlib.closing(socket.socket(_family(address[0]))) as out:
             _tune(out)
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(HANDSHAKE_S) as limit:
                 await self._loop.sock_connect(out, address)
-                await self._introduce(out, name)
-            await _joined(self._loop, sock, out)
-
-    async def _introduce(self, out: socket.socket, name: str) -> None:
-        """The client's part of the handshake. Raises NodeLostError when it is not let in."""
-        hello = await _read(self._loop, out, len(_MAGIC) + _NONCE_BYTES)
-        if hello[: len(_MAGIC)] != _MAGIC:
-            raise NodeLostError(f"no gateway of ours listens at {out.getpeername()}")
-        theirs, ours = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
-        asked = _ASKED.pack(ours, len(name.encode())) + name.encode()
-        await self._loop.sock_sendall(out, asked + self._proof(b"client", theirs, asked))
-        answer = await _read(self._loop, out, _ANSWERED.size)
-        is_offered, proof = _ANSWERED.unpack(answer)
-        if not hmac.compare_digest(proof, self._proof(b"gateway", ours, theirs, answer[:1])):
-            raise NodeLostError(f"the gateway at {out.getpeername()} does not know our secret")
-        if not is_offered:
-            raise _NotThereError(f"nothing listens as {name} behind {out.getpeername()}")
+                context = self._identity.as_client
+                with contextlib.closing(TlsStream(self._loop, out, context, address[0])) as stream:
+                    await _introduce(stream, name, address)
+                    limit.reschedule(None)
+                    await _joined(self._loop, sock, stream)
 
     async def _admit(self, sock: socket.socket) -> None:
         """From another node to a socket of this one."""
+        _tune(sock)
+        host = sock.getpeername()[0]
+        with contextlib.closing(TlsStream(self._loop, sock, self._identity.as_gateway)) as stream:
+            with self._stranger():
+                async with asyncio.timeout(HANDSHAKE_S):
+                    inner = await self._connect(await _let_in(stream, host))
+            if inner is None:
+                await stream.send(_IS_NOT_THERE)
+                raise _NotThereError("what was asked for does not listen")
+            with contextlib.closing(inner):
+                await stream.send(_IS_THERE)
+                await _joined(self._loop, inner, stream)
+
+    @contextlib.contextmanager
+    def _stranger(self) -> Iterator[None]:
         if self._num_strangers >= MAX_STRANGERS:
             raise NodeLostError("too many connections that have not said who they are")
         self._num_strangers += 1
         try:
-            _tune(sock)
-            async with asyncio.timeout(HANDSHAKE_S):
-                inner = await self._let_in(sock)
+            yield
         finally:
             self._num_strangers -= 1
-        with contextlib.closing(inner):
-            await _joined(self._loop, sock, inner)
-
-    async def _let_in(self, sock: socket.socket) -> socket.socket:
-        """The gateway's part of the handshake: a connection to what is asked for."""
-        ours = secrets.token_bytes(_NONCE_BYTES)
-        await self._loop.sock_sendall(sock, _MAGIC + ours)
-        asked = await _read(self._loop, sock, _ASKED.size)
-        theirs, num_bytes = _ASKED.unpack(asked)
-        asked += await _read(self._loop, sock, min(num_bytes, _MAX_NAME_BYTES))
-        proof = await _read(self._loop, sock, _MAC_BYTES)
-        if not hmac.compare_digest(proof, self._proof(b"client", ours, asked)):
-            raise NodeLostError(f"{sock.getpeername()} does not know our secret")
-        inner = await self._connect(asked[_ASKED.size :].decode(errors="replace"))
-        status = bytes([inner is not None])
-        answer = status + self._proof(b"gateway", theirs, ours, status)
-        await self._loop.sock_sendall(sock, answer)
-        if inner is None:
-            raise _NotThereError("what was asked for does not listen")
-        return inner
 
     async def _connect(self, name: str) -> socket.socket | None:
         """A connection to what is offered by this name; None where nobody listens."""
@@ -228,9 +204,35 @@ class Tunnels:
             return None
         return inner
 
-    def _proof(self, role: bytes, *parts: bytes) -> bytes:
-        """Of one side only, so that neither can be answered with its own."""
-        return hmac.digest(self._secret, role + b"".join(parts), "sha256")
+
+async def _let_in(stream: TlsStream, host: str) -> str:
+    """The gateway's part of the handshake: the name that is asked for. Raises NodeLostError."""
+    try:
+        await stream.handshake()
+    except ssl.SSLError as error:
+        raise NodeLostError(
+            f"{host} is refused, for it has no certificate of this server: {why(error)}"
+        ) from error
+    (num_bytes,) = await stream.receive(1)
+    name = await stream.receive(min(num_bytes, _MAX_NAME_BYTES))
+    return name.decode(errors="replace")
+
+
+async def _introduce(stream: TlsStream, name: str, address: Address) -> None:
+    """The client's part of the handshake. Raises NodeLostError when it is not let in."""
+    try:
+        await stream.handshake()
+    except ssl.SSLError as error:
+        raise NodeLostError(
+            f"the gateway at {address} has no certificate of this server: {why(error)}"
+        ) from error
+    try:
+        await stream.send(bytes([len(name.encode())]) + name.encode())
+        answer = await stream.receive(1)
+    except (ssl.SSLError, ConnectionError) as error:  # only now the gateway has seen ours
+        raise NodeLostError(f"the gateway at {address} refuses us: {why(error)}") from error
+    if answer != _IS_THERE:
+        raise _NotThereError(f"nothing listens as {name} behind {address}")
 
 
 async def _served(sock: socket.socket, serve: Serve) -> None:
@@ -246,37 +248,34 @@ async def _served(sock: socket.socket, serve: Serve) -> None:
             logger.warning("tunnel: a connection has ended: %s", reason)
 
 
-async def _joined(
-    loop: asyncio.AbstractEventLoop, one: socket.socket, other: socket.socket
-) -> None:
+async def _joined(loop: asyncio.AbstractEventLoop, inner: socket.socket, stream: TlsStream) -> None:
     """Carry both directions until each has ended; when one breaks, both do."""
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(_carry(loop, one, other))
-            group.create_task(_carry(loop, other, one))
+            group.create_task(_carry_out(loop, inner, stream))
+            group.create_task(_carry_in(loop, stream, inner))
     except* OSError as broken:
         logger.debug("tunnel: a connection broke: %s", broken.exceptions[0])
 
 
-async def _carry(
-    loop: asyncio.AbstractEventLoop, source: socket.socket, target: socket.socket
+async def _carry_out(
+    loop: asyncio.AbstractEventLoop, inner: socket.socket, stream: TlsStream
 ) -> None:
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    while num_bytes := await loop.sock_recv_into(source, buffer):
-        await loop.sock_sendall(target, buffer[:num_bytes])
+    while num_bytes := await loop.sock_recv_into(inner, stream.to_send):
+        await stream.send_frame(num_bytes)
+        await asyncio.sleep(0)  # who encrypts seldom waits by itself: others have their turn
+    await stream.send_frame(0)
+
+
+async def _carry_in(
+    loop: asyncio.AbstractEventLoop, stream: TlsStream, inner: socket.socket
+) -> None:
+    buffer = memoryview(bytearray(MAX_FRAME_BYTES))
+    while num_bytes := await stream.receive_frame(buffer):
+        await loop.sock_sendall(inner, buffer[:num_bytes])
+        await asyncio.sleep(0)
     with contextlib.suppress(OSError):  # it may have ended too
-        target.shutdown(socket.SHUT_WR)
-
-
-async def _read(loop: asyncio.AbstractEventLoop, sock: socket.socket, num_bytes: int) -> bytes:
-    """Exactly so many bytes. Raises NodeLostError at an early end."""
-    data = b""
-    while len(data) < num_bytes:
-        more = await loop.sock_recv(sock, num_bytes - len(data))
-        if not more:
-            raise NodeLostError("the other end of a tunnel left before it was let in")
-        data += more
-    return data
+        inner.shutdown(socket.SHUT_WR)
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:

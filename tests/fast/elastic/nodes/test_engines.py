@@ -22,6 +22,7 @@ from sgl_elastic.instance.process import InstanceSpec
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.nodes import agent as agents
 from sgl_elastic.nodes.agent import NodeAgent
+from sgl_elastic.nodes.certificates import Authority, own_identity
 from sgl_elastic.nodes.cluster import Cluster
 from sgl_elastic.nodes.engines import SpreadEngines
 from sgl_elastic.nodes.remote import Node
@@ -31,7 +32,7 @@ from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from tests.support.processes import stop_process
 from tests.support.waiting import wait_until
 
-SECRET = "s" * 32
+HOST = "127.0.0.1"
 
 
 class Direct:
@@ -71,11 +72,13 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     directory = tmp_path / "front"
     wire.make_private(directory)
     with ExitStack() as stack:
-        direct = [Direct(NodeAgent(SECRET, "127.0.0.1")) for _ in range(2)]
+        authority = Authority()
+        direct = [Direct(NodeAgent(HOST)) for _ in range(2)]
         for each in direct:
             stack.callback(each.end)
-        nodes = [Node(f"node {i}", each) for i, each in enumerate(direct)]
-        cluster = Cluster(nodes, 2, Tunnels(SECRET, "127.0.0.1"), directory)
+        nodes = [Node(f"node {i}", HOST, each, authority) for i, each in enumerate(direct)]
+        tunnels = Tunnels(own_identity(authority, HOST), HOST)
+        cluster = Cluster(nodes, 2, tunnels, directory)
         stack.callback(cluster.close)
         engines = SpreadEngines(cluster, directory)
         argv = ("--model-path", "base")
