@@ -53,8 +53,7 @@ class Node:
         self._lost = ""
         self._states: dict[int, ProcessState] = {}
         self._stopping = threading.Event()
-        self._admit(host, authority)
-        directory, gateway, port = self.call("where")
+        directory, gateway, port = self._admit(host, authority)
         self.directory, self.address = Path(directory), (str(gateway), int(port))
 
     @property
@@ -96,10 +95,13 @@ class Node:
         self._agent.end()
         self._lost = self._lost or f"{self.name} was closed"
 
-    def _admit(self, host: str, authority: Authority) -> None:
+    def _admit(self, host: str, authority: Authority) -> tuple[str, str, int]:
+        """Sign its key; where it is then found."""
         try:
             certificate = authority.sign(str(self.call("public_key")), host)
             self.call("join", certificate, authority.certificate)
+            found: tuple[str, str, int] = self.call("where")
+            return found
         except ElasticError as error:
             self._agent.end()
             raise NodeLostError(

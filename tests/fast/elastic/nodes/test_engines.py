@@ -7,15 +7,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from sgl_elastic import wire
-from sgl_elastic.errors import EngineFailedError, MemoryWorkerError, NodeLostError
+from sgl_elastic.errors import (
+    ElasticConfigError,
+    EngineFailedError,
+    MemoryWorkerError,
+    NodeLostError,
+)
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.instance.process import InstanceSpec
@@ -41,11 +47,17 @@ class Direct:
     def __init__(self, agent: NodeAgent) -> None:
         self.agent = agent
         self.is_lost = False
+        self.is_old = False  # of a version without certificates
+        self.said: list[Any] = []  # all that Ray would carry
 
     def call(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Any:
         if self.is_lost:
             raise NodeLostError("its agent has ended")
-        return getattr(self.agent, method)(*arguments)
+        if self.is_old and method == "join":
+            return None
+        answer = getattr(self.agent, method)(*arguments)
+        self.said += [method, *arguments, answer]
+        return answer
 
     def end(self) -> None:
         self.agent.close()
@@ -205,3 +217,43 @@ def test_a_node_that_is_lost_takes_its_supervisors_along(scene: Scene) -> None:
 
 def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def test_no_private_key_goes_through_ray(scene: Scene) -> None:
+    """What is carried there cannot be used to come in: there is no key for the certificates."""
+    scene.start("i1", 0, 2)
+    for each in scene.agents:
+        private = each.agent._key._key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ).decode()
+        carried = repr(each.said)
+        assert carried.count("BEGIN CERTIFICATE") == 2  # its own, and the authority's
+        assert carried.count("BEGIN PUBLIC KEY") == 1
+        assert "PRIVATE KEY" not in carried
+        assert not [line for line in private.splitlines()[1:-1] if line in carried]
+        assert str(each.agent._key._key.private_numbers().private_value) not in carried
+
+
+def test_a_node_without_a_certificate_is_refused_by_name() -> None:
+    authority = Authority()
+    with closing_agent() as old:
+        old.is_old = True
+        with pytest.raises(NodeLostError, match=r"node 7 has no certificate, so it is refused"):
+            Node("node 7", HOST, old, authority)
+        with pytest.raises(ElasticConfigError, match=r"127\.0\.0\.1 has no certificate"):
+            old.agent.lead("device-0.sock", HOST, 1)
+    with closing_agent() as twice:
+        Node("node 7", HOST, twice, authority)
+        with pytest.raises(NodeLostError, match=r"node 7 has no certificate.* joined a server"):
+            Node("node 7", HOST, twice, authority)
+
+
+@contextmanager
+def closing_agent() -> Iterator[Direct]:
+    agent = Direct(NodeAgent(HOST))
+    try:
+        yield agent
+    finally:
+        agent.end()
