@@ -279,7 +279,8 @@ def heard_by_imposter(
             heard.append(serve(sock))
 
     with closing(socket.create_server((HOST, 0))) as listener, tunnels() as near:
-        thread = threading.Thread(target=accept)
+        listener.settimeout(10)
+        thread = threading.Thread(target=accept, daemon=True)
         thread.start()
         near.open(directory / "imposter", "echo", listener.getsockname())
         assert ask(directory / "imposter", PRIVATE) == b""
@@ -392,7 +393,7 @@ def bulk_into(listener: socket.socket, path: Path) -> Iterator[Callable[[], int]
                 sock.sendall(bytes(1 << 20))
 
     with wire.connect(path, MemoryWorkerError, 30.0) as sock:
-        threads = [threading.Thread(target=each) for each in (take, send)]
+        threads = [threading.Thread(target=each, daemon=True) for each in (take, send)]
         for thread in threads:
             thread.start()
         try:
