@@ -142,6 +142,15 @@ def gaps(result: Any) -> str:
     return result_table(result, header, rows, note)
 
 
+def tunnels(result: Any) -> str:
+    """What TLS costs between nodes: a row for bytes, a row for connections."""
+    rows = [
+        [name, ratio(row["rate"]), ratio(row["processor_time"])]
+        for name, row in result["rows"].items()
+    ]
+    return result_table(result, ["a second", "rate", "processor time of both ends"], rows)
+
+
 def _milliseconds(spread: Mapping[str, float]) -> str:
     return f"{spread['median'] * 1e3:.0f}"
 
@@ -194,6 +203,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         ablation,
     ),
     "elasticmoe_ablation_down": ("Scaling down, the same:", ablation),
+    "tunnels": (
+        "A tunnel between nodes as it is, encrypted, over the same one in plain text. Sender,\n"
+        "receiver and both ends share one process and its cores:",
+        tunnels,
+    ),
 }
 
 PLOTTED = {
