@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
 
 from sgl_elastic import wire
-from sgl_elastic.errors import ElasticConfigError, MemoryWorkerError
-from sgl_elastic.nodes import certificates
+from sgl_elastic.errors import ElasticConfigError
+from sgl_elastic.nodes import certificates, tunnel
 from sgl_elastic.nodes.certificates import Authority, Identity, NodeKey, own_identity
 from tests.fast.elastic.memory_workers import (
     comes_to,
@@ -360,47 +362,40 @@ def test_a_key_is_in_no_file_and_comes_with_its_own_certificate() -> None:
             AUTHORITY.sign(wrong, "192.0.2.1")
 
 
-def test_bulk_leaves_others_their_turn(tmp_path: Path) -> None:
-    """One thread carries all; a small message does not wait for a large one to end."""
-    with ExitStack() as stack:
-        scene = relayed(tmp_path, stack)
-        far, near = stack.enter_context(tunnels()), stack.enter_context(tunnels())
-        sink = stack.enter_context(wire.listen(tmp_path / "a" / "sink"))
-        for name in ("sink", "echo"):
-            far.offer(name, tmp_path / "a" / name)
-            near.open(tmp_path / "c" / name, name, far.address)
-        with bulk_into(sink, tmp_path / "c" / "sink") as count:
-            for _ in range(3):
-                before = count()
-                assert ask(tmp_path / "c" / "echo", b"x") == b"x"
-                wait_until(lambda before=before: count() > before)
-        assert len(scene.received) == 3
+class AlwaysReady:
+    """A loop's sockets, and a stream, where nothing is ever waited for; 100 times."""
+
+    def __init__(self) -> None:
+        self.to_send, self.left = memoryview(bytearray(8)), 100
+
+    async def more(self, *_: object) -> int:
+        self.left -= 1
+        return int(self.left > 0)
+
+    async def done(self, *_: object) -> None:
+        """At once."""
+
+    sock_recv_into = receive_frame = more
+    sock_sendall = send_frame = done
 
 
-@contextmanager
-def bulk_into(listener: socket.socket, path: Path) -> Iterator[Callable[[], int]]:
-    """Sends zeros without end; how many have come."""
-    counts, stop = [0], threading.Event()
+@pytest.mark.parametrize("carry", [tunnel._carry_out, tunnel._carry_in])
+def test_bulk_leaves_others_their_turn(carry: Callable[..., Any]) -> None:
+    """One thread carries all connections; encrypting, it may find no moment to wait in."""
 
-    def take() -> None:
-        with suppress(OSError), listener.accept()[0] as sock:
-            while more := sock.recv(1 << 18):
-                counts[0] += len(more)
+    async def beside() -> int:
+        ready = AlwaysReady()
+        near, far = socket.socketpair()
+        with near, far:
+            task = asyncio.create_task(carry(ready, *two_ends(carry, near, ready)))
+            turns = 0
+            while not task.done():
+                await asyncio.sleep(0)
+                turns += 1
+        return turns
 
-    def send() -> None:
-        with suppress(OSError):
-            while not stop.is_set():
-                sock.sendall(bytes(1 << 20))
+    assert asyncio.run(beside()) > 50
 
-    with wire.connect(path, MemoryWorkerError, 30.0) as sock:
-        threads = [threading.Thread(target=each, daemon=True) for each in (take, send)]
-        for thread in threads:
-            thread.start()
-        try:
-            wait_until(lambda: counts[0] > 1 << 22)
-            yield lambda: counts[0]
-        finally:
-            stop.set()
-            threads[1].join(30)
-            sock.shutdown(socket.SHUT_WR)
-            threads[0].join(30)
+
+def two_ends(carry: object, sock: object, stream: object) -> tuple[object, object]:
+    return (sock, stream) if carry is tunnel._carry_out else (stream, sock)
