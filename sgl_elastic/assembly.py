@@ -45,6 +45,7 @@ from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.types import Placement
+from sgl_esft.lifecycle.folders import fingerprint
 
 if TYPE_CHECKING:
     from sgl_elastic.memory.worker_processes import Launcher
@@ -101,6 +102,7 @@ def make_memory(
         page_bytes=page_bytes,
         verify_copies=options.verify_copies,
         launcher=launcher,
+        content_of=fingerprint,
     )
 
 
@@ -171,7 +173,17 @@ def make_coordinator(
         memory = staged = plans.StagedMemory(hmm, options.max_devices)
         staged.add_staging()
     way, describe = way_of(options), planner.describe
-    coordinator = Coordinator(memory, manager, router, make_plan, describe, journal, carry_out=way)
+    recovers = options.strategy is _S.ELASTIC and memory is hmm and not cuts_over(options)
+    coordinator = Coordinator(
+        memory,
+        manager,
+        router,
+        make_plan,
+        describe,
+        journal,
+        carry_out=way,
+        make_loss_plan=planner.make_loss_plan if recovers else None,
+    )
     return coordinator, manager
 
 

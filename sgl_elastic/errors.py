@@ -58,7 +58,7 @@ class ClosingError(ElasticError, status=503):
 
 
 class MemoryLostError(ElasticError, status=503):
-    """The memory worker of a serving device has died: nothing can be copied from there any more."""
+    """The memory worker of a serving device has died; other devices have not yet what it had."""
 
 
 class SuspectRequestError(ElasticError):

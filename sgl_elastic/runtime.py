@@ -178,7 +178,7 @@ class Runtime:
         watchdog = Watchdog(
             parts.watched,
             self.hmm,
-            parts.coordinator.recover,
+            parts.coordinator,
             config=WatchdogConfig(hang_s=self.options.hang_timeout_s),
             on_fault=note,
             on_hopeless=_end_server,

@@ -42,6 +42,7 @@ class AdapterEntry:
     adapter_slot: int
     pinned: bool
     experts: Mapping[int, tuple[int, ...]]  # layer id -> expert ids, ascending
+    content: str = ""  # changes when the folder does; as it was loaded, "" if nobody looked
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,15 @@ class StepKind(StrEnum):
     MAP_KV = "map_kv"  # KV capacity of a device that the serving instance does not use
     COPY_TRUNK = "copy_trunk"  # p2p-copy from `source_id`
     COPY_EXPERTS = "copy_experts"  # p2p-copy from `source_id`, adapters' experts with them
+    READ_TRUNK = "read_trunk"  # by the new instance's rank, from the checkpoint
+    READ_EXPERTS = "read_experts"  # the same; adapters' experts from their folders
+    TRIM_KV = "trim_kv"  # KV pages above `num_tokens` go back; no rank uses the device
     UNMAP_EXPERTS = "unmap_experts"
     GROW_KV = "grow_kv"  # the serving rank gets KV tokens up to `num_tokens`
     REMOVE_DEVICE = "remove_device"  # everything unmapped, the worker ends
+
+
+READS = frozenset({StepKind.READ_TRUNK, StepKind.READ_EXPERTS})
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class Step:
     source_id: int = -1  # of a copy
     expert_ids: tuple[int, ...] = ()
     num_tokens: int = 0  # of a KV step: the capacity afterwards
-    num_bytes: int = 0  # of a copy: bytes over the link
+    num_bytes: int = 0  # of a copy: bytes over the link; of a reading: bytes from disk
 
 
 @dataclass(frozen=True)
@@ -136,12 +143,19 @@ class Plan:
     after: tuple[Step, ...]
     peak_pages: Mapping[int, int]  # device id -> the most pages at any moment
     final_pages: Mapping[int, int]  # device id -> pages when all is done
-    kv_moves: Mapping[int, int] = field(default_factory=dict)  # leaving device -> who takes its KV
+    # Leaving or lost device -> who takes its requests, and its KV where there is any.
+    kv_moves: Mapping[int, int] = field(default_factory=dict)
+    lost: tuple[int, ...] = ()  # devices whose memory is gone: `old` is what is left without them
 
     @property
     def copied_bytes(self) -> int:
         """Bytes over all links before the switch, KV of running requests not included."""
-        return sum(step.num_bytes for step in self.before)
+        return sum(step.num_bytes for step in self.before if step.kind not in READS)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that no device has, and that come from disk."""
+        return sum(step.num_bytes for step in self.before if step.kind in READS)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ class Replicas:
         self._manager = manager
         self._second = ""
         self.prepare, self.cancel = manager.prepare, manager.cancel
+        self.num_read = manager.num_read
         self.freeze, self.resume, self.drain = manager.freeze, manager.resume, manager.drain
         self.activate, self.resize_kv = manager.activate, manager.resize_kv
         self.drain_messages, self.check = manager.drain_messages, manager.check

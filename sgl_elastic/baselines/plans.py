@@ -158,6 +158,9 @@ class StagedMemory:
         self.shape, self.adapters, self.budget_pages = hmm.shape, hmm.adapters, hmm.budget_pages
         self.require, self.commit = hmm.require, hmm.commit
         self.drop_partial_adapters = hmm.drop_partial_adapters
+        self.lost, self.forget = hmm.lost, hmm.forget
+        self.held, self.keep_only = hmm.held, hmm.keep_only
+        self.drop_changed_adapters = hmm.drop_changed_adapters
 
     def add_staging(self) -> None:
         """Start the staging workers, so that no scale waits for them."""

@@ -1,7 +1,10 @@
 """Scale requests, one at a time: planned, answered, carried out in a thread, waited for.
 
 POST /v1/scale, autoscaler --> [Coordinator.submit] --plan--> thread: [ScaleExecutor.run]
-recovery.py, an instance is lost --> [Coordinator.recover] --> [ScaleExecutor.replace]
+recovery.py, an instance or memory is lost --> [Coordinator.recover]
+    --> [ScaleExecutor.replace]    the memory is all there
+    --> [ScaleExecutor.move_away]  memory is lost, the instance computes on
+    --> [ScaleExecutor.move_on]    both are lost
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from typing import Any, TypeAlias
 from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, StepRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
-from sgl_elastic.coordinator.scale import CarryOut, ScaleExecutor, scale
+from sgl_elastic.coordinator.scale import CarryOut, MakeLossPlan, ScaleExecutor, scale
 from sgl_elastic.coordinator.steps import RetryPolicy
-from sgl_elastic.errors import BusyError, ClosingError
+from sgl_elastic.errors import BusyError, ClosingError, ElasticInternalError
 from sgl_elastic.types import OperationState, Placement, Plan, ScaleRequest
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,10 @@ class Coordinator:
         clock: Clock | None = None,
         new_id: Callable[[], str] = lambda: f"scale-{uuid.uuid4().hex[:12]}",
         carry_out: CarryOut = scale,
+        make_loss_plan: MakeLossPlan | None = None,
     ) -> None:
+        """Without `make_loss_plan`, what memory workers lose stays lost."""
+        self._make_loss_plan = make_loss_plan
         self._memory = memory
         self._instances = instances
         self._front = front
@@ -188,12 +194,18 @@ class Coordinator:
             progress.finish(_outcome(progress.operation, error), error)
             self._idle.set()
 
-    def recover(self) -> Operation | None:
-        """Replace the instance that serves, which is lost, by one over the same memory.
+    def is_memory_lost(self) -> bool:
+        """Whether a serving device's memory is gone, and others can have what was lost."""
+        can_recover = self._make_loss_plan is not None
+        return can_recover and bool(self._memory.lost(self.serving[1].device_ids))
 
+    def recover(self, *, is_serving: bool = False) -> Operation | None:
+        """Replace the instance that serves: it is lost, or memory of its devices is, or both.
+
+        `is_serving`: the instance is not, so it serves until another one has what was lost.
         Like a scale, in the caller's thread. None after `close`, and while one runs: it goes on to
         its new instance, or is rolled back and this is called again. After a failure requests still
-        wait.
+        wait, unless it serves.
         """
         with self._lock:
             if self._running or self._is_closing:
@@ -205,8 +217,29 @@ class Coordinator:
             self.journal.record(operation)  # before it is the one that runs: `running` reads it
             self._begin(name)
         progress = self._progress_of(operation)
-        self._carry_out(progress, partial(self._executor.replace, progress, lost, placement))
+        self._carry_out(progress, partial(self._recover, progress, lost, placement, is_serving))
         return progress.operation
+
+    def _recover(
+        self, progress: Progress, lost: str, placement: Placement, is_serving: bool
+    ) -> None:
+        """Raises what stopped it."""
+        if not self.is_memory_lost():
+            if not is_serving:
+                self._executor.replace(progress, lost, placement)
+        elif is_serving:
+            if self._front.defer_adapter_changes(self._retry_policy.adapter_change_s):
+                self._instances.drain_messages(self._retry_policy.drain_messages_s)
+            self._executor.move_away(progress, placement, partial(self._planned_loss, progress))
+        else:
+            self._executor.move_on(progress, placement, partial(self._planned_loss, progress))
+
+    def _planned_loss(self, progress: Progress, old: Placement, *, is_serving: bool) -> Plan:
+        if self._make_loss_plan is None:
+            raise ElasticInternalError("nobody plans for memory that is lost")
+        plan = self._make_loss_plan(old, is_serving=is_serving)
+        progress.planned(self._describe(plan), (*plan.before, *plan.after))
+        return plan
 
     def _announce(self, operation: Operation) -> None:
         for listener in self._listeners:

@@ -34,6 +34,24 @@ class Memory(Protocol):
     def require(self, device_ids: Iterable[int]) -> None:
         """Raises MemoryLostError when the memory of one of these devices is gone."""
 
+    def lost(self, device_ids: Iterable[int]) -> tuple[int, ...]:
+        """Those of these devices whose memory is gone, ascending."""
+
+    def forget(self, device_ids: Iterable[int]) -> None:
+        """Clear up after devices whose memory is gone, so that they may be added again."""
+
+    def held(self, device_ids: Iterable[int]) -> Mapping[int, frozenset[int]]:
+        """Device -> experts that it has with their content, the adapters' with them."""
+
+    def drop_changed_adapters(self, expert_ids: Iterable[int]) -> bool:
+        """Adapters that replace some of these experts, and cannot be read again, are unloaded.
+
+        Returns whether there was one.
+        """
+
+    def keep_only(self, placement: Placement) -> None:
+        """On its devices no expert stays but the placement's. Of others no rank may be attached."""
+
     def drop_partial_adapters(self, placement: Placement) -> None:
         """A rank was lost, perhaps in an adapter's change: only whole adapters stay."""
 
@@ -59,8 +77,14 @@ class Instances(Protocol):
     def drain_messages(self, timeout_s: float) -> None:
         """What the serving instance's ranks have said is known, unless they hang."""
 
-    def prepare(self, placement: Placement) -> str:
-        """An instance attached to `placement`'s memory and warm: a parked standby, or a new one."""
+    def prepare(self, placement: Placement, reads: Sequence[Step] = ()) -> str:
+        """An instance attached to `placement`'s memory and warm: a parked standby, or a new one.
+
+        Its ranks do `reads`, steps of READS; `num_read` says what came of them.
+        """
+
+    def num_read(self, instance: str, device_id: int) -> int:
+        """Bytes that the rank on this device read from disk in `prepare`."""
 
     def cancel(self, instance: str) -> None:
         """Take `prepare` back: detach and park."""

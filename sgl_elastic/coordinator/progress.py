@@ -6,19 +6,21 @@ scale() --enter, step, held, finish--> [Progress] --snapshots--> Journal, listen
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sgl_elastic.coordinator.operations import (
     ErrorRecord,
     HandoverRecord,
     Journal,
     Operation,
+    StepRecord,
     StepState,
 )
 from sgl_elastic.errors import ElasticError
-from sgl_elastic.types import OperationState
+from sgl_elastic.types import OperationState, Step
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Progress:
         state = begun.state if begun.finished else OperationState.RUNNING
         self._publish(replace(begun, state=state), durable=True)
 
+    def planned(self, description: dict[str, Any], steps: Iterable[Step]) -> None:
+        """Only now it is known what will be done."""
+        records = tuple(StepRecord.of(step) for step in steps)
+        self._publish(replace(self.operation, plan=description, steps=records))
+
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
         """Time the step at `index`; DONE, or FAILED when the block raises."""
@@ -92,8 +99,9 @@ class Progress:
         self._publish(replace(self.operation, undo_errors=errors))
 
     def held(self) -> None:
-        """Requests are about to be held."""
-        self._held_since = self._clock.monotonic()
+        """Requests are about to be held, or are held already."""
+        if self._held_since is None:
+            self._held_since = self._clock.monotonic()
 
     def released(self) -> None:
         """Requests are held no longer."""

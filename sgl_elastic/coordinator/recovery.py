@@ -1,7 +1,8 @@
 """Faults are looked for all the time, and a lost instance is replaced.
 
     [Watchdog, thread 1] --check--> instances, memory workers  every 0.1 s
-    [Watchdog, thread 2] --recover--> coordinator              when the serving instance is lost
+    [Watchdog, thread 2] --recover--> coordinator              when the serving instance is lost,
+                                                               or memory that it uses
 
 Two threads, because a replacement that must be started takes long, and may be lost too.
 """
@@ -32,6 +33,16 @@ class Watched(Protocol):
         """Whether the instance that serves is gone."""
 
 
+class Recovery(Protocol):
+    """coordinator.py's Coordinator."""
+
+    def is_memory_lost(self) -> bool:
+        """Whether memory of a serving device is gone, and can be had elsewhere."""
+
+    def recover(self, *, is_serving: bool) -> Operation | None:
+        """What is lost is replaced; None while something else runs."""
+
+
 class WatchedMemory(Protocol):
     """memory/control.py's Hmm."""
 
@@ -59,7 +70,7 @@ class Watchdog:
         self,
         instances: Watched,
         memory: WatchedMemory,
-        recover: Callable[[], Operation | None],
+        recovery: Recovery,
         *,
         config: WatchdogConfig | None = None,
         on_fault: Callable[[str], None] = lambda kind: None,
@@ -68,13 +79,14 @@ class Watchdog:
     ) -> None:
         self._instances = instances
         self._memory = memory
-        self._recover = recover
+        self._recovery = recovery
         self._config = config or WatchdogConfig()
         self._on_fault = on_fault
         self._on_hopeless = on_hopeless
         self._clock = clock
         self._stopping = threading.Event()
         self._dead_workers: frozenset[int] = frozenset()
+        self._given_up: frozenset[int] | None = None  # the dead workers that stay lost
 
     def start(self) -> None:
         """From now on, until `stop`."""
@@ -96,11 +108,14 @@ class Watchdog:
         self._dead_workers = dead
 
     def replace(self) -> None:
-        """Replace the instance that serves if it is lost; gives up after some attempts."""
+        """Replace what serves if it, or memory that it uses, is lost; gives up after some attempts.
+
+        An instance that serves over lost memory goes on doing so then.
+        """
         for attempt in range(self._config.attempts):
-            if not self._instances.is_lost() or self._stopping.is_set():
+            if not self._is_hurt() or self._stopping.is_set():
                 return
-            operation = self._recover()
+            operation = self._recovery.recover(is_serving=not self._instances.is_lost())
             if operation is None:
                 return  # a scale runs; the next round asks again
             if operation.state is not OperationState.ROLLED_BACK:
@@ -111,6 +126,14 @@ class Watchdog:
             logger.critical("elastic: the lost instance cannot be replaced")
             self._stopping.set()
             self._on_hopeless()
+        elif self._is_hurt():
+            logger.error("elastic: what memory workers have lost cannot be had elsewhere")
+            self._given_up = self._dead_workers
+
+    def _is_hurt(self) -> bool:
+        if self._instances.is_lost():
+            return True
+        return self._given_up != self._dead_workers and self._recovery.is_memory_lost()
 
     def _repeat(self, turn: Callable[[], None]) -> None:
         while not self._stopping.wait(self._config.period_s):

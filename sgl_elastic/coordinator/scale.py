@@ -10,20 +10,21 @@ only forwards: what remains is tried again, and what still fails is left to the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from sgl_elastic.coordinator.operations import HandoverRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
 from sgl_elastic.coordinator.steps import PostSwitchTasks, RetryPolicy, Steps, Task
 from sgl_elastic.errors import ElasticError, EngineFailedError
-from sgl_elastic.instance.handover import FrozenInstance, HandedOver
+from sgl_elastic.instance.handover import FrozenInstance, HandedOver, kept_kv
+from sgl_elastic.plan.loss import Loss, what_is_left
 from sgl_elastic.plan.planner import is_empty, placement_at_switch
-from sgl_elastic.types import OperationState, Placement, Plan, Step, StepKind
+from sgl_elastic.types import READS, OperationState, Placement, Plan, Step, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +54,28 @@ class Scaling:
         """The plan's steps before the switch."""
         self.progress.enter("memory")
         for index, step in enumerate(plan.before):
+            if step.kind in READS:
+                continue  # the new instance's ranks do that, in `prepare`
             self._undo_later(self._take_back, index, step, plan.old)  # it may fail when half done
             self.do(index, step)
 
-    def prepare(self, placement: Placement) -> str:
-        """An instance that is attached to the placement's memory."""
+    def prepare(self, placement: Placement, plan: Plan | None = None) -> str:
+        """An instance that is attached to the placement's memory, and has read what `plan` says."""
         self.progress.enter("prepare")
-        new = self.instances.prepare(placement)
+        reads = {i: s for i, s in enumerate(plan.before if plan else ()) if s.kind in READS}
+        with ExitStack() as timed:
+            for index in reads:
+                timed.enter_context(self.progress.step(index))
+            new = self.instances.prepare(placement, tuple(reads.values()))
+            for index, num_bytes in self._num_read(new, reads).items():
+                self.progress.copied(index, num_bytes)
         self._undo_later(self.instances.cancel, new)
         return new
+
+    def _num_read(self, new: str, reads: Mapping[int, Step]) -> dict[int, int]:
+        """Step -> bytes. A rank counts what it reads together: it is said once."""
+        first = {step.device_id: index for index, step in reversed(list(reads.items()))}
+        return {at: self.instances.num_read(new, device) for device, at in first.items()}
 
     def freeze(self) -> FrozenInstance:
         """Requests wait from now on, and the old instance stops: after a drain if that is asked."""
@@ -167,6 +181,13 @@ class Scaling:
         self.progress.enter("switch")
 
 
+class MakeLossPlan(Protocol):
+    """What is to be done about memory that is lost."""
+
+    def __call__(self, old: Placement, *, is_serving: bool) -> Plan:
+        """Raises DoesNotFitError."""
+
+
 # How a plan is carried out; the paper's other ways to scale have theirs (baselines/).
 CarryOut: TypeAlias = Callable[[Scaling, Plan], None]
 
@@ -185,8 +206,8 @@ def scale(scaling: Scaling, plan: Plan) -> None:
     """The elastic way. Raises what stopped it; before `finish` everything is undone then."""
     placement = placement_at_switch(plan)
     scaling.map_memory(plan)
-    new = scaling.prepare(placement)
-    frozen = scaling.freeze()
+    new = scaling.prepare(placement, plan)
+    frozen = kept_kv(scaling.freeze(), plan.old.device_ids)
     handover = scaling.instances.activate(new, frozen, plan.kv_moves)
     switch = scaling.switch_tasks(new, placement, handover)
     scaling.finish([*switch, *scaling.retire_tasks(new, plan)])
@@ -251,13 +272,48 @@ class ScaleExecutor:
         progress.switched()
         self.steps.forget_pending()
         self._replaced_by[lost] = new
-        if self._post_switch is not None:  # its switch is this one
-            rest = [task for task in self._post_switch.tasks if task.phase != "switch"]
-            self._post_switch.tasks = rest
+        self._drop_post_switch("switch")  # its switch is this one
         for task in scaling.switch_tasks(new, placement, handover):
             self.retry(task.act)
         progress.enter("retire")
         self.retry(partial(self.instances.retire, lost))
+
+    def move_away(self, progress: Progress, placement: Placement, make_plan: MakeLossPlan) -> None:
+        """Memory is lost, and the instance over it computes on until others have what was lost."""
+        progress.enter("plan")
+        self.memory.forget(lost := self.memory.lost(placement.device_ids))
+        self._finish_former("after")
+        self.steps.forget_pending(lost)
+        self.steps.flush_pending()
+        plan = make_plan(placement, is_serving=True)
+        scaling = Scaling(self, progress)
+        with scaling.nothing_stays_held(), scaling.undo:
+            scale(scaling, plan)
+        self.retry(partial(self.memory.keep_only, plan.new))
+
+    def move_on(self, progress: Progress, placement: Placement, make_plan: MakeLossPlan) -> None:
+        """Memory is lost, and so is the instance: another one goes on with what is left.
+
+        After a failure requests still wait.
+        """
+        scaling = Scaling(self, progress)
+        progress.enter("plan")
+        scaling.hold()
+        self.memory.forget(lost := self.memory.lost(placement.device_ids))
+        self._finish_former("switch", "after")
+        self.steps.forget_pending()
+        held = self.memory.held(d for d in placement.device_ids if d not in lost)
+        self._restore_memory(what_is_left(placement, Loss(lost, held)))
+        plan = make_plan(placement, is_serving=False)
+        self.memory.keep_only(plan.old)
+        with scaling.undo:
+            scale(scaling, plan)
+
+    def _drop_post_switch(self, *phases: str) -> None:
+        """What a degraded operation left of these phases is another's to do now."""
+        if self._post_switch is not None:
+            rest = [task for task in self._post_switch.tasks if task.phase not in phases]
+            self._post_switch.tasks = rest
 
     def _restore_memory(self, placement: Placement) -> None:
         """Whole adapters only, and all of the KV: the loss may have come while either changed."""
@@ -285,8 +341,12 @@ class ScaleExecutor:
         self.memory.commit()
         self._post_switch = None
 
-    def _finish_former(self) -> None:
-        """What a degraded operation left; its pages must be free before the next plan's steps."""
+    def _finish_former(self, *but: str) -> None:
+        """What a degraded operation left; its pages must be free before the next plan's steps.
+
+        `but`: phases whose tasks are another's now.
+        """
+        self._drop_post_switch(*but)
         former = self._post_switch
         if former is not None:
             self.finish(former)

@@ -12,7 +12,7 @@ back before anything else.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from sgl_elastic.coordinator.ports import Instances, Memory
@@ -55,9 +55,10 @@ class Steps:
         tokens = zip(placement.device_ids, placement.kv_tokens, strict=True)
         return replace(placement, kv_tokens=tuple(self._pending_kv.get(d, n) for d, n in tokens))
 
-    def forget_pending(self) -> None:
-        """Another instance has come in its place, with all of its KV."""
-        self._pending_kv.clear()
+    def forget_pending(self, device_ids: Iterable[int] | None = None) -> None:
+        """These devices are lost; none named: another instance has come, with all of its KV."""
+        for device_id in list(self._pending_kv) if device_ids is None else device_ids:
+            self._pending_kv.pop(device_id, None)
 
     def _give_back(self, device_id: int, num_tokens: int) -> None:
         self._pending_kv[device_id] = num_tokens

@@ -15,7 +15,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.kv_rows import copy_rows
 from sgl_elastic.memory.runs import Runs
 from sgl_elastic.types import AdapterEntry, MemoryShape
+from sgl_esft.lifecycle.folders import fingerprint
 from sgl_esft.weave.plane import AdapterSource, PlacedAdapter
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ class EngineRank:
         manager, attach = self.memory.manager, self.attached
         if manager is None or attach is None:
             return
-        table = tuple(_told(adapter) for adapter in manager.plane.placed())
+        known = {adapter.adapter_id: adapter.content for adapter in attach.adapters}
+        table = tuple(_told(adapter, known) for adapter in manager.plane.placed())
         self.attached = msgspec.structs.replace(attach, adapters=table)
         wanted = self._wanted(self.attached)
         experts = {name: runs for name, runs in wanted.items() if name.startswith("experts.")}
@@ -354,8 +356,10 @@ def _placed(adapter: AdapterEntry) -> PlacedAdapter:
     return PlacedAdapter(source, adapter.adapter_slot, adapter.experts)
 
 
-def _told(adapter: PlacedAdapter) -> AdapterEntry:
+def _told(adapter: PlacedAdapter, known: Mapping[str, str]) -> AdapterEntry:
+    """`known`: contents of adapters that were loaded before, by id."""
     source = adapter.source
+    content = known.get(source.adapter_id) or fingerprint(Path(source.path)) or ""
     return AdapterEntry(
         adapter_id=source.adapter_id,
         name=source.name,
@@ -363,6 +367,7 @@ def _told(adapter: PlacedAdapter) -> AdapterEntry:
         adapter_slot=adapter.adapter_slot,
         pinned=source.pinned,
         experts={layer: _ids(ids) for layer, ids in adapter.experts.items()},
+        content=content,
     )
 
 

@@ -8,11 +8,13 @@ A rank takes over the KV of its own device in place. What a leaving device holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from sgl_elastic.instance import rank_messages as m
-from sgl_elastic.types import AdapterEntry, Placement
+from sgl_elastic.types import AdapterEntry, Placement, Step, StepKind
 
 # device id, device id of who asks -> path of the former's memory worker's socket
 SocketOf = Callable[[int, int], object]
@@ -77,6 +79,33 @@ def attach_messages(
         )
         for rank, device_id in enumerate(placement.device_ids)
     ]
+
+
+def with_reads(
+    attaches: Sequence[m.Attach], placement: Placement, reads: Sequence[Step]
+) -> list[m.Attach]:
+    """The same messages, one a rank of the placement, that say what its rank reads from disk."""
+    trunk = {step.device_id for step in reads if step.kind is StepKind.READ_TRUNK}
+    experts = {
+        step.device_id: step.expert_ids for step in reads if step.kind is StepKind.READ_EXPERTS
+    }
+    return [
+        msgspec.structs.replace(
+            attach, disk_experts=experts.get(device_id, ()), loads_trunk=device_id in trunk
+        )
+        for device_id, attach in zip(placement.device_ids, attaches, strict=True)
+    ]
+
+
+def kept_kv(frozen: FrozenInstance, device_ids: Collection[int]) -> FrozenInstance:
+    """The requests of all ranks, and KV only of those on these devices: that of others is gone."""
+    if set(frozen.device_ids) <= set(device_ids):
+        return frozen
+    ranks = tuple(
+        each if device_id in device_ids else m.Frozen((), each.requests)
+        for device_id, each in zip(frozen.device_ids, frozen.ranks, strict=True)
+    )
+    return replace(frozen, ranks=ranks)
 
 
 def new_ranks(

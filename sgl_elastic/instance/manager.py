@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sgl_elastic.errors import EngineFailedError, StepFailedError
@@ -74,32 +74,40 @@ class InstanceManager(InstanceStarter):
             raise EngineFailedError(f"{self._active} serves no more: restart the server")
         return self._active, placement
 
-    def prepare(self, placement: Placement) -> str:
+    def prepare(self, placement: Placement, reads: Sequence[Step] = ()) -> str:
         for device_id in placement.device_ids:
             self._hmm.client(device_id)  # a dead worker is named as such
         name = self._take_standby(placement.device_ids)
         if name is not None:
             try:  # where its memory worker failed, another instance would fail alike
-                return self._attach(name, placement)
+                return self._attach(name, placement, reads)
             except EngineFailedError as error:
                 logger.warning("elastic: standby %s is of no use: %s", name, error)
-        return self._attach(self._start_parked(placement.device_ids), placement)
+        return self._attach(self._start_parked(placement.device_ids), placement, reads)
 
-    def _attach(self, name: str, placement: Placement) -> str:
+    def _attach(self, name: str, placement: Placement, reads: Sequence[Step]) -> str:
         """A parked instance gets memory; one that cannot is ended, and that is raised."""
         running = self._running[name]
+        running.is_reading = bool(reads)  # which takes as long as it takes
+        limit_s = self._timeouts.start_s if reads else self._timeouts.step_s
         try:
             if not self._is_alive(name):
                 raise EngineFailedError(f"{name} has ended")
-            self._attach_all(running, placement, must_load=False)
-            expect_all(running.links, m.RankDone, self._timeouts.step_s)
+            self._attach_all(running, placement, must_load=False, reads=reads)
+            done = expect_all(running.links, m.RankDone, limit_s)
         except StepFailedError:
             self.stop(name)
             raise
+        running.is_reading = False
+        numbers = [each.num_bytes for each in done]
+        running.num_read = dict(zip(placement.device_ids, numbers, strict=True))
         self._advance(running, _S.ATTACHED, placement)
         self._advance(running, _S.WARM)
         running.is_waiting = True
         return name
+
+    def num_read(self, instance: str, device_id: int) -> int:
+        return self._running[instance].num_read.get(device_id, 0)
 
     def cancel(self, instance: str) -> None:
         self.retire(instance)
@@ -223,8 +231,17 @@ class InstanceManager(InstanceStarter):
             resized = replace(placement, kv_tokens=tuple(tokens))
             running.record = replace(running.record, placement=resized)
 
-    def _attach_all(self, running: Running, placement: Placement, *, must_load: bool) -> None:
-        """Tell the ranks what to map; each answers when it has."""
+    def _attach_all(
+        self,
+        running: Running,
+        placement: Placement,
+        *,
+        must_load: bool,
+        reads: Sequence[Step] = (),
+    ) -> None:
+        """Tell the ranks what to map, and what to read; each answers when it has."""
         adapters, socket_of = self._hmm.adapters(), self._hmm.socket_path
         messages = self._attach_messages(placement, adapters, socket_of, must_load)
+        if reads:
+            messages = handover.with_reads(messages, placement, reads)
         send_all(running.links, messages)

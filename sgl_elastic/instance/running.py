@@ -73,6 +73,8 @@ class Running:
     stopped_since_s: float | None = None  # when the supervisor was first seen stopped
     is_waiting: bool = False  # attached, and not told to run since
     asked_s: float = 0.0  # when its ranks were last asked for a sign of life
+    is_reading: bool = False  # its ranks read from disk, and say nothing meanwhile
+    num_read: Mapping[int, int] = field(default_factory=dict)  # by device: bytes from disk
 
     def lose(self, reason: str) -> None:
         """End what is left of it; whoever waits for its ranks hears why."""

@@ -74,6 +74,13 @@ def likely_next(device_ids: DeviceIds, max_devices: int) -> tuple[DeviceIds, ...
     return tuple(_resized(device_ids, size, max_devices) for size in wanted)
 
 
+def without_one(device_ids: DeviceIds) -> tuple[DeviceIds, ...]:
+    """What is left when one device is lost, whichever it is; nothing of a single one."""
+    if len(device_ids) == 1:
+        return ()
+    return tuple(tuple(d for d in device_ids if d != lost) for lost in device_ids)
+
+
 def _resized(device_ids: DeviceIds, size: int, max_devices: int) -> DeviceIds:
     free = [each for each in range(max_devices) if each not in device_ids]
     return tuple(sorted([*sorted(device_ids), *free][:size]))

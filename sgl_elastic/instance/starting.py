@@ -19,7 +19,7 @@ from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance import supervise
 from sgl_elastic.instance.links import expect_all, send_all
 from sgl_elastic.instance.running import Running
-from sgl_elastic.instance.standbys import likely_next
+from sgl_elastic.instance.standbys import likely_next, without_one
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.table import InstanceTable
 from sgl_elastic.processes import giving_way
@@ -42,8 +42,8 @@ class InstanceStarter(InstanceTable):
         if serving is None:
             return
         now = serving.record.device_ids
-        # Last a spare of the present one, should that be lost.
-        for device_ids in (*likely_next(now, self._max_devices), now):
+        # Last a spare of the present one, and one for each device of it, should that be lost.
+        for device_ids in (*likely_next(now, self._max_devices), now, *without_one(now)):
             if stop.is_set():
                 return
             with self._lock:

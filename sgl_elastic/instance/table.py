@@ -98,13 +98,17 @@ class InstanceTable:
 
     def check(self, now_s: float, hang_s: float) -> tuple[str, ...]:
         """Find out which instances have died or hang, and lose them. Returns their names."""
-        silent_s = self._timeouts.silent_s
         alive = [each for each in list(self._running.items()) if not each[1].lost]
-        faults = {name: running.fault(now_s, hang_s, silent_s) for name, running in alive}
+        faults = {
+            name: running.fault(now_s, hang_s, self._silent_s(running)) for name, running in alive
+        }
         lost = tuple(name for name, fault in faults.items() if fault)
         for name in lost:
             self.lose(name, faults[name])
         return lost
+
+    def _silent_s(self, running: Running) -> float:
+        return self._timeouts.start_s if running.is_reading else self._timeouts.silent_s
 
     def is_lost(self) -> bool:
         """Whether the instance that serves is gone."""

@@ -11,7 +11,7 @@ came, is pending: nothing else is done on that device before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from sgl_elastic import wire
@@ -19,7 +19,14 @@ from sgl_elastic.errors import ElasticError, MemoryLostError, MemoryWorkerError
 from sgl_elastic.memory import partial_adapters
 from sgl_elastic.memory.messages import Copied
 from sgl_elastic.memory.runs import Runs, Slots, difference, num_slots, pages_under, union
-from sgl_elastic.memory.slots import adapter_slots, expert_slots, kv_slots, trunk_slots
+from sgl_elastic.memory.slots import (
+    adapter_slots,
+    expert_slots,
+    kv_slots,
+    kv_slots_above,
+    trunk_slots,
+    whole_experts,
+)
 from sgl_elastic.memory.worker_processes import DeviceWorkers, Here, Launcher, WorkerOptions
 from sgl_elastic.types import AdapterEntry, Placement, Step, StepKind
 
@@ -38,7 +45,8 @@ class Hmm(DeviceWorkers):
     with mode 0700 (ElasticConfigError if it has another). `timeout_s` bounds every call,
     `copy_timeout_s` those that copy or map pages, `start_timeout_s` a worker's start.
     `verify_copies` compares the digests of all copied slots. `library` is the vendor's; "" = its
-    usual name. `launcher` says where workers run; None = here.
+    usual name. `launcher` says where workers run; None = here. `content_of` an adapter's folder
+    changes when its files do.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Hmm(DeviceWorkers):
         start_timeout_s: float = 120.0,
         verify_copies: bool = False,
         launcher: Launcher | None = None,
+        content_of: Callable[[Path], str | None] = lambda folder: "",
     ) -> None:
         wire.make_private(directory)
         options = WorkerOptions(backend, library, page_bytes, timeout_s, start_timeout_s)
@@ -61,6 +70,7 @@ class Hmm(DeviceWorkers):
         self._page_bytes = page_bytes
         self._copy_timeout_s = copy_timeout_s
         self._verify_copies = verify_copies
+        self._content_of = content_of
         self._adapters: tuple[AdapterEntry, ...] = ()
         self._reserve_pages = 0  # of each device, for adapters
         self._started: set[int] = set()  # devices that steps have added
@@ -83,6 +93,28 @@ class Hmm(DeviceWorkers):
         self._adapters = partial_adapters.drop_partial_adapters(
             self.shape(), placement, self._adapters, self.client
         )
+
+    def drop_changed_adapters(self, expert_ids: Iterable[int]) -> bool:
+        """Adapters that replace some of these experts are to be read again: unless they changed.
+
+        Returns whether one has since it was loaded; it is unloaded then.
+        """
+        wanted = frozenset(expert_ids)
+        changed = [
+            adapter
+            for adapter in self._adapters
+            if any(wanted.intersection(ids) for ids in adapter.experts.values())
+            and self._content_of(Path(adapter.path)) != adapter.content
+        ]
+        for adapter in changed:
+            logger.error(
+                "elastic: adapter %s is unloaded: part of it was lost with a device, and its "
+                "folder %s has changed since; load it again",
+                adapter.name,
+                adapter.path,
+            )
+        self._adapters = tuple(each for each in self._adapters if each not in changed)
+        return bool(changed)
 
     def reserve_for_adapters(self, num_bytes: int) -> None:
         """KV is to leave so much of each device to adapters, those that are there included.
@@ -110,16 +142,45 @@ class Hmm(DeviceWorkers):
         Not those of `device_ids`, whose pages are in use. Raises MemoryLostError for these.
         """
         dead = set(self.dead_workers())
-        for device_id in dead - set(device_ids):
-            self.remove_device(device_id)
+        self.forget(dead - set(device_ids))
         for device_id in set(self._pending_unmap) - dead:
             self._flush_pending_if_possible(device_id)
-        lost = sorted(dead & set(device_ids))
-        if lost:
+        if lost := self.lost(device_ids):
             raise MemoryLostError(
-                f"the memory workers of devices {lost} have died: the engine goes on with the "
-                "pages it has mapped, but nothing can be copied from there; restart the server"
+                f"the memory workers of devices {list(lost)} have died: the engine goes on with "
+                "the pages it has mapped until other devices have what was lost; ask again when "
+                "the recovery in GET /v1/scale has ended"
             )
+
+    def lost(self, device_ids: Iterable[int]) -> tuple[int, ...]:
+        """Those of these devices whose memory is gone, ascending."""
+        there = set(self.device_ids()) - set(self.dead_workers())
+        return tuple(sorted(set(device_ids) - there))
+
+    def forget(self, device_ids: Iterable[int]) -> None:
+        """Clear up after devices whose memory is gone, so that they may be added again."""
+        for device_id in device_ids:
+            self.remove_device(device_id)
+
+    def held(self, device_ids: Iterable[int]) -> dict[int, frozenset[int]]:
+        """Device -> experts that it has with their content, the adapters' with them."""
+        return {
+            device_id: whole_experts(
+                self.shape(), self._adapters, self.client(device_id).expert_slots().loaded
+            )
+            for device_id in device_ids
+        }
+
+    def keep_only(self, placement: Placement) -> None:
+        """On its devices no expert stays but the placement's. Raises MemoryWorkerError.
+
+        Of others no rank may be attached.
+        """
+        for device_id in placement.device_ids:
+            own = expert_slots(self.shape(), self._adapters, placement.experts_of(device_id))
+            mapped = self.client(device_id).expert_slots().mapped
+            if left := difference(mapped, own):
+                self._unmap(device_id, left)
 
     def remove_device(self, device_id: int) -> None:
         """End the device's worker, dead or alive; harmless without one. Its memory is gone then."""
@@ -182,7 +243,7 @@ class Hmm(DeviceWorkers):
                     self._started.add(step.device_id)
             case StepKind.REMOVE_DEVICE:
                 self.remove_device(step.device_id)
-            case StepKind.UNMAP_EXPERTS:
+            case StepKind.UNMAP_EXPERTS | StepKind.TRIM_KV:
                 self._unmap(step.device_id, self._slots_of(step))
             case StepKind.COPY_TRUNK | StepKind.COPY_EXPERTS:
                 copied = self._copy(step, self._slots_of(step))
@@ -200,6 +261,8 @@ class Hmm(DeviceWorkers):
                 return trunk_slots(self.shape())
             case StepKind.MAP_KV:
                 return kv_slots(self.shape(), step.num_tokens)
+            case StepKind.TRIM_KV:
+                return kv_slots_above(self.shape(), step.num_tokens)
             case _:
                 return expert_slots(self.shape(), self._adapters, step.expert_ids)
 

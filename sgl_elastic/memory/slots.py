@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sgl_elastic.memory.runs import Runs, of_slots
+from sgl_elastic.memory.runs import Runs, Slots, of_slots
 from sgl_elastic.plan import pages
 from sgl_elastic.types import AdapterEntry, MemoryShape, RegionKind
 
@@ -26,6 +26,16 @@ def kv_slots(shape: MemoryShape, num_tokens: int) -> dict[str, Runs]:
     if num_tokens <= 0:
         return {}
     return {region.name: ((0, num_tokens + 1),) for region in shape.of_kind(RegionKind.KV)}
+
+
+def kv_slots_above(shape: MemoryShape, num_tokens: int) -> dict[str, Runs]:
+    """KV slots that a capacity of `num_tokens` tokens does not need."""
+    first = num_tokens + 1 if num_tokens > 0 else 0
+    return {
+        region.name: ((first, region.num_slots - first),)
+        for region in shape.of_kind(RegionKind.KV)
+        if region.num_slots > first
+    }
 
 
 def expert_slots(
@@ -54,3 +64,21 @@ def adapter_slots(
         for region in shape.of_kind(RegionKind.EXPERT)
     }
     return {name: runs for name, runs in found.items() if runs}
+
+
+def whole_experts(
+    shape: MemoryShape, adapters: Sequence[AdapterEntry], loaded: Slots
+) -> frozenset[int]:
+    """Base experts with valid content in all layers, all adapters' experts of the same ids too.
+
+    `loaded`: the slots of EXPERT regions with valid content.
+    """
+    found = set(range(shape.num_experts))
+    for region in shape.of_kind(RegionKind.EXPERT):
+        slots = {slot for run in loaded.get(region.name, ()) for slot in range(run[0], sum(run))}
+        found &= {
+            expert
+            for expert in found
+            if slots.issuperset(pages.expert_slots(shape, region.layer_id, (expert,), adapters))
+        }
+    return frozenset(found)

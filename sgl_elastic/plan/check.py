@@ -34,16 +34,18 @@ def check(
     """Raise PlanError unless all of this holds:
 
     - both placements give every expert one home among their devices, and every rank a capacity;
-    - each step is possible when it comes, and each copy's source holds the content then;
+    - each step is possible when it comes, and each copy's source holds the content then; only
+      what no device has is read from disk;
     - nothing that the old instance needs is unmapped or overwritten before the switch, and undoing
       `before` backwards leads to exactly the old state;
     - at the switch the new instance finds everything, in the end there is nothing else;
     - no device is over its budget at any moment; bytes, pages and KV moves are what they say.
     """
-    for placement in (plan.old, plan.new):
-        _check_placement(placement, shape)
+    _check_placement(plan.old, shape, plan.lost)
+    _check_placement(plan.new, shape)
     _check_kinds(plan)
     _check_bytes(plan, shape, adapters)
+    _check_reads(plan)
     switch = last_state(state_of(plan.old), plan.before)
     _check_switch(plan, switch)
     _check_undo(plan)
@@ -52,15 +54,19 @@ def check(
     _check_kv_moves(plan)
 
 
-def _check_placement(placement: Placement, shape: MemoryShape) -> None:
+def _check_placement(placement: Placement, shape: MemoryShape, lost: Sequence[int] = ()) -> None:
+    """`lost`: devices that experts may be at home on although they are not there any more."""
     devices = placement.device_ids
-    _require(bool(devices) and len(set(devices)) == len(devices), f"devices are {devices}")
     _require(
-        len(placement.homes) == shape.num_experts and set(placement.homes) <= set(devices),
+        bool(devices or lost) and len({*devices, *lost}) == len(devices) + len(lost),
+        f"devices are {devices}, lost {lost}",
+    )
+    _require(
+        len(placement.homes) == shape.num_experts and set(placement.homes) <= {*devices, *lost},
         f"homes {placement.homes} of {shape.num_experts} experts are not all on devices {devices}",
     )
     _require(
-        len(placement.kv_tokens) == len(devices) and min(placement.kv_tokens) >= 0,
+        len(placement.kv_tokens) == len(devices) and min(placement.kv_tokens, default=0) >= 0,
         f"KV tokens {placement.kv_tokens} do not go with devices {devices}",
     )
 
@@ -75,11 +81,22 @@ def _check_kinds(plan: Plan) -> None:
 def _check_bytes(plan: Plan, shape: MemoryShape, adapters: Sequence[AdapterEntry]) -> None:
     for step in (*plan.before, *plan.after):
         expected = 0
-        if step.kind is StepKind.COPY_TRUNK:
+        if step.kind in (StepKind.COPY_TRUNK, StepKind.READ_TRUNK):
             expected = trunk_bytes(shape)
-        elif step.kind is StepKind.COPY_EXPERTS:
+        elif step.kind in (StepKind.COPY_EXPERTS, StepKind.READ_EXPERTS):
             expected = expert_bytes(shape, step.expert_ids, adapters)
         _require(step.num_bytes == expected, f"{step} moves {expected} bytes")
+
+
+def _check_reads(plan: Plan) -> None:
+    """Disk is the last source: what a device has is copied from there, or stays."""
+    held = {e for e, home in enumerate(plan.old.homes) if home in plan.old.device_ids}
+    for step in plan.before:
+        needless = sorted(held.intersection(step.expert_ids))
+        if step.kind is StepKind.READ_EXPERTS:
+            _require(not needless, f"{step} reads experts {needless}, which a device has")
+        if step.kind is StepKind.READ_TRUNK:
+            _require(not plan.old.device_ids, f"{step} reads what every device has")
 
 
 def _check_switch(plan: Plan, state: State) -> None:
@@ -139,7 +156,7 @@ def _check_pages(
 
 
 def _check_kv_moves(plan: Plan) -> None:
-    leaving = set(plan.old.device_ids) - set(plan.new.device_ids)
+    leaving = {*plan.old.device_ids, *plan.lost} - set(plan.new.device_ids)
     _require(
         set(plan.kv_moves) == leaving and set(plan.kv_moves.values()) <= set(plan.new.device_ids),
         f"KV moves {dict(plan.kv_moves)} are not from {sorted(leaving)} to {plan.new.device_ids}",

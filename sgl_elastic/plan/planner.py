@@ -17,6 +17,8 @@ from sgl_elastic.plan.placement import MIN_KV_TOKENS
 from sgl_elastic.plan.replay import peak_and_final_pages
 from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Plan, Step, StepKind
 
+NOBODY = -1  # in place of a device that something could be copied from
+
 
 def plan(
     old: Placement,
@@ -29,9 +31,11 @@ def plan(
 ) -> Plan:
     """What a scale from `old` to `new` will do; `new.kv_tokens` are the final capacities.
 
-    Equal placements give a plan without steps. Raises DoesNotFitError when a device cannot hold
-    the experts of both instances beside `min_kv_tokens` of KV (or beside all the KV that old and
-    new have, if that is less), or cannot hold what `new` says; PlanError for a missing budget.
+    Equal placements give a plan without steps. An expert whose home in `old` is none of its devices
+    is nowhere and is read from disk, as the trunk is where `old` has no device. Raises
+    DoesNotFitError when a device cannot hold the experts of both instances beside `min_kv_tokens`
+    of KV (or beside all the KV that old and new have, if that is less), or cannot hold what `new`
+    says; PlanError for a missing budget.
     """
     _check_budgets(old, new, budget_pages)
     at_switch = transition_kv(old, new, shape, adapters, budget_pages, min_kv_tokens=min_kv_tokens)
@@ -84,7 +88,7 @@ def kv_at_switch(plan: Plan) -> Mapping[int, int]:
         for device in plan.new.device_ids
         if device in plan.old.device_ids
     }
-    sized = {StepKind.SHRINK_KV, StepKind.MAP_KV}
+    sized = {StepKind.SHRINK_KV, StepKind.TRIM_KV, StepKind.MAP_KV}
     return kv | {step.device_id: step.num_tokens for step in plan.before if step.kind in sized}
 
 
@@ -116,8 +120,9 @@ def _joining_steps(
             yield Step(StepKind.MAP_EXPERTS, device, expert_ids=incoming)
         yield Step(StepKind.MAP_KV, device, num_tokens=new.kv_tokens_of(device))
         num_bytes = trunk_bytes(shape)
-        yield Step(StepKind.COPY_TRUNK, device, source_id=source, num_bytes=num_bytes)
-        yield from _expert_copies(old, shape, adapters, device, incoming)
+        kind = StepKind.READ_TRUNK if source == NOBODY else StepKind.COPY_TRUNK
+        yield Step(kind, device, source_id=source, num_bytes=num_bytes)
+        yield from _incoming_experts(old, shape, adapters, device, incoming)
 
 
 def _staying_steps(
@@ -134,7 +139,7 @@ def _staying_steps(
         incoming = _without(new.experts_of(device), old.experts_of(device))
         if incoming:
             yield Step(StepKind.MAP_EXPERTS, device, expert_ids=incoming)
-            yield from _expert_copies(old, shape, adapters, device, incoming)
+            yield from _incoming_experts(old, shape, adapters, device, incoming)
 
 
 def _steps_after(old: Placement, new: Placement, at_switch: Mapping[int, int]) -> Iterator[Step]:
@@ -149,25 +154,34 @@ def _steps_after(old: Placement, new: Placement, at_switch: Mapping[int, int]) -
             yield Step(StepKind.GROW_KV, device, num_tokens=new.kv_tokens_of(device))
 
 
-def _expert_copies(
+def _incoming_experts(
     old: Placement,
     shape: MemoryShape,
     adapters: Sequence[AdapterEntry],
     device: int,
     incoming: Sequence[int],
 ) -> Iterator[Step]:
-    """One copy for each device that holds some of the incoming experts now."""
+    """One copy for each device that holds some of them now; those that nobody has are read."""
     for source in old.device_ids:
         ids = tuple(expert for expert in incoming if old.homes[expert] == source)
         if ids:
             num_bytes = expert_bytes(shape, ids, adapters)
             yield Step(StepKind.COPY_EXPERTS, device, source, ids, num_bytes=num_bytes)
+    homeless = tuple(expert for expert in incoming if old.homes[expert] not in old.device_ids)
+    if homeless:
+        num_bytes = expert_bytes(shape, homeless, adapters)
+        yield Step(StepKind.READ_EXPERTS, device, expert_ids=homeless, num_bytes=num_bytes)
 
 
 def _trunk_sources(
     old: Placement, new: Placement, shape: MemoryShape, adapters: Sequence[AdapterEntry]
 ) -> dict[int, int]:
-    """Joining device -> who sends it the trunk: each time the one that sends least so far."""
+    """Joining device -> who sends it the trunk: each time the one that sends least so far.
+
+    NOBODY where no device is left that has it.
+    """
+    if not old.device_ids:
+        return dict.fromkeys(new.device_ids, NOBODY)
     sent = dict.fromkeys(old.device_ids, 0)
     for source in old.device_ids:
         movers = [e for e in old.experts_of(source) if new.homes[e] != source]

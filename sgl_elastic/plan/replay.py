@@ -108,6 +108,9 @@ def after_undo(state: State, step: Step, kv_tokens: int) -> State:
         StepKind.COPY_EXPERTS: replace(device, loaded=device.loaded - ids),
         StepKind.MAP_KV: replace(device, kv_tokens=NO_KV),
         StepKind.SHRINK_KV: replace(device, kv_tokens=kv_tokens),
+        StepKind.TRIM_KV: replace(device, kv_tokens=kv_tokens),
+        StepKind.READ_TRUNK: replace(device, trunk_loaded=False),
+        StepKind.READ_EXPERTS: replace(device, loaded=device.loaded - ids),
     }
     _require(step.kind in undone, step, "it cannot be taken back")
     return {**state, step.device_id: undone[step.kind]}
@@ -197,5 +200,8 @@ _EFFECTS: Mapping[StepKind, Callable[[DeviceState, Step], DeviceState]] = {
     StepKind.UNMAP_EXPERTS: _unmap_experts,
     StepKind.MAP_KV: _map_kv,
     StepKind.SHRINK_KV: _shrink_kv,
+    StepKind.TRIM_KV: _shrink_kv,
+    StepKind.READ_TRUNK: _copy_trunk,
+    StepKind.READ_EXPERTS: _copy_experts,
     StepKind.GROW_KV: _grow_kv,
 }

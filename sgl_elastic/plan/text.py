@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from sgl_elastic.plan.planner import kv_at_switch
-from sgl_elastic.types import MemoryShape, Placement, Plan, Step, StepKind
+from sgl_elastic.types import READS, MemoryShape, Placement, Plan, Step, StepKind
 
 
 def describe(plan: Plan, shape: MemoryShape) -> dict[str, Any]:
@@ -29,6 +29,8 @@ def describe(plan: Plan, shape: MemoryShape) -> dict[str, Any]:
             "freed": -sum(change for change in gained if change < 0),
         },
         "copied_bytes": plan.copied_bytes,
+        "read_bytes": plan.read_bytes,
+        "lost": list(plan.lost),
         "links": [
             {"source_id": source, "device_id": device, "num_bytes": num_bytes}
             for (source, device), num_bytes in _links(plan).items()
@@ -71,6 +73,8 @@ def _step(step: Step) -> dict[str, Any]:
     known: dict[str, Any] = {"kind": step.kind.value, "device_id": step.device_id}
     if step.source_id >= 0:
         known |= {"source_id": step.source_id, "num_bytes": step.num_bytes}
+    if step.kind in READS:
+        known["num_bytes"] = step.num_bytes
     if step.expert_ids:
         known["expert_ids"] = list(step.expert_ids)
     if step.kind in _KV_STEPS:
@@ -91,4 +95,4 @@ def _num_moved(plan: Plan) -> int:
     return sum(was != is_now for was, is_now in zip(plan.old.homes, plan.new.homes, strict=True))
 
 
-_KV_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.MAP_KV, StepKind.GROW_KV})
+_KV_STEPS = frozenset({StepKind.SHRINK_KV, StepKind.TRIM_KV, StepKind.MAP_KV, StepKind.GROW_KV})

@@ -52,6 +52,7 @@ FORBIDDEN = {
 # sgl_esft; it hands over to the launcher.
 HANDED_OVER = {
     "sgl_esft.launch_server": {"sgl_esft_launch.server"},
+    "sgl_elastic.assembly": {"sgl_esft.lifecycle.folders"},
     "sgl_elastic.front_hooks": {"sgl_esft.hook_ledger"},
     "sgl_elastic.front.readiness": {
         "sgl_esft.health.heartbeat",
@@ -74,7 +75,7 @@ HANDED_OVER = {
         "sgl_esft.weave.slot_layout",
     },
     "sgl_elastic.engine.plugin": {"sgl_esft.hook_ledger", "sgl_esft.observe.console"},
-    "sgl_elastic.engine.rank": {"sgl_esft.weave.plane"},
+    "sgl_elastic.engine.rank": {"sgl_esft.lifecycle.folders", "sgl_esft.weave.plane"},
     "sgl_elastic.instance.process": {
         "sgl_esft",
         "sgl_esft.env",

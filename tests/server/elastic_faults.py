@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,25 +37,9 @@ class Elastic:
     """The server, what it should answer, and its processes."""
 
     def __init__(self, log_path: Path, spec: ServerSpec = SPEC) -> None:
-        self._log_path = log_path
-        self._spec = spec
-        self.server = self._started()
+        self.server = _started(spec, log_path)
         self.asks = make_asks(list(zoo.adapter_paths()), 24, range(16, 48))
         self.expected: Expected = {}
-
-    def _started(self) -> Server:
-        server = Server(self._spec, self._log_path)
-        try:
-            server.wait_until_ready()
-        except RuntimeError:
-            server.stop()
-            raise
-        return server
-
-    def restart(self) -> None:
-        """Another server, for a fault that only a restart makes good."""
-        self.server.stop()
-        self.server = self._started()
 
     def is_ready(self) -> bool:
         return requests.get(f"{self.server.url}/readyz", timeout=30).status_code == 200
@@ -122,6 +107,14 @@ class Elastic:
         with self._client(device_id) as client:
             return client.expert_slots()
 
+    def mapped_slots(self) -> Counter[str]:
+        """By kind of region, the slots that have pages, on all serving devices together."""
+        total: Counter[str] = Counter()
+        for device_id in self.placement()["device_ids"]:
+            with self._client(device_id) as client:
+                total.update(client.usage().mapped_slots)
+        return total
+
     def num_kv_slots(self, device_id: int) -> int:
         """How many slots of all KV regions the memory worker says have pages."""
         with self._client(device_id) as client:
@@ -154,8 +147,11 @@ class Elastic:
             assert self.scaled(size)["state"] == "succeeded"
 
     @contextmanager
-    def load(self) -> Iterator[None]:
-        """Requests all the time; at the end each must have got its answer, and the right one."""
+    def load(self) -> Iterator[list[Stream]]:
+        """Requests all the time; at the end each must have got its answer, and the right one.
+
+        The list has them then.
+        """
         loop = asyncio.new_event_loop()
         stop = asyncio.Event()
         streams: list[Stream] = []
@@ -167,7 +163,7 @@ class Elastic:
         thread.start()
         try:
             time.sleep(1.0)
-            yield
+            yield streams
             time.sleep(1.0)
         finally:
             loop.call_soon_threadsafe(stop.set)
@@ -176,6 +172,16 @@ class Elastic:
         assert [stream.error for stream in streams if stream.error] == []
         assert differences(streams, self.expected) == []
         assert len(streams) >= 4
+
+
+def _started(spec: ServerSpec, log_path: Path) -> Server:
+    server = Server(spec, log_path)
+    try:
+        server.wait_until_ready()
+    except RuntimeError:
+        server.stop()
+        raise
+    return server
 
 
 def ended(elastic: Elastic, operation_id: str) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from sgl_elastic.coordinator.progress import Clock
 from sgl_elastic.coordinator.scale import CarryOut, scale
 from sgl_elastic.coordinator.steps import RetryPolicy
 from sgl_elastic.errors import MemoryLostError, StepFailedError
+from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.handover import FrozenInstance, HandedOver
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.types import (
@@ -154,6 +155,21 @@ class World:
         if self.lost_devices & set(device_ids):
             raise MemoryLostError(f"devices {self.lost_devices} are lost")
 
+    def lost(self, device_ids: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(self.lost_devices & set(device_ids)))
+
+    def forget(self, device_ids: Iterable[int]) -> None:
+        self.call("forget", *device_ids)
+
+    def held(self, device_ids: Iterable[int]) -> dict[int, frozenset[int]]:
+        return dict.fromkeys(device_ids, frozenset())
+
+    def drop_changed_adapters(self, expert_ids: Iterable[int]) -> bool:
+        return False
+
+    def keep_only(self, placement: Placement) -> None:
+        self.call("keep_only", placement)
+
     def drop_partial_adapters(self, placement: Placement) -> None:
         self.call("drop_partial_adapters", placement)
 
@@ -185,13 +201,17 @@ class World:
         self.call("serving")
         return self.table
 
-    def prepare(self, placement: Placement) -> str:
-        self.call("prepare", placement)
+    def prepare(self, placement: Placement, reads: Sequence[Step] = ()) -> str:
+        self.call("prepare", placement, *reads)
         name = f"i{next(self._numbers)}"
         self.instances[name] = Instance(name, placement.device_ids)
         for state in (InstanceState.PARKED, InstanceState.ATTACHED, InstanceState.WARM):
             self._move(name, state, placement)
         return name
+
+    def num_read(self, instance: str, device_id: int) -> int:
+        """As `copied_of`: no plan says this."""
+        return 7 + device_id
 
     def cancel(self, instance: str) -> None:
         self.call("cancel", instance)
@@ -200,7 +220,8 @@ class World:
     def freeze(self, instance: str) -> FrozenInstance:
         self.call("freeze", instance)
         self._move(instance, InstanceState.FROZEN)
-        return FrozenInstance(instance, self.instances[instance].device_ids, ())
+        device_ids = self.instances[instance].device_ids
+        return FrozenInstance(instance, device_ids, (m.Frozen((), ()),) * len(device_ids))
 
     def resume(self, instance: str) -> None:
         self.call("resume", instance)

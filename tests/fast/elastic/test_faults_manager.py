@@ -28,7 +28,7 @@ from sgl_elastic.instance.running import Timeouts
 from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.processes import LocalProcess
-from sgl_elastic.types import Placement
+from sgl_elastic.types import Placement, Step, StepKind
 from tests.fast.elastic.instance.test_links import rank_channel
 from tests.fast.elastic.memory_workers import comes_to, count_fds, settle
 from tests.fast.elastic.scale_fakes import SHAPE
@@ -253,6 +253,35 @@ def test_a_rank_with_an_instruction_may_be_given_more_time(scene: Scene) -> None
     rank.channel.send(m.RankDone())
     told.join(5)
     scene.check_until_lost(name)
+
+
+def test_ranks_that_read_what_was_lost_are_waited_for(scene: Scene) -> None:
+    """They answer no ping meanwhile, and take longer than any other instruction may."""
+    scene.first(ONE)
+    standby = scene.park((0, 1))
+    ranks = scene.ranks[standby]
+    for rank in ranks:
+        rank.mutes = {m.Ping, m.Attach}
+    reads = (
+        Step(StepKind.READ_EXPERTS, 1, expert_ids=(3, 5)),
+        Step(StepKind.READ_TRUNK, 1),
+    )
+    prepared: list[str] = []
+    told = threading.Thread(target=lambda: prepared.append(scene.manager.prepare(TWO, reads)))
+    told.start()
+    scene.check_that_none_is_lost()
+    time.sleep(0.5)  # with that longer than `step_s`
+    for rank, num_bytes in zip(ranks, (0, 77), strict=True):
+        rank.channel.send(m.RankDone(num_bytes=num_bytes))
+    told.join(5)
+    assert prepared == [standby]
+    attaches = [scene.heard(standby, rank, m.Attach)[0] for rank in (0, 1)]
+    assert [(each.disk_experts, each.loads_trunk) for each in attaches] == [
+        ((), False),
+        ((3, 5), True),
+    ]
+    assert [scene.manager.num_read(standby, device) for device in (0, 1)] == [0, 77]
+    scene.check_until_lost(standby)  # from now on it must answer
 
 
 def test_a_supervisor_that_is_stopped_for_long(scene: Scene) -> None:

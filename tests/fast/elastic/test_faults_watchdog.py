@@ -23,13 +23,14 @@ class Scene:
         self.lost: list[str] = []
         self.dead: tuple[int, ...] = ()
         self.is_serving_lost = False
+        self.is_serving_memory_lost = False
         self.outcomes: list[Operation | None] = []
         self.heard: list[str] = []
         self.asked: list[tuple[float, float]] = []
         self.watchdog = Watchdog(
             self,
             self,
-            self.recover,
+            self,
             config=QUICK,
             on_fault=self.heard.append,
             on_hopeless=lambda: self.heard.append("hopeless"),
@@ -46,10 +47,14 @@ class Scene:
     def dead_workers(self) -> tuple[int, ...]:
         return self.dead
 
-    def recover(self) -> Operation | None:
+    def is_memory_lost(self) -> bool:
+        return self.is_serving_memory_lost
+
+    def recover(self, *, is_serving: bool) -> Operation | None:
+        assert is_serving != self.is_serving_lost
         outcome = self.outcomes.pop(0)
         if outcome is DONE:
-            self.is_serving_lost = False
+            self.is_serving_lost = self.is_serving_memory_lost = False
         return outcome
 
 
@@ -90,6 +95,32 @@ def test_recoveries(scene: Scene, outcomes: list[Operation | None], heard: list[
     assert scene.heard == ([] if outcomes[0] is None else heard)
     scene.watchdog.replace()
     assert scene.heard == heard
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "heard"),
+    [([DONE], ["recovery"]), ([None, DONE], ["recovery"]), ([FAILED, DONE], ["recovery"])],
+)
+def test_memory_that_is_lost_is_had_elsewhere(
+    scene: Scene, outcomes: list[Operation | None], heard: list[str]
+) -> None:
+    scene.is_serving_memory_lost, scene.outcomes = True, list(outcomes)
+    for _ in range(3):
+        scene.watchdog.replace()
+    assert scene.heard == heard
+    assert not scene.outcomes
+
+
+def test_lost_memory_that_stays_lost_does_not_end_what_serves(scene: Scene) -> None:
+    """It is tried again when something else is lost."""
+    scene.is_serving_memory_lost, scene.outcomes = True, [FAILED] * 3
+    for _ in range(3):
+        scene.watchdog.replace()
+    assert scene.heard == []
+    scene.dead, scene.outcomes = (1,), [DONE]
+    scene.watchdog.look()
+    scene.watchdog.replace()
+    assert scene.heard == ["memory", "recovery"]
 
 
 def test_its_threads_notice_and_end(scene: Scene) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_elastic.errors import ElasticConfigError
-from sgl_elastic.instance.standbys import Standbys, likely_next
+from sgl_elastic.instance.standbys import Standbys, likely_next, without_one
 
 device_ids = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True).map(tuple)
 configurations = st.lists(device_ids, max_size=6, unique=True)
@@ -86,3 +86,8 @@ def test_likely_next_agrees_with_the_planner() -> None:
         placement = Placement(now, (now[0],), tuple(1 for _ in now))
         for wanted in likely_next(now, 8):
             assert resolve(ScaleRequest(dp_size=len(wanted)), placement, 8) == wanted
+
+
+def test_what_is_left_without_any_one_device() -> None:
+    assert without_one((0, 2, 3)) == ((2, 3), (0, 3), (0, 2))
+    assert without_one((1,)) == ()

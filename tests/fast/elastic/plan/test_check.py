@@ -12,7 +12,7 @@ from sgl_elastic.errors import PlanError
 from sgl_elastic.plan.check import check
 from sgl_elastic.plan.placement import place
 from sgl_elastic.plan.planner import plan
-from sgl_elastic.types import Placement, Plan, Step, StepKind
+from sgl_elastic.types import READS, Placement, Plan, Step, StepKind
 from tests.fast.elastic.plan_samples import make_shape
 
 SHAPE = make_shape(expert_bytes=(64, 128))
@@ -57,7 +57,7 @@ def new(**fields: Any) -> Plan:
 def test_good_plan_has_every_kind_of_step_it_can_have_and_passes() -> None:
     check(GOOD, SHAPE, (), BUDGET)
     kinds = {step.kind for step in (*GOOD.before, *GOOD.after)}
-    missing = {StepKind.SHRINK_KV, StepKind.UNMAP_EXPERTS}
+    missing = {StepKind.SHRINK_KV, StepKind.UNMAP_EXPERTS, StepKind.TRIM_KV, *READS}
     assert kinds == set(StepKind) - missing
 
 
