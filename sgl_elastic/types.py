@@ -131,6 +131,8 @@ class Step:
     expert_ids: tuple[int, ...] = ()
     num_tokens: int = 0  # of a KV step: the capacity afterwards
     num_bytes: int = 0  # of a copy: bytes over the link; of a reading: bytes from disk
+    # Of a copy or a reading: (layer id, expert ids) that it is about; () = `expert_ids` everywhere.
+    parts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class Plan:
     # Leaving or lost device -> who takes its requests, and its KV where there is any.
     kv_moves: Mapping[int, int] = field(default_factory=dict)
     lost: tuple[int, ...] = ()  # devices whose memory is gone: `old` is what is left without them
+    # Device of `old` -> (layer id, expert id) that it has besides what it is the home of.
+    copies: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def copied_bytes(self) -> int:

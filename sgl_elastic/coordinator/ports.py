@@ -40,8 +40,8 @@ class Memory(Protocol):
     def forget(self, device_ids: Iterable[int]) -> None:
         """Clear up after devices whose memory is gone, so that they may be added again."""
 
-    def held(self, device_ids: Iterable[int]) -> Mapping[int, frozenset[int]]:
-        """Device -> experts that it has with their content, the adapters' with them."""
+    def held(self, device_ids: Iterable[int]) -> Mapping[int, frozenset[tuple[int, int]]]:
+        """Device -> (layer id, expert id) that it has with content, the adapters' with it."""
 
     def drop_changed_adapters(self, expert_ids: Iterable[int]) -> bool:
         """Adapters that replace some of these experts, and cannot be read again, are unloaded.
@@ -52,8 +52,11 @@ class Memory(Protocol):
     def keep_only(self, placement: Placement) -> None:
         """On its devices no expert stays but the placement's. Of others no rank may be attached."""
 
-    def drop_partial_adapters(self, placement: Placement) -> None:
-        """A rank was lost, perhaps in an adapter's change: only whole adapters stay."""
+    def drop_partial_adapters(self, placement: Placement, *, keeps_copies: bool = False) -> None:
+        """A rank was lost, perhaps in an adapter's change: only whole adapters stay.
+
+        `keeps_copies`: of these also what is on a device that is not its home.
+        """
 
     def execute(self, step: Step) -> int:
         """Do a step that is memory's: all kinds but SHRINK_KV and GROW_KV.

@@ -22,7 +22,7 @@ from sgl_elastic.coordinator.progress import Clock, Progress
 from sgl_elastic.coordinator.steps import PostSwitchTasks, RetryPolicy, Steps, Task
 from sgl_elastic.errors import ElasticError, EngineFailedError
 from sgl_elastic.instance.handover import FrozenInstance, HandedOver, kept_kv
-from sgl_elastic.plan.loss import Loss, what_is_left
+from sgl_elastic.plan.loss import Loss, layers_of, what_is_left
 from sgl_elastic.plan.planner import is_empty, placement_at_switch
 from sgl_elastic.types import READS, OperationState, Placement, Plan, Step, StepKind
 
@@ -237,6 +237,7 @@ class ScaleExecutor:
         self._carry_out = carry_out
         self._post_switch: PostSwitchTasks | None = None
         self._replaced_by: dict[str, str] = {}  # lost instances
+        self._has_failed_to_move_on = False
         self.serving = instances.serving()
 
     def look(self) -> tuple[str, Placement]:
@@ -294,7 +295,8 @@ class ScaleExecutor:
     def move_on(self, progress: Progress, placement: Placement, make_plan: MakeLossPlan) -> None:
         """Memory is lost, and so is the instance: another one goes on with what is left.
 
-        After a failure requests still wait.
+        After a failure requests still wait. Copies of experts in some layers only cost room beside
+        what they are copied to: where that may be why, the next attempt does without them.
         """
         scaling = Scaling(self, progress)
         progress.enter("plan")
@@ -302,12 +304,20 @@ class ScaleExecutor:
         self.memory.forget(lost := self.memory.lost(placement.device_ids))
         self._finish_former("switch", "after")
         self.steps.forget_pending()
-        held = self.memory.held(d for d in placement.device_ids if d not in lost)
-        self._restore_memory(what_is_left(placement, Loss(lost, held)))
+        left = self._left_of(placement, lost)
+        self._restore_memory(left, keeps_copies=True)
+        if self._has_failed_to_move_on:
+            self.memory.keep_only(left)
+        self._has_failed_to_move_on = True
         plan = make_plan(placement, is_serving=False)
-        self.memory.keep_only(plan.old)
         with scaling.undo:
             scale(scaling, plan)
+        self._has_failed_to_move_on = False
+        self.retry(partial(self.memory.keep_only, plan.new))
+
+    def _left_of(self, placement: Placement, lost: Sequence[int]) -> Placement:
+        held = self.memory.held(d for d in placement.device_ids if d not in lost)
+        return what_is_left(placement, Loss(tuple(lost), held), layers_of(self.memory.shape()))
 
     def _drop_post_switch(self, *phases: str) -> None:
         """What a degraded operation left of these phases is another's to do now."""
@@ -315,11 +325,11 @@ class ScaleExecutor:
             rest = [task for task in self._post_switch.tasks if task.phase not in phases]
             self._post_switch.tasks = rest
 
-    def _restore_memory(self, placement: Placement) -> None:
+    def _restore_memory(self, placement: Placement, *, keeps_copies: bool = False) -> None:
         """Whole adapters only, and all of the KV: the loss may have come while either changed."""
         self.memory.require(placement.device_ids)
         self.instances.drain_messages(self.retry_policy.drain_messages_s)
-        self.memory.drop_partial_adapters(placement)
+        self.memory.drop_partial_adapters(placement, keeps_copies=keeps_copies)
         for device_id, num_tokens in zip(placement.device_ids, placement.kv_tokens, strict=True):
             self.memory.execute(Step(StepKind.MAP_KV, device_id, num_tokens=num_tokens))
         self.memory.commit()

@@ -10,7 +10,7 @@ strategy or an ablation asks for it does it read once more, into slots that nobo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from sgl_elastic.engine import rank, sglang_api
-from sgl_elastic.engine.memory import expert_of
+from sgl_elastic.engine.memory import expert_of, layer_of
 from sgl_elastic.errors import ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import engine_config
 from sgl_elastic.instance.rank_messages import Attach
@@ -89,7 +89,8 @@ class ElasticLoader:
     ) -> int:
         """Read these experts, and the trunk if `attach` says so; returns the bytes."""
         files = sglang_api.weight_files(self._inner, model_config)
-        reader = _Reader(files, frozenset(expert_ids), attach.loads_trunk)
+        parts = {(layer, expert) for layer, ids in attach.disk_parts for expert in ids}
+        reader = _Reader(files, frozenset(expert_ids), frozenset(parts), attach.loads_trunk)
         sglang_api.load_weights(model, reader.weights())
         if attach.loads_trunk:
             sglang_api.derive(model, own.memory.device)
@@ -104,7 +105,8 @@ class _Reader:
     """Reads from a checkpoint what this rank must fill, and counts it."""
 
     files: list[str]
-    experts: frozenset[int]
+    experts: frozenset[int]  # in all layers
+    parts: frozenset[tuple[int | None, int]]  # (layer id, expert id)
     loads_trunk: bool
     num_bytes: int = 0
 
@@ -121,7 +123,7 @@ class _Reader:
     def _is_wanted(self, name: str) -> bool:
         expert_id = expert_of(name)
         if expert_id is not None:
-            return expert_id in self.experts
+            return expert_id in self.experts or (layer_of(name), expert_id) in self.parts
         if ".experts." in name:
             raise ElasticInternalError(f"{name}: all experts in one tensor are not supported")
         return self.loads_trunk
@@ -132,18 +134,23 @@ class _Reader:
 
 
 def fill_adapters(plane: AdapterPlane, spec: MoeSpec, attach: Attach) -> int:
-    """Read what goes with `attach.disk_experts`; returns the bytes. Raises EngineFailedError."""
-    wanted = frozenset(attach.disk_experts)
+    """Read what goes with what is read of the base; returns the bytes. Raises EngineFailedError."""
+    parts = {layer_id: frozenset(ids) for layer_id, ids in attach.disk_parts}
+    whole = frozenset(attach.disk_experts)
+    wanted = {layer_id: whole | parts.get(layer_id, frozenset()) for layer_id in plane.layers}
     try:
         return sum(_fill(plane, spec, adapter, wanted) for adapter in attach.adapters)
     except EsftError as error:
         raise EngineFailedError(f"an adapter could not be read again: {error}") from error
 
 
-def _fill(plane: AdapterPlane, spec: MoeSpec, adapter: AdapterEntry, wanted: frozenset[int]) -> int:
+def _fill(
+    plane: AdapterPlane, spec: MoeSpec, adapter: AdapterEntry, wanted: Mapping[int, frozenset[int]]
+) -> int:
+    """`wanted`: expert ids by layer id."""
     manifest = read_manifest(Path(adapter.path), spec)
     shards = {
-        layer_id: replace(layer.shard, expert_ids=wanted)
+        layer_id: replace(layer.shard, expert_ids=wanted[layer_id])
         for layer_id, layer in plane.layers.items()
     }
     found = read_adapter(adapter.name, manifest, shards)

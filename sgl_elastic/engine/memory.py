@@ -32,6 +32,7 @@ from sgl_esft.weave.slot_layout import SlotLayout
 Found = TypeVar("Found")
 EXPERT_TENSORS = ("w13", "w2")  # `<name>_weight` in SGLang's layers
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT_PARAMETER = re.compile(r"\.experts\.w(13|2)_weight$")
 
 
@@ -205,6 +206,12 @@ def _there(found: Found | None, problem: str) -> Found:
 def expert_of(weight_name: str) -> int | None:
     """The routed expert a checkpoint tensor belongs to; None for the trunk's."""
     found = _EXPERT.search(weight_name)
+    return int(found.group(1)) if found else None
+
+
+def layer_of(weight_name: str) -> int | None:
+    """The layer that a checkpoint tensor belongs to; None for one of no layer."""
+    found = _LAYER.search(weight_name)
     return int(found.group(1)) if found else None
 
 

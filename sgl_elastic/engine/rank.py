@@ -237,7 +237,8 @@ class EngineRank:
         self.adopt_adapters()
         self.memory.forget_heat()
         num_bytes = 0
-        if self.read_disk is not None and (attach.disk_experts or attach.loads_trunk):
+        is_incomplete = attach.disk_experts or attach.disk_parts or attach.loads_trunk
+        if self.read_disk is not None and is_incomplete:
             num_bytes = self.read_disk(attach)
             self.mark_loaded(trunk=attach.loads_trunk)
         self._set_capacity(scheduler, attach.kv_tokens)

@@ -86,12 +86,14 @@ def with_reads(
 ) -> list[m.Attach]:
     """The same messages, one a rank of the placement, that say what its rank reads from disk."""
     trunk = {step.device_id for step in reads if step.kind is StepKind.READ_TRUNK}
-    experts = {
-        step.device_id: step.expert_ids for step in reads if step.kind is StepKind.READ_EXPERTS
-    }
+    experts = {step.device_id: step for step in reads if step.kind is StepKind.READ_EXPERTS}
+    nothing = Step(StepKind.READ_EXPERTS, -1)
     return [
         msgspec.structs.replace(
-            attach, disk_experts=experts.get(device_id, ()), loads_trunk=device_id in trunk
+            attach,
+            disk_experts=() if (read := experts.get(device_id, nothing)).parts else read.expert_ids,
+            disk_parts=read.parts,
+            loads_trunk=device_id in trunk,
         )
         for device_id, attach in zip(placement.device_ids, attaches, strict=True)
     ]

@@ -56,7 +56,8 @@ class Declared(msgspec.Struct, frozen=True, tag=True):
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """Map this memory. `must_load`: nothing is in it yet, read it from disk and say Loaded.
 
-    A parked rank reads `disk_experts`, and the trunk where it `loads_trunk`, before RankDone.
+    A parked rank reads `disk_experts`, of others `disk_parts`, (layer id, expert ids), and the
+    trunk where it `loads_trunk`, before RankDone.
     """
 
     socket: str  # of the device's memory worker
@@ -66,6 +67,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     must_load: bool = False
     loads_trunk: bool = False
     disk_experts: tuple[int, ...] = ()
+    disk_parts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class Park(msgspec.Struct, frozen=True, tag=True):

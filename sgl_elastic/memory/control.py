@@ -24,8 +24,9 @@ from sgl_elastic.memory.slots import (
     expert_slots,
     kv_slots,
     kv_slots_above,
+    loaded_parts,
+    part_slots,
     trunk_slots,
-    whole_experts,
 )
 from sgl_elastic.memory.worker_processes import DeviceWorkers, Here, Launcher, WorkerOptions
 from sgl_elastic.types import AdapterEntry, Placement, Step, StepKind
@@ -85,13 +86,14 @@ class Hmm(DeviceWorkers):
         """From now on these; their pages are mapped and loaded by the engines' ranks."""
         self._adapters = adapters
 
-    def drop_partial_adapters(self, placement: Placement) -> None:
+    def drop_partial_adapters(self, placement: Placement, *, keeps_copies: bool = False) -> None:
         """A rank was lost: adapters that are whole stay, and the pages of others are taken back.
 
-        No rank may be attached. Raises MemoryWorkerError.
+        No rank may be attached. `keeps_copies`: what is on a device that is not its home stays.
+        Raises MemoryWorkerError.
         """
         self._adapters = partial_adapters.drop_partial_adapters(
-            self.shape(), placement, self._adapters, self.client
+            self.shape(), placement, self._adapters, self.client, keeps_copies=keeps_copies
         )
 
     def drop_changed_adapters(self, expert_ids: Iterable[int]) -> bool:
@@ -162,10 +164,10 @@ class Hmm(DeviceWorkers):
         for device_id in device_ids:
             self.remove_device(device_id)
 
-    def held(self, device_ids: Iterable[int]) -> dict[int, frozenset[int]]:
-        """Device -> experts that it has with their content, the adapters' with them."""
+    def held(self, device_ids: Iterable[int]) -> dict[int, frozenset[tuple[int, int]]]:
+        """Device -> (layer id, expert id) that it has with content, the adapters' with it."""
         return {
-            device_id: whole_experts(
+            device_id: loaded_parts(
                 self.shape(), self._adapters, self.client(device_id).expert_slots().loaded
             )
             for device_id in device_ids
@@ -263,6 +265,8 @@ class Hmm(DeviceWorkers):
                 return kv_slots(self.shape(), step.num_tokens)
             case StepKind.TRIM_KV:
                 return kv_slots_above(self.shape(), step.num_tokens)
+            case _ if step.parts:
+                return part_slots(self.shape(), self._adapters, step.parts)
             case _:
                 return expert_slots(self.shape(), self._adapters, step.expert_ids)
 

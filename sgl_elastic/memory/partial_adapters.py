@@ -26,10 +26,13 @@ def drop_partial_adapters(
     placement: Placement,
     adapters: Sequence[AdapterEntry],
     client_of: Callable[[int], DeviceClient],
+    *,
+    keeps_copies: bool = False,
 ) -> tuple[AdapterEntry, ...]:
     """The adapters that are whole; pages of others are taken back. No rank may be attached.
 
-    Raises MemoryWorkerError.
+    `keeps_copies`: what whole adapters have on a device that is not the expert's home stays. Raises
+    MemoryWorkerError.
     """
     held = {device: client_of(device).expert_slots() for device in placement.device_ids}
     loaded = {device: slots.loaded for device, slots in held.items()}
@@ -38,7 +41,8 @@ def drop_partial_adapters(
         if adapter not in kept:
             logger.warning("elastic: adapter %s was not whole, and is unloaded", adapter.name)
     for device, slots in held.items():
-        left = surplus(shape, placement.experts_of(device), kept, slots.mapped)
+        own = range(shape.num_experts) if keeps_copies else placement.experts_of(device)
+        left = surplus(shape, own, kept, slots.mapped)
         if left:
             client_of(device).unmap_slots(left)
     return kept

@@ -66,19 +66,39 @@ def adapter_slots(
     return {name: runs for name, runs in found.items() if runs}
 
 
-def whole_experts(
+def part_slots(
+    shape: MemoryShape,
+    adapters: Sequence[AdapterEntry],
+    parts: Iterable[tuple[int, Sequence[int]]],
+) -> dict[str, Runs]:
+    """As `expert_slots`, of (layer id, expert ids) only."""
+    ids = dict(parts)
+    return {
+        region.name: of_slots(
+            pages.expert_slots(shape, region.layer_id, ids[region.layer_id], adapters)
+        )
+        for region in shape.of_kind(RegionKind.EXPERT)
+        if ids.get(region.layer_id)
+    }
+
+
+def loaded_parts(
     shape: MemoryShape, adapters: Sequence[AdapterEntry], loaded: Slots
-) -> frozenset[int]:
-    """Base experts with valid content in all layers, all adapters' experts of the same ids too.
+) -> frozenset[tuple[int, int]]:
+    """(layer id, expert id) of base experts with valid content, all adapters' of the same ids too.
 
     `loaded`: the slots of EXPERT regions with valid content.
     """
-    found = set(range(shape.num_experts))
+    found = {
+        (region.layer_id, expert)
+        for region in shape.of_kind(RegionKind.EXPERT)
+        for expert in range(shape.num_experts)
+    }
     for region in shape.of_kind(RegionKind.EXPERT):
         slots = {slot for run in loaded.get(region.name, ()) for slot in range(run[0], sum(run))}
-        found &= {
-            expert
-            for expert in found
-            if slots.issuperset(pages.expert_slots(shape, region.layer_id, (expert,), adapters))
+        found -= {
+            (region.layer_id, expert)
+            for expert in range(shape.num_experts)
+            if not slots.issuperset(pages.expert_slots(shape, region.layer_id, (expert,), adapters))
         }
     return frozenset(found)

@@ -7,10 +7,10 @@ Run on every plan before its first step. A failure is a defect of the planner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sgl_elastic.errors import PlanError
-from sgl_elastic.plan.pages import expert_bytes, trunk_bytes
+from sgl_elastic.plan.pages import expert_bytes, part_bytes, trunk_bytes
 from sgl_elastic.plan.replay import (
     State,
     after_undo,
@@ -19,7 +19,15 @@ from sgl_elastic.plan.replay import (
     state_of,
     states,
 )
-from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Plan, StepKind
+from sgl_elastic.types import (
+    AdapterEntry,
+    MemoryShape,
+    Placement,
+    Plan,
+    RegionKind,
+    Step,
+    StepKind,
+)
 
 # What may be done only when the old instance is gone; everything else only while it serves.
 KINDS_AFTER = frozenset({StepKind.UNMAP_EXPERTS, StepKind.GROW_KV, StepKind.REMOVE_DEVICE})
@@ -45,12 +53,12 @@ def check(
     _check_placement(plan.new, shape)
     _check_kinds(plan)
     _check_bytes(plan, shape, adapters)
-    _check_reads(plan)
     switch = last_state(state_of(plan.old), plan.before)
     _check_switch(plan, switch)
     _check_undo(plan)
     _check_end(plan, last_state(switch, plan.after))
     _check_pages(plan, shape, adapters, budget_pages)
+    _check_reads(plan, shape)
     _check_kv_moves(plan)
 
 
@@ -83,20 +91,47 @@ def _check_bytes(plan: Plan, shape: MemoryShape, adapters: Sequence[AdapterEntry
         expected = 0
         if step.kind in (StepKind.COPY_TRUNK, StepKind.READ_TRUNK):
             expected = trunk_bytes(shape)
+        elif step.parts:
+            expected = part_bytes(shape, step.parts, adapters)
         elif step.kind in (StepKind.COPY_EXPERTS, StepKind.READ_EXPERTS):
             expected = expert_bytes(shape, step.expert_ids, adapters)
         _require(step.num_bytes == expected, f"{step} moves {expected} bytes")
 
 
-def _check_reads(plan: Plan) -> None:
-    """Disk is the last source: what a device has is copied from there, or stays."""
-    held = {e for e, home in enumerate(plan.old.homes) if home in plan.old.device_ids}
+def _check_reads(plan: Plan, shape: MemoryShape) -> None:
+    """Disk is the last source, and what comes in parts comes once, from who has it, and whole."""
+    layers = frozenset(region.layer_id for region in shape.of_kind(RegionKind.EXPERT))
+    homes = {e: home for e, home in enumerate(plan.old.homes) if home in plan.old.device_ids}
+    held = {device: set(parts) for device, parts in plan.copies.items()}
+    for expert, home in homes.items():
+        held.setdefault(home, set()).update((layer, expert) for layer in layers)
+    somewhere = set().union(*held.values())
+    came: dict[tuple[int, int], set[int]] = {}
     for step in plan.before:
-        needless = sorted(held.intersection(step.expert_ids))
-        if step.kind is StepKind.READ_EXPERTS:
-            _require(not needless, f"{step} reads experts {needless}, which a device has")
+        parts = _parts_of(step, layers)
         if step.kind is StepKind.READ_TRUNK:
             _require(not plan.old.device_ids, f"{step} reads what every device has")
+        if step.kind is StepKind.READ_EXPERTS:
+            needless = sorted(somewhere & parts)
+            _require(not needless, f"{step} reads {needless}, which a device has")
+        if step.kind is StepKind.COPY_EXPERTS:
+            missing = sorted(parts - held.get(step.source_id, set()))
+            _require(not missing, f"{step} copies {missing}, which its source does not have")
+        for layer, expert in parts:
+            known = came.setdefault((step.device_id, expert), set())
+            _require(layer not in known, f"expert {expert} comes to {step.device_id} twice")
+            known.add(layer)
+    for (device, expert), known in came.items():
+        had = {layer for layer in layers if (layer, expert) in held.get(device, ())}
+        _require(had | known == layers, f"device {device} lacks layers of expert {expert}")
+
+
+def _parts_of(step: Step, layers: Iterable[int]) -> set[tuple[int, int]]:
+    """(layer id, expert id) that a step brings."""
+    if step.kind not in (StepKind.COPY_EXPERTS, StepKind.READ_EXPERTS):
+        return set()
+    parts = step.parts or [(layer, step.expert_ids) for layer in layers]
+    return {(layer, expert) for layer, ids in parts for expert in ids}
 
 
 def _check_switch(plan: Plan, state: State) -> None:

@@ -126,6 +126,21 @@ def expert_bytes(
     return sum(len(slots) * slot_bytes * count for (slots, slot_bytes), count in looks.items())
 
 
+def part_bytes(
+    shape: MemoryShape,
+    parts: Iterable[tuple[int, Iterable[int]]],
+    adapters: Sequence[AdapterEntry],
+) -> int:
+    """Bytes of (layer id, expert ids), with the adapters' experts."""
+    slot_bytes = Counter[int]()
+    for region in shape.of_kind(RegionKind.EXPERT):
+        slot_bytes[region.layer_id] += region.slot_bytes
+    return sum(
+        len(expert_slots(shape, layer_id, ids, adapters)) * slot_bytes[layer_id]
+        for layer_id, ids in parts
+    )
+
+
 def group_size(shape: MemoryShape, num_devices: int = 1) -> int:
     """The fewest neighbouring experts whose bytes are whole pages in every expert region.
 

@@ -3,6 +3,7 @@
     Placement --> [state_of] --> State --> [after_step, after_undo] --> State --> [pages_of]
 
 The planner takes peaks from it, `check` what a step may do. Impossible steps raise PlanError.
+An expert that comes in parts counts as loaded with the first of them: `check` looks at each.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _check_source(state: State, step: Step) -> None:
         raise PlanError(f"{step}: device {step.source_id} cannot be its source.")
     if step.kind is StepKind.COPY_TRUNK:
         _require(source.trunk_loaded, step, "the source has no trunk")
-    missing = sorted(set(step.expert_ids) - source.loaded)
+    missing = sorted(set(step.expert_ids) - source.loaded) if not step.parts else []
     _require(not missing, step, f"the source does not hold experts {missing}")
 
 
@@ -155,7 +156,7 @@ def _map_experts(device: DeviceState, step: Step) -> DeviceState:
 def _copy_experts(device: DeviceState, step: Step) -> DeviceState:
     ids = _distinct_ids(step)
     _require(ids <= device.mapped, step, "some of them are not mapped")
-    _require(not ids & device.loaded, step, "some of them are in use")
+    _require(not ids & device.loaded or bool(step.parts), step, "some of them are in use")
     return replace(device, loaded=device.loaded | ids)
 
 

@@ -161,7 +161,7 @@ class World:
     def forget(self, device_ids: Iterable[int]) -> None:
         self.call("forget", *device_ids)
 
-    def held(self, device_ids: Iterable[int]) -> dict[int, frozenset[int]]:
+    def held(self, device_ids: Iterable[int]) -> dict[int, frozenset[tuple[int, int]]]:
         return dict.fromkeys(device_ids, frozenset())
 
     def drop_changed_adapters(self, expert_ids: Iterable[int]) -> bool:
@@ -170,7 +170,7 @@ class World:
     def keep_only(self, placement: Placement) -> None:
         self.call("keep_only", placement)
 
-    def drop_partial_adapters(self, placement: Placement) -> None:
+    def drop_partial_adapters(self, placement: Placement, *, keeps_copies: bool = False) -> None:
         self.call("drop_partial_adapters", placement)
 
     def execute(self, step: Step) -> int:

@@ -14,7 +14,7 @@ from sgl_elastic.coordinator.steps import RetryPolicy
 from sgl_elastic.errors import MemoryLostError, StepFailedError
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.memory.runs import Slots
-from sgl_elastic.memory.slots import expert_slots
+from sgl_elastic.memory.slots import expert_slots, part_slots
 from sgl_elastic.types import OperationState, Placement, ScaleRequest, Step, StepKind
 from tests.fast.elastic import fault_cells as cells
 from tests.fast.elastic.memory.test_control import content, in_use, kill
@@ -54,6 +54,8 @@ class Scene:
     def _slots_of(self, step: Step) -> Slots:
         if step.kind is StepKind.READ_TRUNK:
             return {"trunk": [(0, 1)]}
+        if step.parts:
+            return part_slots(SHAPE, self.hmm.adapters(), step.parts)
         return expert_slots(SHAPE, self.hmm.adapters(), step.expert_ids)
 
     def recovered(self, *, is_serving: bool) -> Operation:
@@ -135,6 +137,33 @@ def test_copies_that_a_device_has_are_not_read(scene: Scene) -> None:
     assert operation.state is OperationState.SUCCEEDED, operation
     assert scene.reads == []
     assert operation.plan["read_bytes"] == operation.plan["copied_bytes"] == 0
+    scene.check_content()
+
+
+def test_copies_of_some_layers_are_not_read(scene: Scene) -> None:
+    """As redundant experts are: each layer has other ones. Of the rest all layers are read."""
+    layer_0 = {n: r for n, r in content((4, 5), trunk=False).items() if n.startswith("experts.0.")}
+    layer_1 = {n: r for n, r in content((6,), trunk=False).items() if n.startswith("experts.1.")}
+    for slots in (layer_0, layer_1):
+        scene.hmm.client(0).map_slots(slots)
+        fill(scene.hmm, 0, slots)
+    kill(scene.hmm, 1)
+    assert scene.recovered(is_serving=False).state is OperationState.SUCCEEDED
+    [read] = scene.reads
+    assert read.parts == ((0, (6, 7)), (1, (4, 5, 7)))
+    scene.check_content()
+
+
+def test_copies_in_the_way_are_done_without_at_the_next_attempt(scene: Scene) -> None:
+    slots = {"experts.0.w13": [(5, 1)], "experts.0.w2": [(5, 1)]}
+    scene.hmm.client(0).map_slots(slots)
+    fill(scene.hmm, 0, slots)
+    kill(scene.hmm, 1)
+    scene.world.fault = always("prepare")
+    assert scene.recovered(is_serving=False).state is OperationState.ROLLED_BACK
+    scene.world.fault = never
+    assert scene.recovered(is_serving=False).state is OperationState.SUCCEEDED
+    assert not scene.reads[-1].parts, "all of it, in all layers"
     scene.check_content()
 
 

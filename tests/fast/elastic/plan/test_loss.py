@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from sgl_elastic.errors import DoesNotFitError, PlanError
 from sgl_elastic.plan.check import check
-from sgl_elastic.plan.loss import Limits, Loss, candidates, plan_loss, what_is_left
+from sgl_elastic.plan.loss import (
+    Limits,
+    Loss,
+    candidates,
+    layers_of,
+    plan_loss,
+    what_is_left,
+)
 from sgl_elastic.plan.pages import device_pages, expert_bytes, trunk_bytes
-from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Plan, StepKind
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, Plan, Step, StepKind
 from tests.fast.elastic.plan_samples import adapters_of, make_adapter, make_shape, shapes
 
 SHAPE = make_shape(expert_bytes=(64, 128), adapters=(1, 2))
@@ -24,6 +31,14 @@ TWO = Placement((0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (300, 300))
 
 def limits(budget: Mapping[int, int] = PLENTY, least: int = 1) -> Limits:
     return Limits(budget, budget, 300, least)
+
+
+LAYERS = (1, 2)
+
+
+def whole(*expert_ids: int) -> set[tuple[int, int]]:
+    """These experts in both layers of SHAPE."""
+    return {(layer, expert) for layer in LAYERS for expert in expert_ids}
 
 
 def planned(
@@ -59,7 +74,7 @@ def test_what_nobody_has_is_read_with_its_adapters() -> None:
 
 def test_a_copy_is_a_home_and_nothing_is_read_or_moved() -> None:
     three = Placement((0, 1, 2), (0, 0, 0, 1, 1, 1, 2, 2), (300, 300, 300))
-    made = planned(three, Loss((1,), held={0: {3}, 2: {4, 5}}), (0, 2))
+    made = planned(three, Loss((1,), held={0: whole(3), 2: whole(4, 5)}), (0, 2))
     assert made.new.homes == (0, 0, 0, 0, 2, 2, 2, 2)
     assert (made.read_bytes, made.copied_bytes) == (0, 0)
     assert made.before == ()
@@ -67,7 +82,7 @@ def test_a_copy_is_a_home_and_nothing_is_read_or_moved() -> None:
 
 def test_of_several_copies_that_of_the_lighter_device() -> None:
     three = Placement((0, 1, 2), (0, 0, 0, 0, 0, 1, 1, 2), (300, 300, 300))
-    left = what_is_left(three, Loss((1,), held={0: {5, 6}, 2: {5, 6}}))
+    left = what_is_left(three, Loss((1,), held={0: whole(5, 6), 2: whole(5, 6)}), LAYERS)
     assert left == Placement((0, 2), (0, 0, 0, 0, 0, 2, 2, 2), (300, 300))
 
 
@@ -148,8 +163,8 @@ def losses(draw: st.DrawFn) -> tuple[MemoryShape, tuple[AdapterEntry, ...], Plac
     old = Placement(devices, tuple(homes), (10,) * len(devices))
     lost = tuple(sorted(draw(st.sets(st.sampled_from(devices)))))
     left = [device for device in devices if device not in lost]
-    copies = st.sets(st.integers(0, shape.num_experts - 1))
-    held = {device: draw(copies) for device in left}
+    parts = [(layer, e) for layer in layers_of(shape) for e in range(shape.num_experts)]
+    held = {device: draw(st.sets(st.sampled_from(parts))) for device in left}
     return shape, adapters, old, Loss(lost, held, draw(st.booleans()))
 
 
@@ -161,24 +176,61 @@ def test_each_expert_has_one_source_and_disk_is_the_last(
     shape, adapters, old, loss = case
     devices = data.draw(st.sampled_from(candidates(old, loss, 6)))
     made = planned(old, loss, devices, shape=shape, adapters=adapters)
-    read = [e for s in made.before if s.kind is StepKind.READ_EXPERTS for e in s.expert_ids]
-    nowhere = [
-        e
+    layers = layers_of(shape)
+    nowhere = {
+        (layer, e)
+        for layer in layers
         for e, home in enumerate(old.homes)
-        if home in loss.lost and not any(e in ids for ids in loss.held.values())
+        if home in loss.lost and not any((layer, e) in parts for parts in loss.held.values())
+    }
+    read = [p for s in made.before if s.kind is StepKind.READ_EXPERTS for p in parts_of(s, layers)]
+    assert sorted(read) == sorted(nowhere)
+    for device in made.new.device_ids:
+        at_home = {e for e, home in enumerate(made.old.homes) if home == device}
+        came = {
+            part
+            for s in made.before
+            if s.device_id == device and s.kind in (StepKind.COPY_EXPERTS, StepKind.READ_EXPERTS)
+            for part in parts_of(s, layers)
+        }
+        had = {*loss.held.get(device, ()), *((layer, e) for layer in layers for e in at_home)}
+        assert {(layer, e) for layer in layers for e in made.new.experts_of(device)} <= came | had
+
+
+def parts_of(step: Step, layers: tuple[int, ...]) -> list[tuple[int, int]]:
+    parts = step.parts or [(layer, step.expert_ids) for layer in layers]
+    return [(layer, expert) for layer, ids in parts for expert in ids]
+
+
+def test_what_is_somewhere_in_each_layer_is_not_read() -> None:
+    """Copies by layer, as of hot experts: nobody has the expert whole."""
+    three = Placement((0, 1, 2), (0, 0, 0, 1, 1, 1, 2, 2), (300, 300, 300))
+    held = {0: {(1, 3), (1, 4), (2, 5)}, 2: {(2, 3), (2, 4), (1, 5), (2, 5)}}
+    made = planned(three, Loss((1,), held=held), (0, 2))
+    assert made.read_bytes == 0
+    copies = [
+        (s.device_id, s.source_id, s.parts) for s in made.before if s.kind is StepKind.COPY_EXPERTS
     ]
-    assert sorted(read) == nowhere
-    copied = [e for s in made.before if s.kind is StepKind.COPY_EXPERTS for e in s.expert_ids]
-    moved = [e for e in range(shape.num_experts) if made.old.homes[e] != made.new.homes[e]]
-    assert sorted(copied) == sorted(set(moved) - set(nowhere))
+    assert made.new.homes == (0, 0, 0, 0, 2, 2, 2, 2)
+    assert copies == [(0, 2, ((2, (3,)),)), (2, 0, ((1, (4,)),))], "5 has its home on device 2"
+    assert made.copied_bytes == (1 + 1 + 1) * (64 + 128), "of 4 with the adapter's in layer 1"
+
+
+def test_only_what_is_in_no_layer_anywhere_is_read() -> None:
+    made = planned(TWO, Loss((1,), held={0: {(1, 4), (2, 5)}}), (0,))
+    [read] = [step for step in made.before if step.kind is StepKind.READ_EXPERTS]
+    assert read.parts == ((1, (5, 6, 7)), (2, (4, 6, 7)))
+    assert read.expert_ids == (4, 5, 6, 7)
+    assert read.num_bytes == ((3 + 1) + (3 + 1)) * (64 + 128), "adapters: 5 in layer 1, 7 in 2"
 
 
 def test_a_plan_that_reads_what_a_device_has_is_wrong() -> None:
-    made = planned(TWO, Loss((1,), held={0: {4, 5, 6}}), (0,))
+    made = planned(TWO, Loss((1,), held={0: whole(4, 5, 6)}), (0,))
     read = made.before[-1]
     assert read.expert_ids == (7,)
     ids = (6, 7)
+    assert not read.parts
     num_bytes = expert_bytes(SHAPE, ids, (ADAPTER,))
     wrong = replace(made, before=(replace(read, expert_ids=ids, num_bytes=num_bytes),))
-    with pytest.raises(PlanError, match=r"reads experts \[6\], which a device has"):
+    with pytest.raises(PlanError, match=r"which a device has"):
         check(wrong, SHAPE, (ADAPTER,), PLENTY)
