@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
-from sgl_elastic.engine.loader import fill_adapters
+from sgl_elastic.engine.loader import _Reader, fill_adapters
+from sgl_elastic.engine.memory import expert_of, layer_of
 from sgl_elastic.errors import EngineFailedError
 from sgl_elastic.instance.rank_messages import Attach
 from sgl_elastic.types import AdapterEntry
@@ -68,6 +70,35 @@ def test_what_is_asked_for_is_read_into_its_slots_and_nothing_else(
     numel = layer.w13[0].numel() + layer.w2[0].numel()
     element = {"float32": 4}.get(spec.dtype, 2)
     assert num_bytes == 2 * numel * element
+
+
+def test_only_some_layers_of_an_expert(base: Path, tmp_path: Path) -> None:
+    """Of the checkpoint and of the adapter alike: the other layers are another device's copies."""
+    spec = read_moe_spec(base)
+    first, second = spec.moe_layer_ids[:2]
+    experts = {first: (0, 1), second: (0, 1)}
+    folder = write_random_adapter(tmp_path / "a", base, seed=2, experts=experts)
+    layers = {layer_id: Layer(spec, (0, 1)) for layer_id in experts}
+    plane: Any = SimpleNamespace(layers=layers)
+    wanted = structs.replace(attach(folder, experts, ()), disk_parts=((second, (1,)),))
+    assert fill_adapters(plane, spec, wanted) > 0
+    written = {
+        layer_id: layer.w13.flatten(1).any(1).nonzero().flatten().tolist()
+        for layer_id, layer in layers.items()
+    }
+    assert written == {first: [], second: [M + E_MAX + 1]}
+
+
+def test_the_checkpoint_is_read_by_layer_and_expert(base: Path) -> None:
+    first, second = read_moe_spec(base).moe_layer_ids[:2]
+    files = [str(path) for path in base.glob("*.safetensors")]
+    whole, parts = frozenset({2}), frozenset({(second, 1)})
+    names = [name for name, _ in _Reader(files, whole, parts, loads_trunk=False).weights()]
+    assert {(layer_of(name), expert_of(name)) for name in names} == {
+        *((layer_id, 2) for layer_id in read_moe_spec(base).moe_layer_ids),
+        (second, 1),
+    }
+    assert first != second
 
 
 def test_a_folder_that_is_gone_is_the_engines_failure(base: Path, tmp_path: Path) -> None:
