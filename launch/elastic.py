@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sgl_elastic.coordinator.coordinator import Coordinator
+    from sgl_elastic.instance.spares import SpareMemory
     from sgl_elastic.instance.state import Instance
 
 _ENGINE_ARGV = ("--radix-cache-backend", "sgl_elastic", "--skip-server-warmup")
@@ -108,6 +109,11 @@ def _check_devices(options: ElasticOptions, backend: str) -> None:
     if options.spans_nodes:
         raise ElasticConfigError(
             "--nodes ray: for the CPU platform only so far; leave it out on an accelerator"
+        )
+    if options.spare_ranks:
+        raise ElasticConfigError(
+            f"--spare-ranks {options.spare_ranks}: for the CPU platform only; a process that may "
+            "have opened an accelerator cannot be copied. Leave it out, and use --standby-ranks"
         )
     if options.strategy is ScaleStrategy.COLOCATED or not options.ablation.shared_allocator:
         raise ElasticConfigError(
@@ -202,6 +208,7 @@ def add_scale_routes(
     coordinator: Coordinator,
     list_instances: Callable[[], Iterable[Instance]],
     protect: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+    list_spares: Callable[[], Iterable[SpareMemory]] = tuple,
 ) -> None:
     """Add the routes of scaling to an application, in place of SGLang's of the same paths.
 
@@ -215,4 +222,4 @@ def add_scale_routes(
     ]
     errors = ErrorAnswers(ElasticError, scaling.answer_error, BadScaleError)
     add_routes(app, added, protect, errors)
-    app.state.elastic = scaling.Backing(coordinator, list_instances)
+    app.state.elastic = scaling.Backing(coordinator, list_instances, list_spares)

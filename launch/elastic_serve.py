@@ -89,7 +89,8 @@ def _ready(runtime: Runtime) -> None:
 
     manager = http_server._global_state.tokenizer_manager
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    add_scale_routes(http_server.app, runtime.parts.coordinator, runtime.instances, protect)
+    listed = (runtime.instances, protect, runtime.spares.seen)
+    add_scale_routes(http_server.app, runtime.parts.coordinator, *listed)
     runtime.serve(manager.update_control_communicator_fan_out, _zero_departed_ranks())
 
 

@@ -16,6 +16,8 @@ horizontal           ReplicaPlanner   HorizontalScale    Replicas         Replic
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +43,7 @@ from sgl_elastic.front.rank_choice import RankPolicy
 from sgl_elastic.front.router import RequestRouter
 from sgl_elastic.instance.manager import InstanceManager
 from sgl_elastic.instance.running import EngineLink, Timeouts
+from sgl_elastic.instance.spares import SparePool
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.memory.control import Hmm
 from sgl_elastic.options import ElasticOptions
@@ -106,10 +109,22 @@ def make_memory(
     )
 
 
-def place_engines(cluster: Cluster | None, settings: EngineSettings) -> EngineSettings:
-    """The settings of instances, for where they run."""
+def make_spares(
+    options: ElasticOptions,
+    backend: str,
+    environment: Callable[[int], Mapping[str, str]],
+    on_lost: Callable[[], None],
+) -> SparePool:
+    """What instances on this machine begin as copies of; empty where there are to be none."""
+    return SparePool(options.spares_on(backend), environment, on_lost)
+
+
+def place_engines(
+    cluster: Cluster | None, spares: SparePool, settings: EngineSettings
+) -> EngineSettings:
+    """The settings of instances, for where they run and how they start there."""
     if cluster is None:
-        return settings
+        return replace(settings, start=spares.start_instance)
     from sgl_elastic.nodes.engines import SpreadEngines
 
     return SpreadEngines(cluster, settings.directory).settings(settings)

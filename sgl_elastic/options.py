@@ -26,6 +26,8 @@ from sgl_esft.byte_size import parse_bytes
 
 DEFAULT_KV_TOKENS = 65536  # of a rank, where the user has not chosen
 DEFAULT_HANG_TIMEOUT_S = 20.0
+DEFAULT_SPARES = 1  # it can be copied as often as need be
+MAX_SPARES = 16
 _DEFAULT_DEVICE_BYTES = 1 << 30
 
 
@@ -38,6 +40,7 @@ class ElasticOptions:
     device_bytes: int
     kv_limit: int  # the most KV tokens of a rank
     standby_ranks: int
+    spare_ranks: int | None  # None: as many as there can be, see `spares_on`
     rank_strategy: str
     autoscale: AutoscalePolicy | None
     slo_ttft_s: float
@@ -55,6 +58,12 @@ class ElasticOptions:
     def spans_nodes(self) -> bool:
         """Whether memory workers and ranks are placed on several machines."""
         return self.nodes == "ray"
+
+    def spares_on(self, backend: str) -> int:
+        """How many spares there are with this backend of sgl_vmm: DEFAULT_SPARES where it can."""
+        if self.spare_ranks is not None:
+            return self.spare_ranks
+        return DEFAULT_SPARES if backend == "host" and not self.spans_nodes else 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,13 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "start",
     )
     _add_node_flags(group)
-    group.add_argument(
-        "--standby-ranks",
-        type=int,
-        metavar="N",
-        help="engine ranks kept parked and warm for the next scale; each costs host memory, on a "
-        "CPU about 700 MiB (default: as many as --max-devices; 0: none)",
-    )
+    _add_ready_flags(group)
     group.add_argument(
         "--rank-choice",
         choices=[str(strategy) for strategy in RankStrategy],
@@ -140,6 +143,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="parts of the elastic strategy to do without, to see what they are worth: some of "
         "no_shared_allocator, no_peer_copy, no_standby, no_zero_copy, separated by commas",
+    )
+
+
+def _add_ready_flags(group: argparse._ArgumentGroup) -> None:
+    """What is kept ready for the next scale."""
+    group.add_argument(
+        "--standby-ranks",
+        type=int,
+        metavar="N",
+        help="engine ranks kept parked and warm for the next scale; each costs host memory, on a "
+        "CPU about 700 MiB (default: as many as --max-devices; 0: none)",
+    )
+    group.add_argument(
+        "--spare-ranks",
+        type=int,
+        metavar="N",
+        help="processes that have imported all an engine needs and are bound to nothing: instances "
+        "of any size on any devices, standbys too, begin as copies of one; each costs host memory, "
+        "about 700 MiB, most of which its copies share (default: 1 on a CPU, where one is enough "
+        f"for all ranks; 0: none, each instance imports for itself; at most {MAX_SPARES})",
     )
 
 
@@ -195,6 +218,7 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         device_bytes=device_bytes,
         kv_limit=DEFAULT_KV_TOKENS if found.max_total_tokens is None else found.max_total_tokens,
         standby_ranks=standby_ranks if has_standbys else 0,
+        spare_ranks=found.spare_ranks if has_standbys else 0,
         rank_strategy=found.rank_choice,
         autoscale=parse_policy(found.autoscale),
         slo_ttft_s=found.slo_ttft,
@@ -225,6 +249,8 @@ def _check(options: ElasticOptions) -> None:
             f"--max-total-tokens {options.kv_limit}, --standby-ranks {options.standby_ranks}: "
             "must be positive"
         )
+    if not 0 <= (options.spare_ranks or 0) <= MAX_SPARES:
+        raise ElasticConfigError(f"--spare-ranks {options.spare_ranks}: 0 to {MAX_SPARES}")
     _check_nodes(options)
     for flag, seconds in (
         ("--hang-timeout", options.hang_timeout_s),
@@ -246,4 +272,9 @@ def _check_nodes(options: ElasticOptions) -> None:
         raise ElasticConfigError(
             "--nodes ray: the baselines and ablations are for one machine; leave --scale-strategy "
             "and --ablate out"
+        )
+    if options.spare_ranks:
+        raise ElasticConfigError(
+            f"--spare-ranks {options.spare_ranks} with --nodes ray: spares are for one machine so "
+            "far; leave it out"
         )

@@ -1,6 +1,6 @@
 """Processes that the runtime starts, wherever they run.
 
-memory/control.py, instance/table.py --> [Process] <-- LocalProcess (here)
+memory/control.py, instance/table.py --> [Process] <-- LocalProcess, CopiedProcess (here)
                                                    <-- RemoteProcess (nodes/cluster.py)
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -53,6 +54,9 @@ class Process(Protocol):
         """Another priority for its group: see `give_way`, the function."""
 
 
+UNKNOWN_STATUS = -255  # of a process whose parent has ended before it was asked
+
+
 class LocalProcess(subprocess.Popen[bytes]):
     """A child of this process."""
 
@@ -67,6 +71,69 @@ class LocalProcess(subprocess.Popen[bytes]):
 
     def give_way(self, how: str, at_most_s: float = 0.0) -> None:
         give_way(self.pid, how, at_most_s)
+
+
+class CopiedProcess:
+    """A copy of another process of ours, and so that one's child: followed by its pidfd.
+
+    `status_of` asks the parent how it has ended, once it has; None when nobody knows.
+    """
+
+    def __init__(self, pid: int, pidfd: int, status_of: Callable[[int], int | None]) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status_of = status_of
+        self._returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._returncode
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self._returncode is None and self._has_ended(0.0):
+                status = self._status_of(self.pid)
+                self._returncode = UNKNOWN_STATUS if status is None else status
+            return self._returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._returncode is None and self._has_ended(timeout):
+            self.poll()
+        if self._returncode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self._returncode
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        self.give_way("background")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def is_stopped(self) -> bool:
+        return is_stopped(self.pid)
+
+    def give_way(self, how: str, at_most_s: float = 0.0) -> None:
+        give_way(self.pid, how, at_most_s)
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        poll = select.poll()  # of any descriptor; `select` takes those below 1024
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1e3))
+
+    def _send(self, number: signal.Signals) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._returncode is None:
+                signal.pidfd_send_signal(self._pidfd, number)
 
 
 def is_stopped(pid: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from sgl_elastic import assembly, workdir
 from sgl_elastic.autoscale import metrics
 from sgl_elastic.autoscale.autoscaler import AutoscaleMetrics, Autoscaler
-from sgl_elastic.autoscale.metrics import FaultMetrics
+from sgl_elastic.autoscale.metrics import FaultMetrics, SpareMetrics
 from sgl_elastic.autoscale.policy import LoadSample
 from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.coordinator import Coordinator
@@ -98,6 +98,9 @@ class Runtime:
         self._ends.callback(self.hmm.close)
         self.hmm.reserve_for_adapters(adapter_reserve_bytes)
         self._reserves = adapter_reserve_bytes > 0
+        self.spares = assembly.make_spares(options, backend, environment, self._wanted.set)
+        self._ends.callback(self.spares.close)
+        self.spares.begin()
         self._wire = wire
         self.router = assembly.make_router(
             options,
@@ -141,14 +144,17 @@ class Runtime:
         return {"max_total_num_tokens": tokens, "max_req_input_len": tokens - 6}
 
     def serve(self, on_size: Callable[[int], None], on_ended: Callable[[int], None]) -> None:
-        """HTTP is up: standbys and the autoscaler may start.
+        """HTTP is up: spares, standbys and the autoscaler may start.
 
         `on_size` hears each new size at its switch, `on_ended` the size after each operation.
         """
         parts = self.parts
         self._wanted.set()
         threading.Thread(
-            target=self._start_standbys, args=(parts.manager,), name="elastic-standbys", daemon=True
+            target=self._keep_ready,
+            args=(parts.manager, metrics.SpareMetrics()),
+            name="elastic-standbys",
+            daemon=True,
         ).start()
         faults = FaultMetrics()
         self._start_watchdog(parts, faults)
@@ -214,7 +220,7 @@ class Runtime:
             parked_kv_tokens=min(_PARKED_KV_TOKENS, self.options.kv_limit),
             environment=self._environment,
         )
-        return assembly.place_engines(self._cluster, settings)
+        return assembly.place_engines(self._cluster, self.spares, settings)
 
     def _first_placement(self, shape: MemoryShape) -> Placement:
         devices = tuple(range(self.options.dp_size))
@@ -229,21 +235,31 @@ class Runtime:
         if operation.finished:
             self._wanted.set()
 
-    def _start_standbys(self, manager: InstanceManager) -> None:
+    def _keep_ready(self, manager: InstanceManager, observed: SpareMetrics) -> None:
+        """Spares, then standbys, which are copies of them; again whenever that may have changed."""
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             self._wanted.wait()
             self._wanted.clear()
             try:
-                manager.keep_standbys(self._stopping)
+                self.spares.fill(self._may_not_start)
+                manager.keep_standbys(self._may_not_start)
+                observed.set(self.spares.seen())
                 pause_s = _FIRST_PAUSE_S
+                if self._may_not_start():  # something may be left to start
+                    self._stopping.wait(_FIRST_PAUSE_S)
+                    self._wanted.set()
             except Exception:  # the thread's main loop: a standby less is no outage
                 if self._stopping.is_set():
                     return  # it ended with the server
-                logger.exception("elastic: a standby could not be started")
+                logger.exception("elastic: a spare or a standby could not be started")
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 self._wanted.set()
+
+    def _may_not_start(self) -> bool:
+        """Whether to start nothing that only might be needed: a scale needs the processors."""
+        return self._stopping.is_set() or self.parts.coordinator.running() is not None
 
     def _sample(self, now_s: float) -> LoadSample:
         coordinator = self.parts.coordinator

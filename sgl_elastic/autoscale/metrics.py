@@ -6,10 +6,11 @@ front.py --seconds a request was held------>
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from sgl_elastic.coordinator.operations import Operation, StepState
+from sgl_elastic.instance.spares import SpareMemory, SpareState
 from sgl_elastic.types import OperationState, Placement, StepKind
 
 if TYPE_CHECKING:
@@ -144,3 +145,37 @@ class FaultMetrics:
     def count(self, kind: str) -> None:
         """One more of this kind."""
         self._faults.labels(kind).inc()
+
+
+class SpareMetrics:
+    """`sgl_elastic:spares` and their `sgl_elastic:spare_bytes{kind}`: pss, rss.
+
+    `registry` None is prometheus_client's own.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        # As in metrics.py: not before SGLang has named the folder that its processes share.
+        from prometheus_client import REGISTRY, Gauge
+
+        where, mode = registry or REGISTRY, "mostrecent"
+        self._spares = Gauge(
+            "sgl_elastic:spares",
+            "Processes that instances can begin as copies of.",
+            registry=where,
+            multiprocess_mode=mode,  # type: ignore[arg-type]
+        )
+        self._bytes = Gauge(
+            "sgl_elastic:spare_bytes",
+            "Host memory of all spares; pss shares a page among those who have it.",
+            ["kind"],
+            registry=where,
+            multiprocess_mode=mode,  # type: ignore[arg-type]
+        )
+        self.set(())
+
+    def set(self, spares: Iterable[SpareMemory]) -> None:
+        """What there is now."""
+        found = tuple(spares)
+        self._spares.set(sum(each.state is SpareState.READY for each in found))
+        self._bytes.labels("pss").set(sum(each.pss_bytes for each in found))
+        self._bytes.labels("rss").set(sum(each.rss_bytes for each in found))

@@ -30,6 +30,7 @@ from sgl_elastic.coordinator.schemas import (
     example,
 )
 from sgl_elastic.errors import BusyError, ElasticError
+from sgl_elastic.instance.spares import SpareMemory
 from sgl_elastic.instance.state import Instance
 from sgl_elastic.types import OperationState, ScaleRequest, StepKind
 
@@ -45,6 +46,7 @@ class Backing:
 
     coordinator: Coordinator
     list_instances: Callable[[], Iterable[Instance]]
+    list_spares: Callable[[], Iterable[SpareMemory]] = tuple
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def list_instances(request: Request) -> Any:
         {
             "serving": {"instance_id": instance_id, "placement": asdict(placement)},
             "instances": [asdict(each) for each in backing.list_instances()],
+            "spares": [asdict(each) for each in backing.list_spares()],
         }
     )
 

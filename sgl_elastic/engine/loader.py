@@ -10,6 +10,7 @@ strategy or an ablation asks for it does it read once more, into slots that nobo
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +50,7 @@ class ElasticLoader:
 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
         """The model over HMM memory. Raises ElasticError: the engine must not start then."""
+        use_threads()
         device = torch.device(device_config.device)
         own = rank.start(engine_config.required(), device)
         page_source.install(own.memory)
@@ -98,6 +100,13 @@ class ElasticLoader:
         else:
             own.memory.rebind(model)
         return reader.num_bytes
+
+
+def use_threads() -> None:
+    """As many as OMP_NUM_THREADS says; in a copy of a spare, torch has read another number."""
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    if number.isdecimal() and int(number) > 0:
+        torch.set_num_threads(int(number))
 
 
 @dataclass

@@ -18,7 +18,7 @@ _is_installed = False
 def register() -> None:
     """Install the engine's hooks. Raises SystemExit when one cannot be put in place."""
     global _is_installed
-    if _is_installed or engine_config.current() is None:
+    if _is_installed or not engine_config.is_engine():
         return
     try:
         _install()

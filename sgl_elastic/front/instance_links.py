@@ -50,14 +50,20 @@ class InstanceLinks:
         self.send(instance, self._wire.pause())
 
     def warm_up(self, instance: str, num_ranks: int, timeout_s: float) -> None:
+        """All ranks at once: they compute each step together, with a request or without."""
         deadline = self._clock() + timeout_s
-        for rank in range(num_ranks):
-            rid = f"{instance}-{rank}-{id(self):x}"
-            message = self._wire.warm_up(rid, rank)
-            answered = self._warmed[message.rid] = threading.Event()
-            self.send(instance, message)
-            self._wait_for_warm_up(instance, rank, answered, deadline)
-            self._warmed.pop(message.rid, None)
+        rids = [f"{instance}-{rank}-{id(self):x}" for rank in range(num_ranks)]
+        messages = [self._wire.warm_up(rid, rank) for rank, rid in enumerate(rids)]
+        answered = {message.rid: threading.Event() for message in messages}
+        self._warmed |= answered
+        try:
+            for message in messages:
+                self.send(instance, message)
+            for rank, message in enumerate(messages):
+                self._wait_for_warm_up(instance, rank, answered[message.rid], deadline)
+        finally:
+            for rid in answered:
+                self._warmed.pop(rid, None)
 
     def _wait_for_warm_up(
         self, instance: str, rank: int, answered: threading.Event, deadline: float

@@ -21,6 +21,7 @@ import msgspec
 from sgl_elastic.errors import ElasticConfigError
 
 VARIABLE = "ELASTIC_ENGINE"
+SPARE = "ELASTIC_SPARE"  # "1": this process will be an engine's, and has no configuration yet
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "acl": "ASCEND_RT_VISIBLE_DEVICES"}
 _ONE_EACH = {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
 
@@ -50,6 +51,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise ElasticConfigError(f"{VARIABLE} is not an engine's: {error}") from error
+
+
+def is_engine() -> bool:
+    """Whether this process is, or will be, one of an elastic engine's."""
+    return current() is not None or os.environ.get(SPARE) == "1"
 
 
 @functools.cache

@@ -9,8 +9,8 @@ A parked instance has been warmed up: to attach it is to map pages, nothing else
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -35,8 +35,11 @@ _NO_HURRY_S = 45.0  # a standby's start takes that long on two cores at most
 class InstanceStarter(InstanceTable):
     """An InstanceTable whose instances this process starts, and parks as standbys."""
 
-    def keep_standbys(self, stop: threading.Event) -> None:
-        """Start the standbys that the present configuration is likely to need, one at a time."""
+    def keep_standbys(self, should_stop: Callable[[], bool]) -> None:
+        """Start the standbys that the present configuration is likely to need, one at a time.
+
+        `should_stop` is asked before each.
+        """
         with self._lock:
             serving = self._running.get(self._active)
         if serving is None:
@@ -44,7 +47,7 @@ class InstanceStarter(InstanceTable):
         now = serving.record.device_ids
         # Last a spare of the present one, and one for each device of it, should that be lost.
         for device_ids in (*likely_next(now, self._max_devices), now, *without_one(now)):
-            if stop.is_set():
+            if should_stop():
                 return
             with self._lock:
                 fits = self._standbys.num_ranks + len(device_ids) <= self._standbys.capacity_ranks

@@ -82,6 +82,7 @@ HANDED_OVER = {
         "sgl_esft.health.ending",
         "sgl_esft.ports",
     },
+    "sgl_elastic.instance.spare_process": {"sgl_esft", "sgl_esft.health.ending"},
     "sgl_elastic.nodes.agent": {"sgl_esft.health.heartbeat", "sgl_esft.ports"},
     "sgl_elastic.nodes.engines": {"sgl_esft.health.heartbeat"},
     "sgl_elastic.options": {"sgl_esft.byte_size"},

@@ -3,7 +3,7 @@
 import { request } from "./api.js";
 import { CellGrid } from "./cells.js";
 import { byId, el, keyed, text } from "./dom.js";
-import { ago, count, plural, ranges } from "./format.js";
+import { ago, bytes, count, plural, ranges } from "./format.js";
 import { showDevices } from "./header.js";
 import { Panel } from "./panels.js";
 
@@ -40,10 +40,18 @@ function makeInstance() {
   return el("tr", {}, el("td"), el("td", {}, el("span")), el("td"), el("td"));
 }
 
+// A page that several processes have is in the RSS of each, and shared out in their PSS.
+function showSpares(spares) {
+  const sum = (field) => spares.reduce((total, each) => total + each[field], 0);
+  const node = byId("spares");
+  node.hidden = spares.length === 0;
+  text(node, `${plural(spares.length, "spare")}: PSS ${bytes(sum("pss_bytes"))}, RSS ${bytes(sum("rss_bytes"))}`);
+}
+
 export const source = {
   name: "instances",
   ask: () => request("GET", "/v1/instances"),
-  show({ serving, instances }) {
+  show({ serving, instances, spares }) {
     panel.shown();
     const { placement } = serving;
     showDevices(placement.device_ids.length);
@@ -53,6 +61,7 @@ export const source = {
       `${plural(placement.homes.length, "expert")} on ${plural(placement.device_ids.length, "device")}, served by ${serving.instance_id}`,
     );
     keyed(byId("instance-rows"), instances, (each) => each.instance_id, makeInstance, showInstance);
+    showSpares(spares);
   },
   fail(error) {
     panel.failed(error);

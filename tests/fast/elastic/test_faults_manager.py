@@ -206,7 +206,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 def test_who_answers_is_not_lost(scene: Scene) -> None:
     name = scene.first()
-    scene.manager.keep_standbys(threading.Event())
+    scene.manager.keep_standbys(lambda: False)
     scene.check_that_none_is_lost()
     assert scene.heard(name, 1, m.Ping)
     assert not scene.manager.is_lost()
@@ -299,7 +299,7 @@ def test_a_supervisor_that_is_stopped_for_long(scene: Scene) -> None:
 
 def test_a_standby_that_dies_or_hangs_is_replaced(scene: Scene) -> None:
     scene.first(ONE)
-    scene.manager.keep_standbys(threading.Event())
+    scene.manager.keep_standbys(lambda: False)
     found = scene.manager.instances()[1:]
     assert {each.state for each in found} == {InstanceState.PARKED}
     parked = {each.device_ids: each.instance_id for each in found}
@@ -309,7 +309,7 @@ def test_a_standby_that_dies_or_hangs_is_replaced(scene: Scene) -> None:
     scene.check_until_lost(parked[(0, 1)])
     assert scene.names() == {"i1", parked[(0, 1, 2)]}
     assert scene.lost == [], "the one that serves is fine"
-    scene.manager.keep_standbys(threading.Event())
+    scene.manager.keep_standbys(lambda: False)
     assert {each.device_ids for each in scene.manager.instances()[1:]} == set(parked)
 
 

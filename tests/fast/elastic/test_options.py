@@ -57,6 +57,9 @@ def test_values() -> None:
         ("--max-devices 1025", "at most 1024"),
         ("--max-total-tokens -1", "--max-total-tokens -1"),
         ("--standby-ranks -1", "--standby-ranks -1"),
+        ("--spare-ranks -1", "--spare-ranks -1"),
+        ("--spare-ranks 17", "--spare-ranks 17: 0 to 16"),
+        ("--nodes ray --spare-ranks 1", "spares are for one machine"),
         ("--autoscale {", "autoscale policy is '{'"),
         ("--autoscale []", "Give a JSON object of numbers"),
         ("--ray-address h:1", "they need --nodes ray"),
@@ -72,6 +75,25 @@ def test_what_cannot_work(line: str, complaint: str) -> None:
     assert complaint in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "backend", "number"),
+    [
+        ("", "host", 1),
+        ("", "cuda", 0),
+        ("--nodes ray", "host", 0),
+        ("--spare-ranks 0", "host", 0),
+        ("--spare-ranks 3", "host", 3),
+        ("--ablate no_standby", "host", 0),
+        ("--scale-strategy cold_restart --spare-ranks 2", "host", 0),
+    ],
+)
+def test_spares_are_where_they_can_be_and_never_with_a_baseline(
+    line: str, backend: str, number: int
+) -> None:
+    found, _ = options.parse(["--elastic", *line.split()])
+    assert found.spares_on(backend) == number
+
+
 def test_a_size_that_is_none() -> None:
     with pytest.raises(ConfigError, match="--device-memory"):
         options.parse(["--device-memory", "lots"])
@@ -81,6 +103,7 @@ def test_a_size_that_is_none() -> None:
     "line",
     [
         "--max-devices four",
+        "--spare-ranks some",
         "--max-devices",
         "--rank-choice fastest",
         "--slo-ttft 0",

@@ -8,10 +8,13 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from sgl_elastic.autoscale.metrics import SpareMetrics
 from sgl_elastic.coordinator.coordinator import Coordinator
 from sgl_elastic.errors import EngineFailedError
-from sgl_elastic.runtime import Runtime
+from sgl_elastic.instance.spares import SparePool
+from sgl_elastic.runtime import Parts, Runtime
 from sgl_elastic.types import OperationState
 from tests.fast.elastic.scale_fakes import UP, WAIT_S, Paused
 
@@ -20,6 +23,8 @@ def runtime_of(coordinator: Coordinator, ends: list[str]) -> Runtime:
     runtime = Runtime.__new__(Runtime)  # without its workers and folders
     runtime._stopping, runtime._wanted = threading.Event(), threading.Event()
     runtime._ends = ExitStack()
+    runtime.spares = SparePool(0, lambda _: {})
+    runtime._parts = Parts(cast(Any, None), cast(Any, None), coordinator)
     for name in ("folder", "nodes", "memory", "instances"):  # as they are made
         runtime._ends.callback(ends.append, name)
     runtime._ends.callback(runtime._end_scaling, coordinator)
@@ -60,7 +65,7 @@ class Starting:
     def __init__(self, why: Callable[[], None]) -> None:
         self._why = why
 
-    def keep_standbys(self, stop: threading.Event) -> None:
+    def keep_standbys(self, should_stop: Callable[[], bool]) -> None:
         self._why()
         raise EngineFailedError("instance i2 ended while it started")
 
@@ -79,5 +84,7 @@ def test_a_standby_that_ends_with_the_server_is_no_fault(
             runtime._stopping.set()
 
     runtime._wanted.set()
-    runtime._start_standbys(cast(Any, Starting(why)))
-    assert caplog.text.count("a standby could not be started") == (0 if server_ends else 2)
+    runtime._keep_ready(cast(Any, Starting(why)), SpareMetrics(CollectorRegistry()))
+    assert caplog.text.count("a spare or a standby could not be started") == (
+        0 if server_ends else 2
+    )

@@ -46,6 +46,14 @@ def test_no_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None
     check("--max-devices 1000", "host")
 
 
+def test_spares_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "num_cuda_devices", lambda: 4)
+    check("--spare-ranks 2", "host")
+    check("--spare-ranks 0", "cuda")
+    with pytest.raises(ElasticConfigError, match="--spare-ranks 2: for the CPU platform only"):
+        check("--spare-ranks 2", "cuda")
+
+
 def test_scaling_only_where_it_was_shown() -> None:
     for device in ("cpu", "cuda"):
         elastic._check_shown(device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from sgl_elastic.autoscale.metrics import FaultMetrics, ScaleMetrics, when_ended
+from sgl_elastic.autoscale.metrics import FaultMetrics, ScaleMetrics, SpareMetrics, when_ended
+from sgl_elastic.instance.spares import SpareMemory, SpareState
 from sgl_elastic.types import Plan, ScaleRequest
 from tests.fast.elastic.scale_fakes import (
     NEW,
@@ -44,7 +45,23 @@ def test_before_the_first_scale_all_names_are_there() -> None:
     registry = CollectorRegistry()
     ScaleMetrics(registry).set_placement(OLD)
     FaultMetrics(registry)
+    SpareMetrics(registry)
     assert [metric.name for metric in registry.collect() if not metric.samples] == []
+
+
+def test_what_spares_take() -> None:
+    registry = CollectorRegistry()
+    metrics = SpareMetrics(registry)
+    one = SpareMemory(1, SpareState.READY, 10, 30)
+    metrics.set([one, SpareMemory(2, SpareState.STARTING, 2, 3)])
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"sgl_elastic:{name}", labels)
+
+    assert value("spares") == 1, "a copy of one that imports would have to wait"
+    assert (value("spare_bytes", kind="pss"), value("spare_bytes", kind="rss")) == (12, 33)
+    metrics.set(())
+    assert (value("spares"), value("spare_bytes", kind="rss")) == (0, 0)
 
 
 def test_a_scale_up() -> None:
