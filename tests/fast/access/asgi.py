@@ -26,6 +26,7 @@ CLIENT_KEY = "client-key-0123456789"
 ADMIN_KEY = "admin-key-0123456789"
 TENANT_KEY = "tenant-key-0123456789"
 SLOW_KEY = "slow-key-01234567890"
+WOVEN_KEY = "woven-key-0123456789"  # for every adapter, and not for the base
 RING = KeyRing(
     [
         keys.entry_for(Caller("client"), CLIENT_KEY, "test"),
@@ -33,6 +34,7 @@ RING = KeyRing(
         keys.entry_for(
             Caller("tenant", adapters=frozenset({"math"}), base_model=False), TENANT_KEY, "test"
         ),
+        keys.entry_for(Caller("woven", base_model=False), WOVEN_KEY, "test"),
         keys.entry_for(Caller("slow", max_concurrency=2, tokens_per_minute=600), SLOW_KEY, "test"),
     ]
 )

@@ -142,6 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"content": [{"type": "input_image"}]}]}, "input: the model takes text"),
     ({"messages": [{"rol": "user"}]}, '"rol" is not known here; did you mean "role"'),
     ({"tools": [{"function": {"strikt": True}}]}, 'did you mean "strict"'),
+    ({"state": "x", "questions": {"a": {"criterion": "x"}}}, 'did you mean "criteria"'),
     ({"stream_options": {"include_usag": True}}, 'did you mean "include_usage"'),
     ({"response_format": {"json_shema": {}}}, 'did you mean "json_schema"'),
     ({"sampling_params": {"regex": "a" * 1025}}, "regex may have 1024 characters"),
@@ -224,6 +225,19 @@ def test_refused(body: dict[str, Any], message: str) -> None:
 )
 def test_taken(body: dict[str, Any]) -> None:
     ask(with_text(body))
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+def test_a_route_of_two_classes_takes_the_fields_of_each(path: str) -> None:
+    ask({"prompt": "x", "add_special_tokens": False}, path=path)
+    ask({"messages": [{"role": "user", "content": "x"}], "user": "x"}, path=path)
+
+
+def test_an_object_of_several_classes_takes_the_fields_of_each() -> None:
+    used = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "x", "is_error": False}
+    contents = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    ask({"messages": contents, "max_tokens": 1}, path="/v1/messages")
 
 
 SAMPLING = (request_classes.part_classes()["sampling_params"],)
@@ -416,6 +430,7 @@ def of_parts(num: int) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/responses", {"input": [{"role": "user", "content": parts}]}),
         ("/v1/responses", {"input": [0] * (num + 1)}),
         ("/v1/chat/completions", {"messages": [], "tools": [{}] * (num + 1)}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "annotations": parts}]}),
     ]
 
 

@@ -14,7 +14,7 @@ from openai.types.responses import response_create_params
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_esft.errors import BadBodyError
-from sgl_esft.fields import request_classes, table
+from sgl_esft.fields import check, request_classes, table
 from sgl_esft.fields.check import check_fields
 from sgl_esft.fields.described import DESCRIBED, INTERNAL
 from sgl_esft.fields.rules import BodyRules, ModelBounds
@@ -189,6 +189,20 @@ def test_a_field_that_sglang_adds_is_refused() -> None:
     part = table.part_of((Next,))
     assert part.fields["text"].refusal is None
     assert part.fields["opens_a_hole"].refusal is not None
+
+
+@dataclass
+class Rows:
+    """Objects at a depth where no class of SGLang's has them yet."""
+
+    messages: list[list[Next]] | None = None
+
+
+def test_objects_in_lists_of_lists_are_looked_into() -> None:
+    fields = table.part_of((Rows,))
+    check._check_part(fields, {"messages": [[{"text": "x"}]]}, BodyRules(), BOUNDS)
+    with pytest.raises(BadBodyError, match="opens_a_hole: not for clients"):
+        check._check_part(fields, {"messages": [[{"opens_a_hole": True}]]}, BodyRules(), BOUNDS)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.fast.access.asgi import (
     RING,
     SLOW_KEY,
     TENANT_KEY,
+    WOVEN_KEY,
     Inner,
     answered,
     bearer,
@@ -42,14 +43,16 @@ def inner() -> Inner:
     return Inner()
 
 
-def gate_before(status: int, *parts: bytes, kind: bytes = b"application/json") -> Gate:
+def gate_before(
+    status: int, *parts: bytes, kind: bytes = b"application/json", is_whole: bool = True
+) -> Gate:
     """A gate whose application gives this answer, without reading the request."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-type", kind)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for number, part in enumerate(parts, 1):
-            more = number < len(parts)
+            more = number < len(parts) or not is_whole
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
     behind = gate(Inner())
@@ -147,11 +150,12 @@ OF_TEXTS = {
 }
 
 
+@pytest.mark.parametrize("key", [TENANT_KEY, WOVEN_KEY])
 @pytest.mark.parametrize("path", sorted(request_classes.route_classes()))
-def test_the_base_model_is_not_for_a_key_of_some_adapters(path: str) -> None:
+def test_the_base_model_is_not_for_a_key_of_adapters(path: str, key: str) -> None:
     """On no route that runs it, however little is asked for."""
     for body in ({}, {"adapter": None}, {"model": "base"}):
-        answer = call(gate_before(200, b"{}"), "POST", path, bearer(TENANT_KEY), body)
+        answer = call(gate_before(200, b"{}"), "POST", path, bearer(key), body)
         assert answer.status == (200 if path in OF_TEXTS else 403), answer.body
 
 
@@ -434,6 +438,14 @@ def test_a_stream_that_says_nothing_pays_for_its_events() -> None:
     behind = gate_before(200, *events, kind=b"text/event-stream")
     asyncio.run(leaving(behind, "/v1/chat/completions", b'{"input_ids": [1, 2]}'))
     assert level(behind) == 600 - 2 - 301  # 2 + 128 were reserved
+
+
+def test_a_stream_without_an_end_pays_for_its_events_whatever_it_said_before() -> None:
+    said = b'data: {"usage": {"prompt_tokens": 2, "completion_tokens": 1}}\n\n'
+    events = [said, *[b"data: {}\n\n"] * 300]
+    behind = gate_before(200, *events, kind=b"text/event-stream", is_whole=False)
+    asyncio.run(leaving(behind, "/v1/chat/completions", b'{"input_ids": [1, 2]}'))
+    assert level(behind) == 600 - 2 - 301
 
 
 def test_probes_of_the_model_do_not_use_up_the_other_probes(inner: Inner) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,16 @@ def test_a_file_that_others_can_use(mode: int, write: Write) -> None:
     path = write(one())
     path.chmod(mode)
     with pytest.raises(ConfigError, match="chmod 600"):
+        keys.read_keys_file(path)
+
+
+def test_a_file_of_another_user(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(one())
+    keys.read_keys_file(path)
+    theirs = list(path.stat())
+    theirs[stat.ST_UID] = 4242
+    monkeypatch.setattr(os, "fstat", lambda file: os.stat_result(theirs))
+    with pytest.raises(ConfigError, match="must be yours and nobody else's"):
         keys.read_keys_file(path)
 
 
