@@ -14,12 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from sglang.srt.managers.load_snapshot import ShmLoadSnapshotReader
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_esft import zoo
@@ -156,23 +158,60 @@ def memfd_bytes(pid: int) -> int:
     return sum(files.values())
 
 
+@dataclass
+class Walk:
+    """What was seen of a server that was scaled again and again under load."""
+
+    streams: list[Stream] = field(default_factory=list)
+    operations: list[dict[str, Any]] = field(default_factory=list)
+    capacities: list[list[int]] = field(default_factory=list)  # after each, by rank: KV tokens
+    most_bytes: int = 0  # of any device
+
+
 async def scale_under_load(
     server: Server, asks: Sequence[Ask], sizes: Sequence[int], num_streams: int
-) -> tuple[list[Stream], list[dict[str, Any]], int]:
-    """Scale again and again while requests run; returns streams, operations, most bytes seen."""
+) -> Walk:
+    """Scale to each of the sizes while requests run."""
     stop = asyncio.Event()
     load = asyncio.create_task(steady(server.url, asks, 6, stop))
-    operations: list[dict[str, Any]] = []
-    most_bytes = 0
+    walk = Walk()
     for size in sizes:
         await asyncio.sleep(1)
-        operations.append(await scale(server.url, {"dp_size": size}))
+        walk.operations.append(await scale(server.url, {"dp_size": size}))
         used = await asyncio.to_thread(worker_bytes, server)
-        most_bytes = max([most_bytes, *used.values()])
+        walk.most_bytes = max([walk.most_bytes, *used.values()])
+        walk.capacities.append(await asyncio.to_thread(kv_capacities, server, size))
     while count_finished(load) < num_streams and not load.done():
         await asyncio.sleep(0.2)
     stop.set()
-    return await load, operations, most_bytes
+    walk.streams = await load
+    return walk
+
+
+def kv_capacities(server: Server, num_ranks: int) -> list[int]:
+    """KV tokens of each rank, as SGLang's own schedulers write them down with each batch.
+
+    Where they do not say yet what the server does, they have some batches' time to.
+    """
+    reader = ShmLoadSnapshotReader(str(loads_of(server)), num_ranks)
+    deadline = time.monotonic() + 10
+    try:
+        while True:
+            told = [load.max_total_num_tokens for load in reader.read_all()]
+            if told == serving(server)["kv_tokens"] or time.monotonic() > deadline:
+                return told
+            time.sleep(0.1)
+    finally:
+        reader.close()
+
+
+def loads_of(server: Server) -> Path:
+    """The file into which the serving instance's ranks write their loads."""
+    answer = requests.get(f"{server.url}/v1/instances", timeout=30).json()["serving"]
+    commands = map(command_line, family(server.process.pid))
+    worker = next(words for words in commands if "sgl_elastic.memory.worker" in words)
+    folder = Path(worker[worker.index("--socket") + 1]).parent
+    return folder / f"{answer['instance_id']}.loads"
 
 
 def count_finished(load: asyncio.Task[list[Stream]]) -> int:
@@ -216,18 +255,17 @@ def check_scales(
     sizes: Sequence[int],
     num_streams: int = NUM_STREAMS,
 ) -> None:
-    streams, operations, most_bytes = asyncio.run(
-        scale_under_load(server, asks, sizes, num_streams)
-    )
-    assert [operation["state"] for operation in operations] == ["succeeded"] * len(sizes), (
-        operations
-    )
-    assert len(streams) >= num_streams
-    assert_all_equal(streams, expected)
-    assert_spanning(streams, operations)
-    assert most_bytes <= DEVICE_MEMORY * 1.03
-    for operation, before in zip(operations, [1, *sizes], strict=False):
-        assert_as_planned(operation, before)
+    before = kv_capacities(server, 1)
+    walk = asyncio.run(scale_under_load(server, asks, sizes, num_streams))
+    states = [operation["state"] for operation in walk.operations]
+    assert states == ["succeeded"] * len(sizes), walk.operations
+    assert len(walk.streams) >= num_streams
+    assert_all_equal(walk.streams, expected)
+    assert_spanning(walk.streams, walk.operations)
+    assert walk.most_bytes <= DEVICE_MEMORY * 1.03
+    capacities = [before, *walk.capacities]
+    for operation, (old, new) in zip(walk.operations, pairwise(capacities), strict=True):
+        assert_as_planned(operation, old, new)
 
 
 def assert_spanning(streams: Sequence[Stream], operations: Sequence[Mapping[str, Any]]) -> None:
@@ -280,7 +318,10 @@ def assert_handed_over(
         assert found["copied_kv_slots"] == 0
 
 
-def assert_as_planned(operation: Mapping[str, Any], before: int) -> None:
+def assert_as_planned(
+    operation: Mapping[str, Any], old_capacities: list[int], new_capacities: list[int]
+) -> None:
+    """`..._capacities`: what the ranks had before and have now."""
     plan = operation["plan"]
     copied: Counter[tuple[int, int]] = Counter()  # by link, as the memory workers counted
     for step in operation["steps"]:
@@ -290,11 +331,12 @@ def assert_as_planned(operation: Mapping[str, Any], before: int) -> None:
     assert copied == links
     assert copied.total() == plan["copied_bytes"]
     old, new = plan["old"], plan["new"]
-    assert len(old["device_ids"]) == before
+    assert len(old["device_ids"]) == len(old_capacities)
     counts = [new["homes"].count(device) for device in new["device_ids"]]
     assert max(counts) - min(counts) <= 2  # whole groups of two experts
-    wider = len(new["device_ids"]) > before
-    assert (new["kv_tokens"][0] > old["kv_tokens"][0]) == wider  # freed experts become KV
+    assert new["kv_tokens"] == new_capacities
+    wider = len(new_capacities) > len(old_capacities)
+    assert (new_capacities[0] > old_capacities[0]) == wider  # freed experts become KV
 
 
 def test_an_adapter_loaded_at_one_size_is_there_at_another(
@@ -547,9 +589,10 @@ def test_fifty_random_scalings_leave_nothing_behind(
     wait_for_standbys(elastic, {2, 3})
     before = Held.by(elastic)
     sizes = [rng.randint(1, MAX_DEVICES) for _ in range(49)] + [1]
-    streams, operations, _ = asyncio.run(scale_under_load(elastic, asks, sizes, MANY_STREAMS))
-    assert {operation["state"] for operation in operations} == {"succeeded"}, operations
-    assert_all_equal(streams, expected)
+    walk = asyncio.run(scale_under_load(elastic, asks, sizes, MANY_STREAMS))
+    states = {operation["state"] for operation in walk.operations}
+    assert states == {"succeeded"}, walk.operations
+    assert_all_equal(walk.streams, expected)
     wait_for_standbys(elastic, {2, 3})
     after = Held.by(elastic)
     assert after.num_fds <= before.num_fds + 4  # connections that clients have just left
