@@ -64,17 +64,17 @@ class NodeAgent:
         """What the front signs; the private key stays in this process."""
         return self._key.public
 
-    def join(self, certificate: str, authority: str) -> None:
-        """From now on the node has tunnels. Raises ElasticConfigError for another's certificate."""
+    def join(self, certificate: str, authority: str) -> tuple[str, str, int]:
+        """From now on the node has tunnels: its folder, and the address of its gateway.
+
+        Raises ElasticConfigError for another's certificate.
+        """
         identity = self._key.identity(certificate, authority)
         with self._lock:
             if self._joined is not None:
                 raise ElasticConfigError(f"{self._host} has joined a server already")
             self._joined = Tunnels(identity, self._host)
-
-    def where(self) -> tuple[str, str, int]:
-        """The node's folder; the address of its gateway."""
-        return (str(self._directory), *self._tunnels.address)
+        return (str(self._directory), *self._joined.address)
 
     # ---- sockets ----
 

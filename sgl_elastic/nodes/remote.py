@@ -99,8 +99,7 @@ class Node:
         """Sign its key; where it is then found."""
         try:
             certificate = authority.sign(str(self.call("public_key")), host)
-            self.call("join", certificate, authority.certificate)
-            found: tuple[str, str, int] = self.call("where")
+            found: tuple[str, str, int] = self.call("join", certificate, authority.certificate)
             return found
         except ElasticError as error:
             self._agent.end()

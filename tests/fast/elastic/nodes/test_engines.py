@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from sgl_elastic import wire
 from sgl_elastic.errors import (
     ElasticConfigError,
+    ElasticInternalError,
     EngineFailedError,
     MemoryWorkerError,
     NodeLostError,
@@ -54,7 +55,7 @@ class Direct:
         if self.is_lost:
             raise NodeLostError("its agent has ended")
         if self.is_old and method == "join":
-            return None
+            raise ElasticInternalError("an agent failed at join: it has no such method")
         answer = getattr(self.agent, method)(*arguments)
         self.said += [method, *arguments, answer]
         return answer
