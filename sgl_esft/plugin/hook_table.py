@@ -398,6 +398,14 @@ WEAVE_OVERRIDES: tuple[Hook, ...] = (
         "SGLang would load it beside whoever loads it, and name all adapters to who asks for one",
         remove_when="SGLang holds an adapter from its load to its use",
     ),
+    around(
+        f"{_TOKENIZER}._release_lora_once",
+        registry_hooks.release,
+        "self state",
+        why="SGLang gives back an id that a request which failed early never had, in a task whose "
+        "TypeError nobody hears until the log has it, with a traceback",
+        remove_when="SGLang releases what a request has acquired only",
+    ),
 )
 
 # With weaving too.

@@ -2,11 +2,12 @@
 
 POST /load_lora_adapter, /unload_lora_adapter -> [load, unload] -> lifecycle/sglang_engine.py
 a request's adapters -> [resolve]: loaded if need be, by whoever loads for requests, and held
+a request's end -> [release]
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sized
+from collections.abc import Awaitable, Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ async def resolve(manager: Any, obj: Any) -> None:
     # Requests of a batch that SGLang has taken apart already.
     for place, single in obj.__dict__.get("_sub_obj_cache", {}).items():
         single.lora_id = obj.lora_id[place] if isinstance(obj.lora_id, list) else obj.lora_id
+
+
+def release(original: Callable[[Any, Any], Any], manager: Any, state: Any) -> Any:
+    """Around SGLang's: a request that ends before `resolve` holds no adapter to give back."""
+    return None if getattr(state.obj, "lora_id", None) is None else original(manager, state)
 
 
 def _folders(manager: Any) -> dict[str, str]:

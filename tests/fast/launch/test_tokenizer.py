@@ -125,6 +125,7 @@ def test_with_weaving_and_elastic(environment: pytest.MonkeyPatch) -> None:
         "load_lora_adapter_from_tensors",
         "unload_lora_adapter",
         "_resolve_lora_path",
+        "_release_lora_once",
         "_init_req_state",
         "_create_tokenized_object",
         "collect_metrics",
@@ -134,6 +135,34 @@ def test_with_weaving_and_elastic(environment: pytest.MonkeyPatch) -> None:
     tokenizer.check_is(object.__new__(found), found)
     with pytest.raises(HookError, match="SGLang serves with TokenizerManager"):
         tokenizer.check_is(object.__new__(sglang_manager.TokenizerManager), found)
+
+
+@pytest.mark.parametrize("adapter_id", [None, "of-a-request-that-was-resolved"])
+def test_only_what_a_request_holds_is_given_back(
+    environment: pytest.MonkeyPatch, adapter_id: str | None
+) -> None:
+    """By SGLang's own way for requests that fail before they are sent."""
+    EsftConfig(1, 1).export()
+    manager: Any = object.__new__(tokenizer.manager_class())
+    released: list[str | list[str]] = []
+
+    async def release(lora_id: str | list[str]) -> None:  # as SGLang's registry does
+        if not isinstance(lora_id, (str, list)):
+            raise TypeError("lora_id must be either a string or a list of strings.")
+        released.append(lora_id)
+
+    async def fail() -> list[object]:
+        request = SimpleNamespace(lora_path="math", lora_id=adapter_id)
+        state = SimpleNamespace(obj=request, lora_released=False, dispatched=False)
+        manager.enable_lora, manager.lora_registry = True, SimpleNamespace(release=release)
+        manager._lora_release_tasks, manager.encoder_dispatch_ready = set(), {}
+        manager.rid_to_state = {"rid": state}
+        manager._release_req_states_on_failure({"rid": state})
+        assert manager.rid_to_state == {}
+        return await asyncio.gather(*manager._lora_release_tasks, return_exceptions=True)
+
+    assert asyncio.run(fail()) == ([] if adapter_id is None else [None])
+    assert released == ([] if adapter_id is None else [adapter_id])
 
 
 def test_sglang_makes_its_signal_handler_of_ours(environment: pytest.MonkeyPatch) -> None:
