@@ -14,8 +14,11 @@ import pytest
 import sgl_esft
 import sgl_esft_kernels
 from tests.repo.tree import ROOT
+from tests.support.terminal import OF_SETUP
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -25,8 +28,7 @@ def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Compl
 
 
 def run_setup(checkout: Path, python: str) -> subprocess.CompletedProcess[str]:
-    path = "/usr/local/bin:/usr/bin:/bin"
-    return run("scripts/setup.sh", cwd=checkout, PATH=path, PYTHON=python)
+    return run("scripts/setup.sh", cwd=checkout, PATH=PATH, PYTHON=python)
 
 
 def test_kernels_folder_does_not_pose_as_the_package_of_that_name() -> None:
@@ -92,6 +94,27 @@ def test_setup_does_nothing_when_the_stamp_fits(checkout: Path) -> None:
 
     (checkout / "requirements/cpu.txt").write_text("other==1\n")
     assert run_setup(checkout, python="/bin/false").returncode == 1
+
+
+_SETUP_WITHOUT_INSTALLING = """
+source scripts/setup.sh
+make_venv() { mkdir -p .venv/bin && ln -s /bin/true .venv/bin/python; }
+pip_install() { [[ $* != *torch-cpu* || $* == *index-url* ]]; }  # the longest way: a second index
+build_csrc() { touch "$1"; }
+main
+"""
+
+
+def test_a_first_setup_is_few_lines(checkout: Path) -> None:
+    """With those of the server, which tests/full/test_terminal.py counts, 15 at most."""
+    done = run(
+        "bash", "-c", _SETUP_WITHOUT_INSTALLING, cwd=checkout, PATH=PATH, PYTHON=sys.executable
+    )
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, len(lines)) == (0, "", OF_SETUP), lines
+    numbers = [line.split()[1] for line in lines if line.startswith("setup: [")]
+    assert numbers == [f"[{number}/{len(numbers)}]" for number in range(1, len(numbers) + 1)]
+    assert run_setup(checkout, python="/bin/false").stdout == "", "the second finds its stamps"
 
 
 @pytest.mark.parametrize("name", (ROOT / "scripts/browsers.txt").read_text().split())

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from tests.support.servers import ROOT
 
+MOST_LINES = 15  # of a first `make serve`, until it is ready
+OF_SETUP = 6  # of those
+
 
 @dataclass
 class Terminal:
