@@ -40,11 +40,11 @@ class Bench:
         self.num_said = 0
         self.carried_out: list[m.ToRank] = []
         self.rank._carry_out = self.carry_out  # type: ignore[method-assign]
-        self.rank._grow_kv = lambda scheduler, num_tokens: 5  # type: ignore[method-assign]
+        self.rank._grow_kv = lambda scheduler, num_tokens: m.RankDone(num_copied_slots=5)  # type: ignore[method-assign]
 
-    def carry_out(self, scheduler: object, instruction: m.ToRank) -> int:
+    def carry_out(self, scheduler: object, instruction: m.ToRank) -> m.RankDone:
         self.carried_out.append(instruction)
-        return 0
+        return m.RankDone()
 
     def says(self, *messages: m.ToRank) -> None:
         for message in messages:
@@ -72,6 +72,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(kv_handover, "sequences_of", lambda scheduler: ())
+    monkeypatch.setattr(kv_handover, "num_slots", lambda scheduler: 0)
     monkeypatch.setattr(sglang_api, "waiting_requests", lambda scheduler: [])
     monkeypatch.setattr(sglang_api, "resume_paused", lambda scheduler: None)
     bench = Bench()
@@ -99,7 +100,7 @@ def test_a_serving_rank_refuses_what_only_a_parked_one_does(bench: Bench) -> Non
     bench.polls(2)
     assert bench.hears() == m.Failed("EngineFailedError", "Detach while serving", 1)
     done = bench.hears_done()
-    assert (done.num_bytes, done.number) == (5, 2)
+    assert (done.num_copied_slots, done.number) == (5, 2)
 
 
 def test_a_parked_rank_answers_each_instruction_by_its_number(bench: Bench) -> None:

@@ -225,12 +225,11 @@ def test_only_what_is_in_no_layer_anywhere_is_read() -> None:
 
 
 def test_a_plan_that_reads_what_a_device_has_is_wrong() -> None:
-    made = planned(TWO, Loss((1,), held={0: whole(4, 5, 6)}), (0,))
-    read = made.before[-1]
-    assert read.expert_ids == (7,)
-    ids = (6, 7)
-    assert not read.parts
-    num_bytes = expert_bytes(SHAPE, ids, (ADAPTER,))
-    wrong = replace(made, before=(replace(read, expert_ids=ids, num_bytes=num_bytes),))
+    three = Placement((0, 1, 2), (0, 0, 0, 1, 1, 1, 2, 2), (300, 300, 300))
+    made = planned(three, Loss((1,), held={0: whole(3, 4, 5)}), (0, 2))
+    mapped, copy = made.before
+    assert copy.kind is StepKind.COPY_EXPERTS
+    read = replace(copy, kind=StepKind.READ_EXPERTS, source_id=-1)
+    wrong = replace(made, before=(mapped, read))
     with pytest.raises(PlanError, match=r"which a device has"):
         check(wrong, SHAPE, (ADAPTER,), PLENTY)
