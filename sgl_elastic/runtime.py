@@ -241,21 +241,24 @@ class Runtime:
         while not self._stopping.is_set():
             self._wanted.wait()
             self._wanted.clear()
-            try:
-                self.spares.fill(self._may_not_start)
-                manager.keep_standbys(self._may_not_start)
-                observed.set(self.spares.seen())
-                pause_s = _FIRST_PAUSE_S
-                if self._may_not_start():  # something may be left to start
-                    self._stopping.wait(_FIRST_PAUSE_S)
-                    self._wanted.set()
-            except Exception:  # the thread's main loop: a standby less is no outage
-                if self._stopping.is_set():
-                    return  # it ended with the server
-                logger.exception("elastic: a spare or a standby could not be started")
+            has_failed = [self._fails(keep) for keep in (self.spares.fill, manager.keep_standbys)]
+            if self._stopping.is_set():
+                return
+            observed.set(self.spares.seen())
+            if any(has_failed) or self._may_not_start():  # something may be left to start
                 self._stopping.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 self._wanted.set()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if any(has_failed) else _FIRST_PAUSE_S
+
+    def _fails(self, keep: Callable[[Callable[[], bool]], None]) -> bool:
+        """Start what is missing of one kind; whether that failed."""
+        try:
+            keep(self._may_not_start)
+        except Exception:  # of the thread's main loop: a standby less is no outage
+            if not self._stopping.is_set():  # else it ended with the server
+                logger.exception("elastic: a spare or a standby could not be started")
+            return True
+        return False
 
     def _may_not_start(self) -> bool:
         """Whether to start nothing that only might be needed: a scale needs the processors."""

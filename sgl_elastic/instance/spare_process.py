@@ -55,10 +55,14 @@ _SPARE, _INSTANCE = "sgl_elastic.instance.spare_process", "sgl_elastic.instance.
 def main() -> int:
     """Serve the front until it ends. Returns the exit status."""
     parent = process.open_process(os.getppid())
+    if _is_cut_off():
+        return 0  # the front ended first, and `parent` is somebody else
     _take_title(_SPARE)  # the first time, which must be before the environment changes
     ending.ignore_ends()
     with _ending_with(parent):
         process.import_engine()
+    if reason := _why_not():
+        sys.exit(f"no spare: {reason}")
     gc.collect()
     gc.freeze()  # a collection in a copy would write to all these pages, and own them then
     channel = spare_channel(sys.stdin.fileno(), ToSpare, "the front")
@@ -77,8 +81,8 @@ def _answer(channel: SpareChannel[ToSpare], parent: int) -> None:
     if isinstance(message, WaitFor):
         channel.send(Ended(_wait_for(message.pid)))
         return
-    if (num_threads := sum(1 for _ in Path("/proc/self/task").iterdir())) != 1:
-        channel.send(Refused(f"it has {num_threads} threads, and a copy would have one"))
+    if reason := _why_not():
+        channel.send(Refused(reason))
         return
     pid = os.fork()
     if pid == 0:
@@ -89,6 +93,19 @@ def _answer(channel: SpareChannel[ToSpare], parent: int) -> None:
         channel.send(Born(pid), [pidfd])
     finally:
         os.close(pidfd)
+
+
+def _is_cut_off() -> bool:
+    """Whether the front's end of the socket pair is closed."""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), 0)  # the end of both directions is always told
+    return bool(poll.poll(0))
+
+
+def _why_not() -> str:
+    """Why this process must not be copied; "" if it may."""
+    num_threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    return "" if num_threads == 1 else f"it has {num_threads} threads, and a copy would have one"
 
 
 def _wait_for(pid: int) -> int:

@@ -216,6 +216,7 @@ class SparePool:
             except EngineFailedError as error:
                 logger.warning("elastic: a spare is of no use: %s", error)
                 self._drop(spare)
+                self._on_lost()
         if self._is_closed:
             raise EngineFailedError(f"instance {name} is not started: the server ends")
         return supervise.start(spec, own)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -33,6 +34,11 @@ def become(spec: InstanceSpec) -> int:
     return 3
 
 
+def start_a_thread() -> None:
+    """Which a copy would not have."""
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
 def import_engine() -> None:
     """As LIGHT_SPARE says."""
     match os.environ.get("LIGHT_SPARE"):
@@ -41,7 +47,9 @@ def import_engine() -> None:
         case "numpy":
             importlib.import_module("numpy")
         case "threads":
-            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            start_a_thread()
+        case "threads later":
+            gc.freeze = start_a_thread
         case "imports long":
             time.sleep(60)
 

@@ -88,3 +88,50 @@ def test_a_standby_that_ends_with_the_server_is_no_fault(
     assert caplog.text.count("a spare or a standby could not be started") == (
         0 if server_ends else 2
     )
+
+
+def test_standbys_start_where_spares_cannot(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_elastic.runtime._FIRST_PAUSE_S", 0.0)
+    runtime = runtime_of(Paused().coordinator, [])
+    kept: list[str] = []
+
+    def fill(should_stop: Callable[[], bool]) -> None:
+        raise EngineFailedError("a hook is not in place")
+
+    class Keeping:
+        def keep_standbys(self, should_stop: Callable[[], bool]) -> None:
+            assert not should_stop()
+            kept.append("standbys")
+            if len(kept) == 3:
+                runtime._stopping.set()
+
+    monkeypatch.setattr(runtime.spares, "fill", fill)
+    runtime._wanted.set()
+    runtime._keep_ready(cast(Any, Keeping()), SpareMetrics(CollectorRegistry()))
+    assert len(kept) == 3, "a spare is tried again, and standbys are looked after each time"
+    assert caplog.text.count("EngineFailedError: a hook is not in place") == 3
+
+
+def test_nothing_is_started_during_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs the processors; what is left is started after it."""
+    monkeypatch.setattr("sgl_elastic.runtime._FIRST_PAUSE_S", 0.01)
+    paused = Paused()
+    runtime = runtime_of(paused.coordinator, [])
+    asked: list[bool] = []
+
+    class Keeping:
+        def keep_standbys(self, should_stop: Callable[[], bool]) -> None:
+            asked.append(should_stop())
+            if asked[-1]:
+                paused.go_on.set()
+            else:
+                runtime._stopping.set()
+
+    paused.coordinator.submit(UP)
+    assert paused.reached.wait(WAIT_S)
+    runtime._wanted.set()
+    runtime._keep_ready(cast(Any, Keeping()), SpareMetrics(CollectorRegistry()))
+    assert asked[0]
+    assert not asked[-1]

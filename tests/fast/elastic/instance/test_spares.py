@@ -201,24 +201,27 @@ def test_a_spare_that_dies_is_replaced_and_its_copies_go_on(scene: Scene) -> Non
     assert instance.returncode == UNKNOWN_STATUS
 
 
-@pytest.mark.parametrize("fault", ["fails", "threads", "stopped"])
+@pytest.mark.parametrize("fault", ["fails", "threads", "threads later", "stopped"])
 def test_a_spare_of_no_use_stops_no_instance(
     scene: Scene, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It starts as it would without spares, and the spare is gone."""
     pool = scene.pool(LIGHT_SPARE=fault)
-    if fault == "fails":
+    if fault in ("fails", "threads"):
         with pytest.raises(EngineFailedError, match="closed the connection"):
             pool.fill(lambda: False)
         pool.begin()
     else:
         pool.fill(lambda: False)
+    if fault == "threads later":
+        assert pool.seen()
     if fault == "stopped":
         monkeypatch.setattr("sgl_elastic.instance.spares.TIMEOUT_S", 0.2)
         stop_process(pool.seen()[0].pid)
     instance = scene.instance(pool, "i1", FOREVER)
     assert scene.instead == [instance]
     assert pool.seen() == ()
+    assert scene.lost.acquire(timeout=10.0), "so that another one is started"
 
 
 def test_a_closed_pool_starts_nothing(scene: Scene) -> None:
