@@ -26,6 +26,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -157,6 +158,8 @@ def _ending_with(parent: int) -> Iterator[None]:
     finally:
         os.close(writable)
         thread.join()
+        while Path(f"/proc/self/task/{thread.native_id}").exists():
+            time.sleep(0.001)  # to Python a thread has ended a moment before it has
         os.close(readable)
 
 
