@@ -10,6 +10,7 @@ Messages name a field and its bounds, never what a client sent in it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from sgl_esft.access.ask import Ask, Document, ask_of, flat, sampling_parts
@@ -33,6 +34,7 @@ MEDIA_PARTS: Final = frozenset(
         "video_url",
     }
 )
+_HOLDS_PARTS: Final = ("content", "output")
 # Arguments of transformers' apply_chat_template. What a body gives to it is passed on as such, and
 # one is another template: a program, which runs in the process that serves HTTP and need not end.
 # SGLang looks for it on some of its routes only.
@@ -119,11 +121,20 @@ def _check_one_for_each_prompt(path: str, document: Document, prompts: Prompts) 
 
 
 def _check_no_media_parts(document: Document) -> None:
-    for field in ("messages", "input"):
-        messages = document.get(field)
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else ():
-                kind = part.get("type") if isinstance(part, dict) else None
-                if isinstance(kind, str) and kind in MEDIA_PARTS:
-                    raise BadBodyError(f"{field}: the model takes text only")
+    for field in ("messages", "input", "system"):
+        if any(map(_is_media, _parts(document.get(field)))):
+            raise BadBodyError(f"{field}: the model takes text only")
+
+
+def _parts(value: object) -> Iterator[Document]:
+    """Messages, their parts, and what results of tools hold."""
+    for each in value if isinstance(value, list) else ():
+        if isinstance(each, dict):
+            yield each
+            for name in _HOLDS_PARTS:
+                yield from _parts(each.get(name))
+
+
+def _is_media(part: Document) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and kind in MEDIA_PARTS

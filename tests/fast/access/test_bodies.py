@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from sgl_esft.access import ask as asking
@@ -20,6 +21,7 @@ from sgl_esft.fields import request_classes, table
 from sgl_esft.fields.described import CONTEXT, DESCRIBED, INTERNAL, MAX_PARTS, MEDIA
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.http.body import MAX_DEPTH, MAX_OBJECTS, parse
+from tests.support.request_fuzz.cases import BODIES
 
 BOUNDS = ModelBounds(vocab_size=300, context_length=1000)
 RULES = BodyRules()
@@ -260,6 +262,38 @@ def test_what_a_server_can_be_started_to_take(body: dict[str, Any]) -> None:
     ask(body, EVERYTHING)
     with pytest.raises(BadBodyError):
         ask(body)
+
+
+def test_the_fuzzers_small_bodies_are_right() -> None:
+    """One that is refused would be refused whatever else is put into it."""
+    for path, body in BODIES.items():
+        ask(body, path=path)
+        kind, *_ = request_classes.route_classes().get(path, (None,))
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind.model_validate({**body})  # SGLang fills it
+
+
+PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/x.png"}}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [PICTURE]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"system": [PICTURE]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [PICTURE]}]}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [RESULT]}]},
+        ),
+        ("/v1/responses", {"input": [{"type": "input_image", "image_url": "x"}]}),
+        ("/v1/responses", {"input": [{"type": "function_call_output", "output": [PICTURE]}]}),
+    ],
+)
+def test_media_are_refused_wherever_they_are(path: str, body: dict[str, Any]) -> None:
+    ask(body, EVERYTHING, path)
+    with pytest.raises(BadBodyError, match=f"{next(iter(body))}: the model takes text only"):
+        ask(body, path=path)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ _CHAT: Final[Json] = {
     "messages": [{"role": "user", "content": "x"}],
     "max_tokens": 2,
 }
+_YES_NO: Final[Json] = {"id": "q", "type": "yes_no", "question": "x"}
+_NOUL: Final[Json] = {"type": "noul", "instructions": "x"}
 _FEW: Final[Json] = {"max_new_tokens": 2, "temperature": 0}
 # A small body that is right, of every open route that takes one.
 BODIES: Final[Mapping[str, Json]] = MappingProxyType(
@@ -69,7 +71,7 @@ BODIES: Final[Mapping[str, Json]] = MappingProxyType(
         "/v1/chat/completions": _CHAT,
         "/v1/classify": {"model": "base", "input": "x"},
         "/v1/completions": {"model": "base", "prompt": "x", "max_tokens": 2},
-        "/v1/decisions": {"model": "base", "questions": ["x"], "max_tokens": 2},
+        "/v1/decisions": {"model": "base", "input": "x", "questions": [_YES_NO]},
         "/v1/detokenize": {"model": "base", "tokens": [5, 6]},
         "/v1/embeddings": {"model": "base", "input": "x"},
         "/v1/messages": _CHAT,
@@ -77,7 +79,7 @@ BODIES: Final[Mapping[str, Json]] = MappingProxyType(
         "/v1/responses": {"model": "base", "input": "x", "max_output_tokens": 2},
         "/v1/responses/{response_id}/cancel": {},
         "/v1/score": {"model": "base", "query": "x", "items": ["y"], "label_token_ids": [5, 6]},
-        "/v1/systemone": {"model": "base", "questions": ["x"], "max_tokens": 2},
+        "/v1/systemone": {"model": "base", "state": "x", "questions": {"q": _NOUL}},
         "/v1/tokenize": {"model": "base", "prompt": "x"},
     }
 )
