@@ -103,7 +103,7 @@ class Inner:
         return Starlette(
             routes=[
                 *(Route(path, endpoint, methods=any_method) for path, endpoint in special.items()),
-                WebSocketRoute("/v1/realtime", self.websocket),
+                WebSocketRoute("/{path:path}", self.websocket),
                 Route("/{path:path}", self.answer, methods=any_method),
             ]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -513,6 +514,16 @@ def websocket_call(app: Any, path: str, headers: list[tuple[str, str]]) -> list[
     scope = {**scope_of("GET", path, headers), "type": "websocket", "subprotocols": []}
     asyncio.run(app(scope, receive, send))
     return [message["type"] for message in sent]
+
+
+def test_no_path_but_realtime_takes_a_websocket(inner: Inner) -> None:
+    """Whoever asks, also where an admin has turned on all that is off."""
+    app = gate(inner, Policy(keys=RING, table=RouteTable(TABLE)))
+    for path, key in itertools.product(TABLE, (CLIENT_KEY, ADMIN_KEY)):
+        if path != "/v1/realtime":
+            asked = websocket_call(app, path, [HOST, ("x-api-key", key)])
+            assert asked == ["websocket.close"], (path, key)
+    assert inner.seen == []
 
 
 def test_websockets_go_by_the_table_too(inner: Inner) -> None:

@@ -197,3 +197,20 @@ def test_a_session_names_its_earlier_requests() -> None:
     _, answer = asyncio.run(begin(Manager(), ADMIN, unnamed))
     later = one(session_params={"id": "s", "rid": answer["meta_info"]["id"]})
     assert seen(ADMIN, later).session_params["rid"] == unnamed.rid
+
+
+def test_sessions_of_two_keys_have_no_request_in_common() -> None:
+    other = Asker("other", is_admin=True)
+    inside = [
+        seen(asker, one("turn 1", session_params={"id": "s"})).rid for asker in (ADMIN, other)
+    ]
+    assert len(set(inside)) == 2
+    then = seen(other, one("turn 2", session_params={"id": "s", "rid": "turn 1"}))
+    assert then.session_params["rid"] == inside[1]
+
+
+def test_what_a_word_means_is_told_by_no_other_word_and_no_other_server() -> None:
+    meant = [
+        book.digest(A, kind, "word") for book in (IdBook(), IdBook()) for kind in ("rid", "salt")
+    ]
+    assert len(set(meant)) == 4

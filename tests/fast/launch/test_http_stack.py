@@ -17,13 +17,16 @@ from fastapi.middleware.cors import CORSMiddleware
 from sgl_esft.access.gate import Policy
 from sgl_esft.access.keys import KeyRing
 from sgl_esft.errors import DrainingError, EsftError, UndeclaredRouteError
+from sgl_esft.http import request_ids
 from sgl_esft.http.adapter_names import ADAPTER_ROUTES, KnownNames
 from sgl_esft.http.classes import RouteTable
+from sgl_esft.http.request_ids import Asker
 from sgl_esft.lifecycle.registry import AdapterGoneError
 from sgl_esft.plugin.registry_hooks import refuse_empty
 from sgl_esft_launch.access import AccessPlan
 from tests.fast.access.asgi import ADMIN_KEY, CLIENT_KEY, NAMES, RING, TENANT_KEY
 from tests.fast.http.stack import OPEN, Call, Control, answers, install, statuses
+from tests.support.request_fuzz.cases import BODIES
 
 KEYED = AccessPlan(Policy(keys=RING), None, lambda: RING)
 TEXT = {"text": "x"}
@@ -251,3 +254,46 @@ def test_what_a_hook_refuses_on_purpose_is_answered_by_name() -> None:
     answer = failing("/separate_reasoning", as_if_in(SGLANG, refuse_on_purpose))
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "EmptyPromptError")
     assert issubclass(AdapterGoneError, ValueError)  # as SGLang's own routes catch it
+
+
+SESSIONS: dict[str, tuple[Any, ...]] = {
+    "/generate": ({"session_params": {"id": "s"}}, {"session_id": "s"}),
+    "/v1/chat/completions": ({"session_params": {"id": "s"}}, {"session_id": "s"}),
+    "/v1/completions": ({"session_params": {"id": "s"}}, {"session_id": "s"}),
+    "/v1/responses": ({"session_id": "s"},),
+}
+
+
+@pytest.mark.parametrize("path", SESSIONS)
+def test_sessions_are_for_the_admin_key(path: str) -> None:
+    server = Server()
+    server.app.add_api_route("/v1/responses", server._note, methods=["POST"])
+    for field in SESSIONS[path]:
+        calls = [("POST", path, key, {**BODIES[path], **field}) for key in (CLIENT_KEY, ADMIN_KEY)]
+        refused, taken = asyncio.run(answers(server.app, calls))
+        assert refused.status_code == 403
+        assert "sessions are for the admin key" in refused.text
+        assert taken.status_code == 200
+    assert len(server.bodies) == len(SESSIONS[path])  # the admin's
+
+
+def test_what_a_request_runs_knows_its_key() -> None:
+    server = Server()
+    told: list[Asker] = []
+
+    async def tell() -> None:
+        told.append(request_ids.asker())
+
+    for path in ("/v1/models", "/server_info", "/ready", "/health_generate"):
+        server.app.add_api_route(path, tell, methods=["GET"])
+    paths = (("/v1/models", CLIENT_KEY), ("/v1/models", TENANT_KEY), ("/server_info", ADMIN_KEY))
+    calls: list[Call] = [("GET", path, key, None) for path, key in paths]
+    calls += [("GET", "/ready", None, None), ("GET", "/health_generate", CLIENT_KEY, None)]
+    assert statuses(server.app, calls) == [200] * 5
+    assert told == [
+        Asker("client"),
+        Asker("tenant"),
+        Asker("admin", is_admin=True),
+        Asker("(public)"),
+        Asker("client", is_probe=True),
+    ]
