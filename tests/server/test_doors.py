@@ -81,6 +81,9 @@ def _bodies_with(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for field in ADDRESS_FIELDS:
             for value in (url, [url], {"url": url}):
                 yield route, {**body, field: value}
+        if route == "/v1/embeddings":
+            for kind in ("image", "video"):
+                yield route, {**body, "input": [{"text": "x", kind: url}]}
         messages = [name for name in ("messages", "input", "system") if name in body]
         more = {"/v1/messages": ["system"], "/tokenize": ["messages"], "/v1/tokenize": ["messages"]}
         for name in [*messages, *more.get(route, ())]:
@@ -97,8 +100,6 @@ def _parts(url: str) -> Iterator[dict[str, Any]]:
     yield {"type": "input_file", "file_url": url}
     for kind in ("image", "document"):
         yield {"type": kind, "source": {"type": "url", "url": url}}
-    yield {"text": "x", "image": url}
-    yield {"text": "x", "video": url}
 
 
 def _messages(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
