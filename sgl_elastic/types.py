@@ -100,6 +100,15 @@ class Placement:
         return self.kv_tokens[self.device_ids.index(device_id)]
 
 
+@dataclass(frozen=True, order=True)
+class ExpertCopy:
+    """One layer's copy of an expert, on a device that is not the expert's home."""
+
+    layer_id: int
+    expert_id: int
+    device_id: int
+
+
 class StepKind(StrEnum):
     """What one step does; all are idempotent."""
 
