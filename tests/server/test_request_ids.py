@@ -39,16 +39,17 @@ def test_a_key_may_call_requests_what_others_do(guarded: Guarded) -> None:
 
 
 def test_who_aborts_names_its_own(guarded: Guarded) -> None:
-    """A rid of another key, its beginning, or nothing: nobody's request ends."""
+    """A rid of another key, a beginning, or nothing: nobody's request ends."""
     others = open_stream(guarded.server, TENANT_KEY, LONG, rid="mine")
     own = open_stream(guarded.server, ADMIN_KEY, LONG, rid="mine too")
+    longer = open_stream(guarded.server, ADMIN_KEY, LONG, rid="mine too, and longer")
     for rid in ("mine", "m", "", "0"):
         answer = post(guarded.server, ADMIN_KEY, "/abort_request", {"rid": rid})
         assert answer.status_code == 200
     assert post(guarded.server, TENANT_KEY, "/abort_request", {"rid": "mine"}).status_code == 403
     post(guarded.server, ADMIN_KEY, "/abort_request", {"rid": "mine too"})
     assert own.finish().reason == "abort"
-    assert others.finish().num_tokens == LONG
+    assert [stream.finish().num_tokens for stream in (others, longer)] == [LONG, LONG]
 
 
 def test_every_route_answers_with_the_clients_ids(guarded: Guarded) -> None:
@@ -56,12 +57,12 @@ def test_every_route_answers_with_the_clients_ids(guarded: Guarded) -> None:
     listed = post(guarded.server, CLIENT_KEY, "/generate", {**batch, "rid": ["x", "y"]}).json()
     named = post(guarded.server, CLIENT_KEY, "/generate", {**batch, "rid": "x"}).json()
     assert [each["meta_info"]["id"] for each in listed + named] == ["x", "y", "x_0", "x_1"]
-    ask = {"model": "base", "max_tokens": 1, "rid": "mine"}
-    for route, prompt in (
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for route, asked in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "rid": "mine"}),
+        ("/v1/chat/completions", {**chat, "max_tokens": 1, "rid": "mine"}),
     ):
-        answer = post(guarded.server, CLIENT_KEY, route, {**ask, **prompt})
+        answer = post(guarded.server, CLIENT_KEY, route, {"model": "base", **asked})
         assert (answer.status_code, answer.json()["id"]) == (200, "mine"), answer.text
 
 
