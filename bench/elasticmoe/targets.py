@@ -43,7 +43,7 @@ TARGETS: Mapping[str, Mapping[str, Any]] = {
     "0 -> 0-1": {"dp_size": 2},
     "0-1 -> 1, 3": {"dp_size": 2, "device_ids": [1, 3]},
     "1, 3 -> 0-3": {"dp_size": 4},
-    "0-3 -> 3": {"dp_size": 1, "leave": [0, 1, 2]},
+    "0-3 -> 3": {"dp_size": 1, "device_ids": [3]},
     "3 -> 0, 2-3": {"dp_size": 3, "device_ids": [0, 2, 3]},
 }
 # The largest ratio to cold restart that a spare is there for.
