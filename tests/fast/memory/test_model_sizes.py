@@ -15,7 +15,13 @@ from tests.support.base_factory import random_base_config, write_random_base
 V2_LITE = Path(__file__).parents[2] / "data" / "deepseek-v2-lite.json"
 
 _BF16 = {"dtype": "bfloat16", "tie_word_embeddings": False}
-_GROUPED = {**_BF16, "num_key_value_heads": 4, "num_attention_heads": 32, "hidden_size": 2048}
+_GROUPED = {
+    **_BF16,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 32,
+    "hidden_size": 2048,
+    "num_experts_per_tok": 8,
+}
 
 # Published models: config entries that size them, and their published number of parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
