@@ -219,10 +219,12 @@ def test_what_needs_no_reading_may_have_changed(scene: Scene) -> None:
     assert [adapter.name for adapter in scene.hmm.adapters()] == ["b"]
 
 
-def test_with_no_device_left_all_of_it_is_read(scene: Scene) -> None:
+@pytest.mark.parametrize("is_serving", [True, False])
+def test_with_no_device_left_all_of_it_is_read(scene: Scene, is_serving: bool) -> None:
+    """The same devices come back, with other workers."""
     for device_id in (0, 1):
         kill(scene.hmm, device_id)
-    operation = scene.recovered(is_serving=False)
+    operation = scene.recovered(is_serving=is_serving)
     assert operation.state is OperationState.SUCCEEDED, operation
     assert scene.world.table[1].device_ids == (0, 1)
     assert {step.kind for step in scene.reads} == {StepKind.READ_TRUNK, StepKind.READ_EXPERTS}
