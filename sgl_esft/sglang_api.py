@@ -20,7 +20,6 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import (
-    AbortReq,
     GetInternalStateReq,
     LoadLoRAAdapterReqInput,
     LoRAUpdateOutput,
@@ -199,16 +198,6 @@ def adapter_manager(scheduler: Any) -> Any:
     return scheduler.tp_worker.model_runner.lora_manager
 
 
-def adapter_name(scheduler: Any, adapter_id: str) -> str | None:
-    """What requests call an adapter that this rank has; None if it has none of this id."""
-    manager = adapter_manager(scheduler)
-    if not hasattr(manager, "lora_refs"):
-        name: str | None = manager.name_of(adapter_id)
-        return name
-    ref = manager.lora_refs.get(adapter_id)  # SGLang's own manager, where nothing is woven
-    return None if ref is None else str(ref.lora_name)
-
-
 def reject_request(
     scheduler: Any, req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
 ) -> None:
@@ -236,16 +225,6 @@ def end_request(req: Any, message: str, status: int) -> None:
     kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
     req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
     req.finished_len = len(req.output_ids)
-
-
-def running_requests(scheduler: Any) -> list[Any]:
-    """Requests in batches of this rank that have not ended."""
-    return [req for req in scheduler.collect_inflight_reqs() if not req.finished()]
-
-
-def make_abort(rid: str, message: str) -> Any:
-    """SGLang's message that ends a request on every rank of its group."""
-    return AbortReq(rid=rid, abort_message=message)
 
 
 def device_of(scheduler: Any) -> torch.device:

@@ -146,7 +146,6 @@ VALUES_ONLY = {
     "collections",
     "dataclasses",
     "enum",
-    "functools",
     "itertools",
     "json",
     "math",

@@ -19,14 +19,6 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 QUADRATIC = "<tool_calls><tool_call>" * 6500  # 150 kB: 23 s of hunyuan's parser
 MANY_PROPERTIES = {f"p{number}": {"type": "string"} for number in range(8000)}  # 5 s of checks
 HELLO = [{"role": "user", "content": "hello"}]
-CALL_IN_CALL = "<tool_call><tool_call>f</tool_call></tool_call>"
-MANY_WAYS = "\n".join(  # token 30 takes 0.06 s, and each twice as many tokens 30 times that
-    [
-        "root ::= a{1,99}",
-        *(f"{rule} ::= {inner}{{1,99}}" for rule, inner in zip("abcd", "bcde", strict=True)),
-        'e ::= "a"{1,99}',
-    ]
-)
 LONG = "coffee " * 200_000  # 1.4 MB: 4 s of the tokenizer
 STREAMED = {
     "text": "coffee -> ",
@@ -128,42 +120,3 @@ def test_large_prompts_hold_up_nobody(guarded: Guarded) -> None:
     generated, completed, *others = _all_while_probed(guarded, calls)
     assert _errors([generated, completed]) == [(400, "PromptTooLongError")] * 2
     assert [each.status_code for each in others] == [400, 400], others[-1].text
-
-
-def test_a_grammar_that_reads_a_text_in_many_ways_holds_up_nobody(guarded: Guarded) -> None:
-    """Its seconds are the rank's, where the streams of all clients are."""
-    sampling = {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True, "ebnf": MANY_WAYS}
-    body = {"text": "tea -> ", "sampling_params": sampling}
-    expected, over = _streamed(guarded), threading.Event()
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(_post, guarded, "/generate", body) for _ in range(3)]
-        gaps = pool.submit(_longest_gap, guarded, over)
-        answers = [each.result() for each in asked]
-        over.set()
-    assert _errors(answers) == [(400, "GrammarTooSlowError")] * 3
-    assert gaps.result() < 1.0
-    assert _streamed(guarded) == expected
-
-
-def _longest_gap(guarded: Guarded, over: threading.Event) -> float:
-    """Seconds between two events of streams that follow each other."""
-    longest, headers = 0.0, {"Authorization": f"Bearer {TENANT_KEY}"}
-    while not over.is_set():
-        url = guarded.server.url + "/generate"
-        with requests.post(url, json=STREAMED, headers=headers, stream=True, timeout=60) as answer:
-            last = time.monotonic()
-            for _ in answer.iter_content(None):
-                now = time.monotonic()
-                longest, last = max(longest, now - last), now
-    return longest
-
-
-@pytest.mark.parametrize("text", [CALL_IN_CALL, "<tool_call>" * 40, "<tool_call>f" * 3])
-@pytest.mark.parametrize("parser", ["glm45", "glm47"])
-def test_tool_calls_in_tool_calls_are_no_500(guarded: Guarded, parser: str, text: str) -> None:
-    answer = _post(guarded, "/parse_function_call", _parse(text, parser))
-    assert (answer.status_code, answer.json()["calls"]) == (200, []), answer.text
-
-
-def _parse(text: str, parser: str) -> dict[str, Any]:
-    return {"text": text, "tools": TOOLS, "tool_call_parser": parser}
