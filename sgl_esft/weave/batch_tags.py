@@ -28,6 +28,15 @@ def tag_tokens(request_slots: Sequence[int], num_tokens_per_request: Sequence[in
     return slots.repeat_interleave(repeats)
 
 
+def rows_of_source(tags: torch.Tensor, source: int, num_adapters: int) -> torch.Tensor:
+    """[num_tokens] int32 adapter slots, -1 for the base -> rows of an expert map with sources.
+
+    Each source rank has a row for each adapter slot, then the base's.
+    """
+    first = source * (num_adapters + 1)
+    return torch.where(tags < 0, num_adapters, tags) + first
+
+
 class BatchTags:
     """The tags of the batch at hand.
 
