@@ -73,6 +73,7 @@ class EsftManager:
         self._num_dp_ranks = num_dp_ranks
         self._command_handler = RankCommandHandler(plane, group)
         self._source = group.rank if num_sources > 1 else None
+        self._num_sources = num_sources
         self.heat = heat  # None = experts are not counted
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
@@ -153,7 +154,7 @@ class EsftManager:
         slots = [BASE if i is None else self.plane.slot_of(i) for i in forward_batch.lora_ids or ()]
         local = tag_tokens(slots, _num_tokens_per_request(forward_batch, len(slots)))
         if self._source is not None:
-            local = rows_of_source(local, self._source, self.plane.num_slots)
+            local = rows_of_source(local, self._source, self.plane.num_slots, self._num_sources)
         real_tokens: int | torch.Tensor = local.shape[0]
         if self._gather_tags is None:
             self.tags.set(local)

@@ -17,9 +17,11 @@ from sgl_esft.weave.heat import HeatSampler
 from sgl_esft.weave.shared_layer import SharedLayer
 from sgl_esft.weave.slot_layout import SlotLayout
 from sgl_esft_kernels import reroute_unfused
+from sgl_esft_kernels.checks import check_values
 from tests.support.random_layers import PADDED, FakeFusedMoE, RandomExperts, Rank
 
-NUM_EXPERTS, NUM_ADAPTERS, MAX_SOURCES, NUM_RANKS = 8, 2, 4, 3
+NUM_EXPERTS, NUM_ADAPTERS, NUM_RANKS = 8, 2, 3
+MAX_SOURCES = 3  # as many as ranks: the last one's base is the map's last row
 HOMES = (5, 5, 5, 7, 7, 7, 2, 2)  # devices
 PLACEMENT = Placement((2, 5, 7), HOMES, (0, 0, 0))
 COPIES = (ExpertCopy(3, 0, 7), ExpertCopy(3, 0, 2), ExpertCopy(3, 4, 2), ExpertCopy(4, 1, 2))
@@ -45,12 +47,12 @@ def rank_layer(rank: int, copies: tuple[ExpertCopy, ...]) -> SharedLayer:
 def slots_by_rank(copies: tuple[ExpertCopy, ...], source: int) -> list[torch.Tensor]:
     """Of each rank: its slots for every (adapter or base, expert) of a source's tokens."""
     tags = torch.tensor([BASE, 0, 1], dtype=torch.int32)
-    rows = rows_of_source(tags, source, NUM_ADAPTERS)
+    rows = rows_of_source(tags, source, NUM_ADAPTERS, MAX_SOURCES)
     topk_ids = torch.arange(NUM_EXPERTS, dtype=torch.int32).repeat(3, 1)
-    return [
-        reroute_unfused(topk_ids, rows, rank_layer(rank, copies).expert_map.table)
-        for rank in range(NUM_RANKS)
-    ]
+    tables = [rank_layer(rank, copies).expert_map.table for rank in range(NUM_RANKS)]
+    for table in tables:
+        check_values(topk_ids, rows, table)  # native rerouting refuses what fails this
+    return [reroute_unfused(topk_ids, rows, table) for table in tables]
 
 
 @pytest.mark.parametrize("source", range(NUM_RANKS))
@@ -99,8 +101,8 @@ def test_one_source_is_the_map_of_old() -> None:
     old.write(1, {2: 12, 3: 13})
     assert old.table[1].tolist() == [0, 1, 12, 13, 4, 5, 6, 7]
     tags = torch.tensor([BASE, 0, 1], dtype=torch.int32)
-    assert rows_of_source(tags, 0, NUM_ADAPTERS).tolist() == [2, 0, 1]
-    assert rows_of_source(tags, 2, NUM_ADAPTERS).tolist() == [8, 6, 7]
+    assert rows_of_source(tags, 0, NUM_ADAPTERS, 1).tolist() == [BASE, 0, 1]
+    assert rows_of_source(tags, 2, NUM_ADAPTERS, 4).tolist() == [8, 6, 7]
 
 
 def test_heat_counts_by_adapter_whatever_rank_a_token_is_of() -> None:
@@ -109,7 +111,7 @@ def test_heat_counts_by_adapter_whatever_rank_a_token_is_of() -> None:
     ids = torch.tensor([[1, 2], [1, 3], [1, 4], [7, 7]], dtype=torch.int32)
     for source in range(MAX_SOURCES):
         sampler.begin_step(3)  # the fourth is padding
-        sampler.count(0, ids, rows_of_source(tags, source, NUM_ADAPTERS))
+        sampler.count(0, ids, rows_of_source(tags, source, NUM_ADAPTERS, MAX_SOURCES))
     found = sampler.report()["adapters"]
-    assert found["base"][0] == [0, 4, 4, 0, 0, 0, 0, 0]
-    assert sampler.by_expert() == {3: [0, 12, 4, 4, 4, 0, 0, 0]}
+    assert found["base"][0] == [0, 3, 3, 0, 0, 0, 0, 0]
+    assert sampler.by_expert() == {3: [0, 9, 3, 3, 3, 0, 0, 0]}
