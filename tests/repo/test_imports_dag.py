@@ -146,6 +146,7 @@ VALUES_ONLY = {
     "collections",
     "dataclasses",
     "enum",
+    "functools",
     "itertools",
     "json",
     "math",
