@@ -22,6 +22,11 @@ MEASURED_PATHS: Final[Mapping[str, Sequence[str]]] = {
     "bench.kernels.": (*_KERNELS, "sgl_esft/platform", "sgl_esft/weave"),
     "bench.expertweave.": _SERVER,
     "bench.soak.": _SERVER,
+    "bench.elasticmoe.tunnels": (
+        "sgl_elastic/nodes",
+        "sgl_elastic/wire.py",
+        "sgl_elastic/errors.py",
+    ),
     "bench.elasticmoe.": (*_SERVER, "sgl_elastic"),
 }
 _CODE: Final = ":!*.md"

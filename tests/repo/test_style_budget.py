@@ -35,6 +35,7 @@ ALLOWED: dict[str, str] = {
     "sgl_esft/http/tokenizing.py": "knows tokenizers, and nothing of SGLang's classes",
     "sgl_esft/platform/kv_pools.py": "must be imported after SGLang, cpu.py while it is",
     "sgl_esft/platform/moe.py": "the MoE layer of the CPU, which benches compute with too",
+    "sgl_esft/weave/plane.py:AdapterPlane": "a verb for each change of what is loaded and placed",
 }
 
 LIBRARY = python_files(*PACKAGES, "scripts")

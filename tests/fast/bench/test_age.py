@@ -115,7 +115,7 @@ def product_of(module: str, seen: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("module", BENCHES)
 def test_what_a_bench_imports_is_what_it_measures(module: str) -> None:
-    paths = measured_paths(f"python -m {module}")
+    paths = [path.removesuffix(".py") for path in measured_paths(f"python -m {module}")]
     for name in product_of(module, {module}):
         package, *rest = name.split(".")
         path = "/".join([FOLDERS.get(package, package), *rest])
