@@ -198,6 +198,16 @@ def adapter_manager(scheduler: Any) -> Any:
     return scheduler.tp_worker.model_runner.lora_manager
 
 
+def adapter_name(scheduler: Any, adapter_id: str) -> str | None:
+    """What requests call an adapter that this rank has; None if it has none of this id."""
+    manager = adapter_manager(scheduler)
+    if not hasattr(manager, "lora_refs"):
+        name: str | None = manager.name_of(adapter_id)
+        return name
+    ref = manager.lora_refs.get(adapter_id)  # SGLang's own manager, where nothing is woven
+    return None if ref is None else str(ref.lora_name)
+
+
 def reject_request(
     scheduler: Any, req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
 ) -> None:

@@ -89,17 +89,25 @@ def end_not_finite(scheduler: Any, batch: Any, result: Any) -> None:
     for req, value in zip(batch.reqs, greatest.tolist(), strict=False):
         # The logits of a prompt's earlier chunks are nobody's answer.
         if not (math.isfinite(value) or req.finished() or req.inflight_middle_chunks > 0):
-            _end(req, value)
+            _end(scheduler, req, value)
 
 
-def _end(req: Any, greatest: float) -> None:
+def _end(scheduler: Any, req: Any, greatest: float) -> None:
     """A row of nothing but -inf is what a mask has left: the request's doing, not the model's."""
     from sgl_esft import sglang_api
 
     if greatest == -math.inf:
         sglang_api.end_request(req, _NOTHING_LEFT, NothingToSampleError.http_status)
         return
-    whose = "its adapter" if req.lora_id else "the base model"
+    whose = _whose(scheduler, req.lora_id)
     logger.error("request %s ends: the logits of %s are not finite", req.rid, whose)
     message = _NOT_FINITE.format(whose=whose)
     sglang_api.end_request(req, message, LogitsNotFiniteError.http_status)
+
+
+def _whose(scheduler: Any, adapter_id: str | None) -> str:
+    if adapter_id is None:
+        return "the base model"
+    from sgl_esft import sglang_api
+
+    return f"adapter {sglang_api.adapter_name(scheduler, adapter_id)!r}"

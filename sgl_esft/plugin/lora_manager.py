@@ -125,6 +125,10 @@ class EsftManager:
         """Whether requests of this adapter can run here."""
         return self.plane.is_loaded(adapter_id)
 
+    def name_of(self, adapter_id: str) -> str | None:
+        """What requests call an adapter; None if it is not loaded here."""
+        return self.plane.name_of(adapter_id)
+
     def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
         """Whether one batch may hold these adapters; the base (None) takes no slot."""
         return self.plane.can_run_together(_adapters(lora_ids))

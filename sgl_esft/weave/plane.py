@@ -220,6 +220,11 @@ class AdapterPlane:
         """Whether the adapter is in host memory, so that batches may ask for it."""
         return adapter_id in self._loaded
 
+    def name_of(self, adapter_id: str) -> str | None:
+        """What requests call a loaded adapter; None if it is not loaded."""
+        adapter = self._loaded.get(adapter_id)
+        return None if adapter is None else adapter.name
+
     def set_pinned(self, adapter_id: str, pinned: bool) -> None:
         """Keep a loaded adapter in its slot, or let it go.
 

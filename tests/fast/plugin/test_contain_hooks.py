@@ -43,6 +43,21 @@ def test_their_requests_end_with_this_step() -> None:
     assert list(bad.output_ids_through_stop) == [], "the token that nobody computed"
 
 
+@pytest.mark.parametrize("manager", ["woven", "of SGLang"])
+@pytest.mark.parametrize(
+    ("adapter_id", "whose"), [(None, "the base model"), ("id-7", "adapter 'math'")]
+)
+def test_the_error_names_whose_weights_overflow(
+    adapter_id: str | None, whose: str, manager: str
+) -> None:
+    req = request("0", adapter_id)
+    batch = SimpleNamespace(reqs=[req])
+    output = LogitsProcessorOutput(next_token_logits=torch.tensor([BAD[0]]))
+    contain_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.end_not_finite(rank_with(MANAGERS[manager]), batch, result_of(output))
+    assert f"the weights of {whose} overflow" in req.to_finish.to_json()["message"]
+
+
 def test_a_mask_that_leaves_nothing_is_the_requests_doing() -> None:
     req = request("0")
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([NOTHING]))
@@ -84,5 +99,17 @@ def result_of(output: LogitsProcessorOutput, copy_done: object = None) -> Any:
     return SimpleNamespace(logits_output=output, copy_done=copy_done)
 
 
-def request(rid: str) -> Any:
-    return Req(rid, "", array("q", [1]), SamplingParams(max_new_tokens=4), vocab_size=3)
+MANAGERS = {  # what sits in LoRA's place
+    "woven": SimpleNamespace(name_of={"id-7": "math"}.get),
+    "of SGLang": SimpleNamespace(lora_refs={"id-7": SimpleNamespace(lora_name="math")}),
+}
+
+
+def rank_with(manager: object) -> Any:
+    runner = SimpleNamespace(lora_manager=manager)
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+
+
+def request(rid: str, adapter_id: str | None = None) -> Any:
+    parameters = SamplingParams(max_new_tokens=4)
+    return Req(rid, "", array("q", [1]), parameters, vocab_size=3, lora_id=adapter_id)

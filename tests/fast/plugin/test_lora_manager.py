@@ -109,6 +109,11 @@ def test_each_token_has_the_slot_of_its_request(
     assert tags_after(manager, tokens, len(expected)) == expected
 
 
+def test_an_adapter_has_the_name_that_requests_say(manager: EsftManager) -> None:
+    assert manager.name_of("id-math") == "math"
+    assert manager.name_of("id-nobody") is None
+
+
 def test_idle_and_reset_forget_the_last_batch(manager: EsftManager) -> None:
     manager.prepare_lora_batch(batch("DECODE", ["id-math"] * 3))
     manager.prepare_lora_batch(batch("IDLE", None))
