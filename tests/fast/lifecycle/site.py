@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from fastapi import FastAPI, HTTPException, Request
@@ -25,6 +26,7 @@ from tests.fast.http import stack
 from tests.fast.lifecycle.fake_engine import FakeEngine
 
 _sizes = itertools.count(1)
+SETTLE_S: Final = 60.0
 
 
 def write_folder(folder: Path, content: str) -> None:
@@ -119,12 +121,13 @@ class Site:
         await self.settle()
 
     async def settle(self) -> None:
-        """Until everything that can go on without the test has."""
-        for _ in range(2000):
-            if all(self._waits_for_the_test(job) for job in self.library.known.jobs.values()):
-                return
+        """Until everything that can go on without the test has: threads that read folders, too."""
+        began = time.monotonic()
+        while not all(self._waits_for_the_test(job) for job in self.library.known.jobs.values()):
+            # A thread's look at a folder waits for the disk: seconds, on a busy machine.
+            took_s = time.monotonic() - began
+            assert took_s < SETTLE_S, f"these go on: {self.library.known.jobs}"
             await asyncio.sleep(0.0005)
-        raise AssertionError(f"these go on: {self.library.known.jobs}")
 
     def _waits_for_the_test(self, job: Job) -> bool:
         if job.kind is not JobKind.UNLOAD:
