@@ -76,6 +76,16 @@ def note_abort(result: None, manager: Any, recv_obj: Any) -> None:
     _required().router.on_abort(recv_obj.rid)
 
 
+async def get_loads(manager: Any, include: Any = None, dp_rank: int | None = None) -> list[Any]:
+    """What the ranks of the serving instance wrote down with their last batches, by rank."""
+    from sgl_elastic.front import sglang_wire
+
+    runtime = _required()
+    instance, placement = runtime.router.table
+    found = sglang_wire.read_loads(runtime.directory, instance, placement.dp_size)
+    return [load for load in found if dp_rank in (None, load.dp_rank)]
+
+
 def note_who_asks(result: None, communicator: Any, *arguments: Any, **named: Any) -> None:
     """So that what is asked during a switch waits for the answers of the ranks that get it."""
     from sgl_elastic.front import sglang_wire
@@ -115,6 +125,14 @@ FRONT_OVERRIDES: tuple[Hook, ...] = (
             ("_dispatch_to_scheduler", dispatch),
             ("_async_dispatch_to_scheduler", dispatch_async),  # where SGLang sends from a coroutine
         )
+    ),
+    replace(
+        f"{_MANAGER}.get_loads",
+        get_loads,
+        "self include dp_rank",
+        why="SGLang's front reads one file for its whole life, and each instance writes its own: "
+        "GET /v1/loads would be empty",
+        remove_when="SGLang lets a plugin say where ranks write their load",
     ),
     around(
         f"{_MANAGER}._handle_batch_output",

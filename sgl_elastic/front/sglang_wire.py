@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     UnloadLoRAAdapterReqInput,
     sock_send,
 )
+from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.network import get_zmq_socket
@@ -49,6 +51,15 @@ def note_who_asks(
         send(message)
 
     communicator._send = ask
+
+
+def read_loads(directory: Path, instance: str, num_ranks: int) -> list[LoadSnapshot]:
+    """The loads of an instance's ranks on this machine, by rank."""
+    reader = ShmLoadSnapshotReader(str(directory / f"{instance}.loads"), num_ranks)
+    try:
+        return reader.read_all()
+    finally:
+        reader.close()
 
 
 class SglangWire:

@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import requests
-from sglang.srt.managers.load_snapshot import ShmLoadSnapshotReader
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_esft import zoo
@@ -193,25 +192,14 @@ def kv_capacities(server: Server, num_ranks: int) -> list[int]:
 
     Where they do not say yet what the server does, they have some batches' time to.
     """
-    reader = ShmLoadSnapshotReader(str(loads_of(server)), num_ranks)
     deadline = time.monotonic() + 10
-    try:
-        while True:
-            told = [load.max_total_num_tokens for load in reader.read_all()]
-            if told == serving(server)["kv_tokens"] or time.monotonic() > deadline:
-                return told
-            time.sleep(0.1)
-    finally:
-        reader.close()
-
-
-def loads_of(server: Server) -> Path:
-    """The file into which the serving instance's ranks write their loads."""
-    answer = requests.get(f"{server.url}/v1/instances", timeout=30).json()["serving"]
-    commands = map(command_line, family(server.process.pid))
-    worker = next(words for words in commands if "sgl_elastic.memory.worker" in words)
-    folder = Path(worker[worker.index("--socket") + 1]).parent
-    return folder / f"{answer['instance_id']}.loads"
+    while True:
+        loads = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
+        told = [load["max_total_num_tokens"] for load in loads]
+        if told == serving(server)["kv_tokens"] or time.monotonic() > deadline:
+            assert [load["dp_rank"] for load in loads] == list(range(num_ranks))
+            return told
+        time.sleep(0.1)
 
 
 def count_finished(load: asyncio.Task[list[Stream]]) -> int:
