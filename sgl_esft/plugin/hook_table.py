@@ -197,13 +197,22 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
         why="of a Messages request it was done already, in a thread",
         remove_when="the hooks of the Messages routes go",
     ),
+    before(
+        f"sglang.srt.{_TOOLS}.__init__",
+        text_hooks.give_tools,
+        "self tools tool_call_parser tokenizer tool_choice prefix constrained",
+        why="/parse_function_call has tools of a class of its own, without the `strict` that "
+        "glm47's parser reads",
+        remove_when="that route takes tools of the class that chat requests have",
+    ),
     *(
         around(
             f"sglang.srt.{parser}",
             text_hooks.parse,
             parameters,
-            why="parsers of answers run on the event loop; some are quadratic, and some raise",
-            remove_when="SGLang bounds their time, and says which one failed",
+            why="parsers of answers run on the event loop; some are quadratic, some raise, some "
+            "find half pairs of UTF-16, which no answer can hold",
+            remove_when="SGLang bounds their time, says which one failed, and escapes half pairs",
         )
         for parser, parameters in (
             (f"{_TOOLS}.has_tool_call", "self text"),

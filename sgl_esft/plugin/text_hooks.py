@@ -4,21 +4,26 @@
     prompt -> [tokenize] -> a thread, where it is large
     client <- [parse: reasoning, tool calls] <- the model's answer
 
-A parser that fails at an answer ends that request with an error that names it.
+A parser that fails at an answer ends that request with an error that names it. What it finds is put
+so that it can be sent, and it is given the tools of any route as those of chat requests are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from sgl_esft.errors import EsftError, InvariantError, PromptTooLongError, TextParserError
 from sgl_esft.http import time_limit, tokenizing
 
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _converted: ContextVar[Future[Any] | None] = ContextVar("sgl_esft_converted", default=None)
 
 
@@ -32,8 +37,38 @@ def render(original: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any
     return time_limit.run("rendering the chat template", original, serving, *args, **kwargs)
 
 
+def give_tools(
+    parser: Any, tools: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a parser of tool calls is made: /parse_function_call's tools lack what some read."""
+    if not any(isinstance(tool, msgspec.Struct) for tool in tools or ()):
+        return None
+    return (parser, [_as_in_chat(tool) for tool in tools], *args), kwargs
+
+
+def _as_in_chat(tool: Any) -> Any:
+    """The same tool of a chat request's class; unchecked, since the route takes nameless ones."""
+    from sglang.srt.entrypoints.openai import protocol
+
+    function = protocol.Function.model_construct(**msgspec.structs.asdict(tool.function))
+    return protocol.Tool.model_construct(type=tool.type, function=function)
+
+
 def parse(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
     """One call of a parser of answers. Raises TextParserError, TextTimeoutError."""
+    return _sendable(_parsed(original, parser, *args, **kwargs))
+
+
+def _sendable(found: Any) -> Any:
+    """With half pairs of UTF-16 in calls' JSON escaped: as characters no answer can hold them."""
+    calls = found[1] if isinstance(found, tuple) else getattr(found, "calls", None)
+    for call in calls if isinstance(calls, list) else ():
+        if _SURROGATE.search(call.parameters or ""):
+            call.parameters = _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", call.parameters)
+    return found
+
+
+def _parsed(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
     name = _name(parser)
     try:
         return time_limit.run_for(parser, f"the parser {name!r}", original, parser, *args, **kwargs)

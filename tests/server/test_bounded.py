@@ -120,3 +120,15 @@ def test_large_prompts_hold_up_nobody(guarded: Guarded) -> None:
     generated, completed, *others = _all_while_probed(guarded, calls)
     assert _errors([generated, completed]) == [(400, "PromptTooLongError")] * 2
     assert [each.status_code for each in others] == [400, 400], others[-1].text
+
+
+def test_odd_texts_are_answered_whatever_parser_reads_them(guarded: Guarded) -> None:
+    """In the front, and in a process of its own: glm47's reads what this route's tools lack."""
+    nested = "<tool_call><tool_call>f</tool_call></tool_call>"
+    half = '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>'
+    glm = [nested, "<tool_call>" * 40, "<tool_call>f" * 3, "<tool_call>" * 500]
+    asked = [*(("glm47", text) for text in glm), ("qwen25", half)]
+    bodies = [{"tool_call_parser": name, "text": text, "tools": TOOLS} for name, text in asked]
+    answers = [_post(guarded, "/parse_function_call", body) for body in bodies]
+    assert [each.status_code for each in answers] == [200] * len(asked), answers[0].text
+    assert json.loads(answers[-1].json()["calls"][0]["parameters"]) == {"a": "\ud800"}

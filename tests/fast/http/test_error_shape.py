@@ -134,6 +134,17 @@ def test_through_the_stack(method: str, path: str, status: int, name: str) -> No
     assert "no number" not in answer.text
 
 
+def test_a_defect_passes_all_layers_to_the_web_server_which_logs_it() -> None:
+    app = FastAPI()
+
+    @app.post("/generate")
+    def generate() -> None:
+        raise KeyError("of no client's")
+
+    with pytest.raises(KeyError, match="of no client's"):
+        asyncio.run(answers(install(app), [("POST", "/generate", None, {"text": "x"})]))
+
+
 def test_a_stream_goes_on_after_the_start() -> None:
     (answer,) = asyncio.run(answers(server(), [("POST", "/generate", None, {"text": "x"})]))
     first, error, _ = answer.text.split("\n\n")
