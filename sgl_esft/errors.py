@@ -84,6 +84,10 @@ class NothingToSampleError(UserError):
     """A request's grammar, schema or biases leave no token to go on with."""
 
 
+class GrammarTooSlowError(UserError):
+    """A request's grammar can read its text in too many ways: others would wait for it."""
+
+
 class AdapterNotFiniteError(AdapterFormatError):
     """An adapter's weights hold a NaN or an infinity."""
 

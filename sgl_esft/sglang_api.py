@@ -20,6 +20,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import (
+    AbortReq,
     GetInternalStateReq,
     LoadLoRAAdapterReqInput,
     LoRAUpdateOutput,
@@ -235,6 +236,16 @@ def end_request(req: Any, message: str, status: int) -> None:
     kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
     req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
     req.finished_len = len(req.output_ids)
+
+
+def running_requests(scheduler: Any) -> list[Any]:
+    """Requests in batches of this rank that have not ended."""
+    return [req for req in scheduler.collect_inflight_reqs() if not req.finished()]
+
+
+def make_abort(rid: str, message: str) -> Any:
+    """SGLang's message that ends a request on every rank of its group."""
+    return AbortReq(rid=rid, abort_message=message)
 
 
 def device_of(scheduler: Any) -> torch.device:

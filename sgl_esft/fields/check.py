@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from sgl_esft.errors import BadBodyError
 from sgl_esft.fields.described import MAX_PARTS, VOCAB
+from sgl_esft.fields.repeats import MAX_REPEAT_DEPTH, patterns_in, repeat_depth
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.fields.shapes import Shape
 from sgl_esft.fields.table import Field, ObjectFields, inside, parts_in, routes
@@ -106,19 +107,27 @@ def _check_bounds(field: Field, value: Any, model: ModelBounds) -> None:
         if value == [] and not bounds.may_be_empty:
             raise BadBodyError(f"{field.name} must not be empty")
         if type(value) is dict and bounds.max_json_chars is not None:
-            _check_chars(field.name, json.dumps(value), bounds.max_json_chars)
+            _check_text(field, json.dumps(value), bounds.max_json_chars)
     for each in leaves(value, field.shape):
         if type(each) is str:
-            _check_chars(field.name, each, bounds.max_chars)
+            _check_text(field, each, bounds.max_chars)
         elif type(each) in (int, float):
             _check_number(field, each, model)
         elif each == [] and not bounds.may_be_empty:
             raise BadBodyError(f"{field.name} must not be empty")
 
 
-def _check_chars(name: str, text: str, most: int | None) -> None:
+def _check_text(field: Field, text: str, most: int | None) -> None:
     if most is not None and len(text) > most:
-        raise BadBodyError(f"{name} may have {most} characters")
+        raise BadBodyError(f"{field.name} may have {most} characters")
+    if field.bounds.patterns is None:
+        return
+    patterns = [text] if field.bounds.patterns == "itself" else patterns_in(text)
+    if any(repeat_depth(each) > MAX_REPEAT_DEPTH for each in patterns):
+        raise BadBodyError(
+            f"{field.name} may have bounded repeats, such as {{1,9}}, {MAX_REPEAT_DEPTH} deep in "
+            "each other; write * or +, or repeat less"
+        )
 
 
 def _check_number(field: Field, value: float, model: ModelBounds) -> None:

@@ -39,6 +39,7 @@ class Bounds:
     max_chars: int | None = None  # of every string in it
     max_json_chars: int | None = None  # if it is an object, as JSON
     max_items: int | None = None
+    patterns: str | None = None  # whose repeats are counted: "itself", or those "inside" a schema
     may_be_empty: bool = True
     of_any_type: bool = False  # whatever its class says: checked elsewhere, or read by nobody
 
@@ -54,6 +55,7 @@ def _of(names: str, bounds: Bounds) -> dict[str, Bounds]:
 _PROMPT: Final = Bounds("prompt", (0, VOCAB), may_be_empty=False)
 _SAMPLING: Final = Bounds("sampling")
 _COUNT: Final = replace(_SAMPLING, integers=(0, CONTEXT))
+_SCHEMA: Final = Bounds("grammar", max_json_chars=64 << 10, patterns="inside")
 _ANSWER: Final = Bounds("answer")
 _ID: Final = Bounds("identity", max_chars=256, max_items=MAX_PROMPTS)
 NOT_READ: Final = Bounds("nothing", of_any_type=True)
@@ -64,7 +66,7 @@ TOP_LEVEL: Final[Mapping[str, Bounds]] = {
     **_of("input_ids input items prompt", _PROMPT),
     **_of("query tokens", replace(_PROMPT, may_be_empty=True)),
     **_of("text messages system instructions state questions suffix", Bounds("prompt")),
-    "ResponsesRequest.text": Bounds("grammar", max_json_chars=64 << 10),
+    "ResponsesRequest.text": _SCHEMA,
     **_of("tools tool_choice parallel_tool_calls max_tool_calls", Bounds("prompt")),
     **_of("chat_template_kwargs reasoning thinking task", Bounds("prompt")),
     "reasoning_effort": Bounds("prompt", numbers=(0, 0.99)),
@@ -100,11 +102,11 @@ TOP_LEVEL: Final[Mapping[str, Bounds]] = {
     **_of("ignore_eos no_stop_trim skip_special_tokens", _SAMPLING),
     "spaces_between_special_tokens": _SAMPLING,
     # Grammars are compiled, some in time that grows fast with their length.
-    "regex": Bounds("grammar", max_chars=1024),
-    "ebnf": Bounds("grammar", max_chars=16 << 10),
-    "json_schema": Bounds("grammar", max_chars=64 << 10, max_json_chars=64 << 10),
-    "structural_tag": Bounds("grammar", max_chars=64 << 10),
-    "response_format": Bounds("grammar", max_json_chars=64 << 10),
+    "regex": Bounds("grammar", max_chars=1024, patterns="itself"),
+    "ebnf": Bounds("grammar", max_chars=16 << 10, patterns="itself"),
+    "json_schema": replace(_SCHEMA, max_chars=64 << 10),
+    "structural_tag": Bounds("grammar", max_chars=64 << 10, patterns="inside"),
+    "response_format": _SCHEMA,
     # What the answer has in it.
     **_of("logprobs top_logprobs top_logprobs_num", replace(_ANSWER, integers=(0, 100))),
     "logprob_start_len": replace(_ANSWER, integers=(-1, CONTEXT)),

@@ -15,6 +15,7 @@ from sgl_esft.platform import collectives, cpu_hooks
 from sgl_esft.plugin import (
     contain_hooks,
     engine_hooks,
+    grammar_hooks,
     memory_hooks,
     registry_hooks,
     request_hooks,
@@ -159,6 +160,33 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
         "self batch result",
         why="the requests of rows that are not finite end with an error, and no others",
         remove_when="SGLang ends the requests of such rows with an error",
+    ),
+    *(
+        around(
+            f"sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.{method}",
+            grammar_hooks.timed,
+            parameters,
+            why="an ambiguous grammar takes the scheduler's thread for seconds a token",
+            remove_when="xgrammar or SGLang bounds it",
+        )
+        for method, parameters in (
+            ("accept_token", "self token"),
+            ("fill_vocab_mask", "self vocab_mask idx"),
+        )
+    ),
+    after(
+        "sglang.srt.managers.scheduler.Scheduler._poll_timeout_aborts",
+        grammar_hooks.end_slow,
+        "self",
+        why="requests whose grammars take too long end on all ranks in the same loop",
+        remove_when="xgrammar or SGLang bounds it",
+    ),
+    after(
+        "sglang.srt.managers.scheduler.Scheduler.abort_request",
+        grammar_hooks.blame_grammar,
+        "self recv_req",
+        why="SGLang answers 503 to what it aborts itself, and clients would try again",
+        remove_when="an abort carries its status",
     ),
     around(
         f"{_CHAT}._validate_request",

@@ -31,10 +31,12 @@ ALLOWED: dict[str, str] = {
     "sgl_elastic/engine/rank.py:EngineRank": "the one object that SGLang's hooks and loader reach",
     "sgl_elastic/memory/client.py:DeviceClient": "a method for each verb of the worker, no more",
     "sgl_elastic/memory/control.py:Hmm": "the verbs of the coordinator's port, and their undoing",
+    "sgl_esft/fields/repeats.py": "reads patterns, and nothing of documents or fields",
     "sgl_esft/health/engine_processes.py": "imports SGLang's processes, which only they need",
     "sgl_esft/http/tokenizing.py": "knows tokenizers, and nothing of SGLang's classes",
     "sgl_esft/platform/kv_pools.py": "must be imported after SGLang, cpu.py while it is",
     "sgl_esft/platform/moe.py": "the MoE layer of the CPU, which benches compute with too",
+    "sgl_esft/plugin/hook_table.py": "every place of SGLang's that is hooked, in one table",
     "sgl_esft/weave/plane.py:AdapterPlane": "a verb for each change of what is loaded and placed",
 }
 

@@ -19,6 +19,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 QUADRATIC = "<tool_calls><tool_call>" * 6500  # 150 kB: 23 s of hunyuan's parser
 MANY_PROPERTIES = {f"p{number}": {"type": "string"} for number in range(8000)}  # 5 s of checks
 HELLO = [{"role": "user", "content": "hello"}]
+A_TOKEN = "68"  # "a", of the demo's vocabulary
+MANY_WAYS = "root ::= " + "root " * 600 + '| "a" | ""'  # token 10 takes 0.3 s, 20 takes 2 s
 LONG = "coffee " * 200_000  # 1.4 MB: 4 s of the tokenizer
 STREAMED = {
     "text": "coffee -> ",
@@ -132,3 +134,41 @@ def test_odd_texts_are_answered_whatever_parser_reads_them(guarded: Guarded) -> 
     answers = [_post(guarded, "/parse_function_call", body) for body in bodies]
     assert [each.status_code for each in answers] == [200] * len(asked), answers[0].text
     assert json.loads(answers[-1].json()["calls"][0]["parameters"]) == {"a": "\ud800"}
+
+
+def test_a_grammar_that_reads_a_text_in_many_ways_holds_up_nobody(guarded: Guarded) -> None:
+    """Its seconds are the rank's, where the streams of all clients are."""
+    sampling = {"temperature": 0, "max_new_tokens": 400, "ebnf": MANY_WAYS}
+    body = {"text": "tea -> ", "sampling_params": {**sampling, "logit_bias": {A_TOKEN: 100}}}
+    expected, over = _streamed(guarded), threading.Event()
+    alone = _gap(guarded)
+    with ThreadPoolExecutor(8) as pool:
+        gaps = pool.submit(_longest_gap, guarded, over)
+        asked = [pool.submit(_post, guarded, "/generate", body) for _ in range(3)]
+        assert _streamed(guarded) == expected
+        answers = [each.result() for each in asked]
+        over.set()
+    assert [each.status_code for each in answers] == [400] * 3, answers[0].text
+    assert all("GrammarTooSlowError" in each.text for each in answers)
+    assert gaps.result() < 1.0 + 5 * alone  # as late as the machine itself is
+    assert _streamed(guarded) == expected
+
+
+def _longest_gap(guarded: Guarded, over: threading.Event) -> float:
+    """Of streams that follow each other."""
+    longest = 0.0
+    while not over.is_set():
+        longest = max(longest, _gap(guarded))
+    return longest
+
+
+def _gap(guarded: Guarded) -> float:
+    """The longest wait for an event of a stream, in seconds."""
+    longest, headers = 0.0, {"Authorization": f"Bearer {TENANT_KEY}"}
+    url = guarded.server.url + "/generate"
+    with requests.post(url, json=STREAMED, headers=headers, stream=True, timeout=60) as answer:
+        last = time.monotonic()
+        for _ in answer.iter_content(None):
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+    return longest

@@ -25,6 +25,7 @@ from tests.support.request_fuzz.cases import BODIES
 
 BOUNDS = ModelBounds(vocab_size=300, context_length=1000)
 RULES = BodyRules()
+DEEP = "((a{1,9}){1,9}){1,9}"
 
 
 def ask(body: Any, rules: BodyRules = RULES, path: str | None = None) -> Ask:
@@ -148,6 +149,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usag": True}}, 'did you mean "include_usage"'),
     ({"response_format": {"json_shema": {}}}, 'did you mean "json_schema"'),
     ({"sampling_params": {"regex": "a" * 1025}}, "regex may have 1024 characters"),
+    ({"sampling_params": {"regex": DEEP}}, "regex may have bounded repeats, such as"),
+    ({"sampling_params": {"ebnf": f'root ::= "x" {DEEP}'}}, "ebnf may have bounded repeats"),
+    ({"sampling_params": {"json_schema": f'{{"pattern": "{DEEP}"}}'}}, "json_schema may have"),
+    (
+        {"response_format": {"json_schema": {"schema": {"pattern": DEEP}}}},
+        "_format may have bounded",
+    ),
     ({"sampling_params": {"stop": "a" * 1025}}, "stop may have 1024"),
     ({"stop": ["a"] * 17}, "stop may have 16 entries"),
     ({"stop": ["a", "b" * 1025]}, "stop may have 1024"),
@@ -200,6 +208,7 @@ def test_refused(body: dict[str, Any], message: str) -> None:
         {"custom_logit_processor": None, "lora_id": None, "image_data": [], "extra_key": None},
         {"max_tokens": 1000, "top_k": -1, "logit_bias": {"299": -100}, "cache_salt": "x"},
         {"max_tokens": 16.0, "temperature": 1},
+        {"sampling_params": {"regex": "((25[0-5]|1?[0-9]{1,2})[.]){3}"}},
         {"input_ids": [0, 299], "return_logprob": True, "logprob_start_len": -1},
         {"text": ["x", "y"], "sampling_params": [{"n": 2}, {"max_new_tokens": 3}]},
         {"text": ["x", "y"], "rid": ["a", "b"], "session_params": {"id": "a", "rid": None}},
