@@ -11,12 +11,19 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from sgl_esft.errors import BadBodyError
 from sgl_esft.fields.described import MAX_PARTS, VOCAB
-from sgl_esft.fields.repeats import MAX_REPEAT_DEPTH, patterns_in, repeat_depth
+from sgl_esft.fields.repeats import (
+    MAX_REPEAT_DEPTH,
+    MAX_REPEATS,
+    num_bounds_in,
+    num_repeats,
+    patterns_in,
+    repeat_depth,
+)
 from sgl_esft.fields.rules import BodyRules, ModelBounds
 from sgl_esft.fields.shapes import Shape
 from sgl_esft.fields.table import Field, ObjectFields, inside, parts_in, routes
@@ -120,12 +127,20 @@ def _check_bounds(field: Field, value: Any, model: ModelBounds) -> None:
 def _check_text(field: Field, text: str, most: int | None) -> None:
     if most is not None and len(text) > most:
         raise BadBodyError(f"{field.name} may have {most} characters")
-    if field.bounds.patterns is None:
-        return
-    patterns = [text] if field.bounds.patterns == "itself" else patterns_in(text)
+    if field.bounds.patterns == "itself":
+        _check_repeats(field.name, num_repeats(text), [text])
+    elif field.bounds.patterns == "inside":
+        _check_repeats(field.name, num_bounds_in(text), patterns_in(text))
+
+
+def _check_repeats(name: str, num: int, patterns: Iterable[str]) -> None:
+    if num > MAX_REPEATS:
+        raise BadBodyError(
+            f"{name} may have {MAX_REPEATS} bounded repeats, such as {{1,9}}, or different lengths"
+        )
     if any(repeat_depth(each) > MAX_REPEAT_DEPTH for each in patterns):
         raise BadBodyError(
-            f"{field.name} may have bounded repeats, such as {{1,9}}, {MAX_REPEAT_DEPTH} deep in "
+            f"{name} may have bounded repeats, such as {{1,9}}, {MAX_REPEAT_DEPTH} deep in "
             "each other; write * or +, or repeat less"
         )
 

@@ -26,6 +26,9 @@ from tests.support.request_fuzz.cases import BODIES
 BOUNDS = ModelBounds(vocab_size=300, context_length=1000)
 RULES = BodyRules()
 DEEP = "((a{1,9}){1,9}){1,9}"
+LENGTHS = {"properties": {f"p{number}": {"maxLength": number} for number in range(33)}}
+EQUAL = json.dumps([{"maxLength": 9, "pattern": "a{9}"}] * 99)
+ESCAPED = json.dumps(LENGTHS).replace("maxL", "max\\u004c")
 
 
 def ask(body: Any, rules: BodyRules = RULES, path: str | None = None) -> Ask:
@@ -152,6 +155,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"regex": DEEP}}, "regex may have bounded repeats, such as"),
     ({"sampling_params": {"ebnf": f'root ::= "x" {DEEP}'}}, "ebnf may have bounded repeats"),
     ({"sampling_params": {"json_schema": f'{{"pattern": "{DEEP}"}}'}}, "json_schema may have"),
+    ({"sampling_params": {"ebnf": "root ::= " + '"a"{1,9} ' * 33}}, "ebnf may have 32 bounded"),
+    ({"sampling_params": {"json_schema": json.dumps(LENGTHS)}}, "json_schema may have 32 bounded"),
+    ({"sampling_params": {"json_schema": ESCAPED}}, "json_schema may have 32 bounded"),
+    ({"response_format": {"json_schema": {"schema": LENGTHS}}}, "_format may have 32 bounded"),
     (
         {"response_format": {"json_schema": {"schema": {"pattern": DEEP}}}},
         "_format may have bounded",
@@ -208,6 +215,13 @@ def test_refused(body: dict[str, Any], message: str) -> None:
         {"custom_logit_processor": None, "lora_id": None, "image_data": [], "extra_key": None},
         {"max_tokens": 1000, "top_k": -1, "logit_bias": {"299": -100}, "cache_salt": "x"},
         {"max_tokens": 16.0, "temperature": 1},
+        {"sampling_params": {"regex": "[a-z]{1,9}" * 32}},
+        {"sampling_params": {"json_schema": json.dumps(LENGTHS).replace("32", "31")}},
+        {
+            "sampling_params": {
+                "json_schema": json.dumps([{"maxLength": 9, "pattern": "a{9}"}] * 99)
+            }
+        },
         {"sampling_params": {"regex": "((25[0-5]|1?[0-9]{1,2})[.]){3}"}},
         {"input_ids": [0, 299], "return_logprob": True, "logprob_start_len": -1},
         {"text": ["x", "y"], "sampling_params": [{"n": 2}, {"max_new_tokens": 3}]},
