@@ -22,7 +22,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 A_TOKEN = "68"  # "a", of the demo's vocabulary
 MANY_WAYS = "root ::= " + "root " * 600 + '| "a" | ""'  # token 10 takes 0.3 s, 20 takes 2 s
 LONG = "coffee " * 200_000  # 1.4 MB: 4 s of the tokenizer
-STREAMED = {
+STREAMED: dict[str, Any] = {
     "text": "coffee -> ",
     "adapter": "reverse",
     "stream": True,
