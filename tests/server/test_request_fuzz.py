@@ -7,7 +7,6 @@ elastic server in `make test-soak`.
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -19,6 +18,7 @@ from tests.server.exchange import ANSWER_TIMEOUT_S, check_answers
 from tests.support.guarded import ADMIN_KEY, Guarded
 from tests.support.request_fuzz.cases import (
     BODIES,
+    LONG,
     VALUES,
     Case,
     Field,
@@ -26,6 +26,7 @@ from tests.support.request_fuzz.cases import (
     open_routes,
     pair_cases,
     single_cases,
+    taking_turns,
 )
 from tests.support.request_fuzz.run import Outcome, Run, Size
 
@@ -57,16 +58,23 @@ def carried_out(guarded: Guarded, cases: Iterator[Case], seconds: float) -> Outc
 
 
 def shuffled(guarded: Guarded, seed: int) -> Iterator[Case]:
-    """The single cases in an order of chance, then pairs without end."""
+    """The single cases in an order of chance, a pair after each, then pairs without end."""
     found = fields(guarded)
     rng = random.Random(seed)
     singles = list(single_cases(found))
     rng.shuffle(singles)
-    return itertools.chain(singles, pair_cases(found, rng))
+    return taking_turns(iter(singles), pair_cases(found, rng))
 
 
 def test_every_open_route_has_a_small_body() -> None:
     assert sorted(BODIES) == open_routes()
+
+
+def test_a_pairs_second_value_is_put_in_once() -> None:
+    """Also into a list of many: a body of it 50,000 times would end this process."""
+    for value in VALUES:
+        puts = ((("messages",), value), (("messages", 0, "content"), LONG))
+        assert Case("/v1/chat/completions", puts).body().count(LONG.encode()) <= 2  # one is a value
 
 
 def test_the_document_and_the_engine_name_the_fields(guarded: Guarded) -> None:

@@ -45,7 +45,18 @@ VALUES: Final[tuple[Any, ...]] = (
     *(-(2**31), -(2**31) - 1, -(2**63), -(2**63) - 1, 10**30),
     *("", "x", "0", "-1", "null", "\x00", "\ud800", "a" * 300, LONG),
     *([], [None], [""], ["x"], ["x", "y"], [0], [-1], [2**63], [0.5], [[]], [[0]], [["x"]]),
-    *([0] * 5000, [{}] * MANY, [{}], [{"a": "b"}], {}, {"a": "b"}, {"a": 1}, {"0": 1}, {"": None}),
+    # Of objects of their own: a pair's second value is put into the first of them.
+    *(
+        [0] * 5000,
+        [{} for _ in range(MANY)],
+        [{}],
+        [{"a": "b"}],
+        {},
+        {"a": "b"},
+        {"a": 1},
+        {"0": 1},
+        {"": None},
+    ),
     *({"a": {"b": {"c": [1]}}}, {"type": "x"}, _nested(0, DEEP), {"a": _nested("x", DEEP)}),
 )
 
@@ -154,6 +165,14 @@ def single_cases(fields: list[Field]) -> Iterator[Case]:
         for at, field in enumerate(fields):
             value = VALUES[(round_number + at) % len(VALUES)]
             yield Case(field.route, ((field.path, value),))
+
+
+def taking_turns(singles: Iterator[Case], pairs: Iterator[Case]) -> Iterator[Case]:
+    """One of each in turn, and pairs alone once the singles are over."""
+    for single, pair in zip(singles, pairs, strict=False):
+        yield single
+        yield pair
+    yield from pairs
 
 
 def pair_cases(fields: list[Field], rng: random.Random) -> Iterator[Case]:
