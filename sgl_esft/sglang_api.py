@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import torch
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.layers.dp_attention import dp_gather_replicate, dp_slot_in
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
@@ -279,6 +281,12 @@ def http_log_level() -> str:
     """The level of the HTTP server's log, such as `info`."""
     found = get_observability()
     return str(found.log_level_http or found.log_level)
+
+
+def chat_tool(tool: Any) -> protocol.Tool:
+    """A tool of /parse_function_call as a chat request's; unchecked, since it may be nameless."""
+    function = protocol.Function.model_construct(**msgspec.structs.asdict(tool.function))
+    return protocol.Tool.model_construct(type=tool.type, function=function)
 
 
 async def internal_states(tokenizer_manager: Any, subject: str) -> list[dict[str, Any]]:

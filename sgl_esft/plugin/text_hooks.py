@@ -43,15 +43,9 @@ def give_tools(
     """Before a parser of tool calls is made: /parse_function_call's tools lack what some read."""
     if not any(isinstance(tool, msgspec.Struct) for tool in tools or ()):
         return None
-    return (parser, [_as_in_chat(tool) for tool in tools], *args), kwargs
+    from sgl_esft import sglang_api  # late: this is imported before SGLang
 
-
-def _as_in_chat(tool: Any) -> Any:
-    """The same tool of a chat request's class; unchecked, since the route takes nameless ones."""
-    from sglang.srt.entrypoints.openai import protocol
-
-    function = protocol.Function.model_construct(**msgspec.structs.asdict(tool.function))
-    return protocol.Tool.model_construct(type=tool.type, function=function)
+    return (parser, [sglang_api.chat_tool(tool) for tool in tools], *args), kwargs
 
 
 def parse(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
