@@ -14,13 +14,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from bench.common.record import write_result
+from bench.common.record import spread, write_result
 from bench.elasticmoe import load as elastic_load
 from bench.elasticmoe.rounds import (
     COLD,
     SOME_KV,
     STRATEGIES,
-    any_spread,
     check_streams,
     demo_asks,
     elastic_server,
@@ -78,10 +77,10 @@ def row_of(ready: str, target: str, seen: Mapping[str, list[dict[str, float]]]) 
     return {
         "ready": ready,
         "target": target,
-        "ready_s": any_spread(seconds),
+        "ready_s": spread(seconds),
         "over_cold": over(seconds, [each["ready_s"] for each in seen[COLD]]),
-        "gap_s": any_spread([each["gap_s"] for each in own]),
-        "phases": {name: any_spread([each.get(name, 0.0) for each in own]) for name in names},
+        "gap_s": spread([each["gap_s"] for each in own]),
+        "phases": {name: spread([each.get(name, 0.0) for each in own]) for name in names},
     }
 
 
