@@ -21,6 +21,7 @@ MANY_PROPERTIES = {f"p{number}": {"type": "string"} for number in range(8000)}  
 HELLO = [{"role": "user", "content": "hello"}]
 A_TOKEN = "68"  # "a", of the demo's vocabulary
 MANY_WAYS = "root ::= " + "root " * 600 + '| "a" | ""'  # token 10 takes 0.3 s, 20 takes 2 s
+MOST_GAP_S = 8.0  # 0.4 s of grammars and a busy machine's delays; without the limit 20 s and more
 LONG = "coffee " * 200_000  # 1.4 MB: 4 s of the tokenizer
 STREAMED: dict[str, Any] = {
     "text": "coffee -> ",
@@ -141,7 +142,6 @@ def test_a_grammar_that_reads_a_text_in_many_ways_holds_up_nobody(guarded: Guard
     sampling = {"temperature": 0, "max_new_tokens": 400, "ebnf": MANY_WAYS}
     body = {"text": "tea -> ", "sampling_params": {**sampling, "logit_bias": {A_TOKEN: 100}}}
     expected, over = _streamed(guarded), threading.Event()
-    alone = _gap(guarded)
     with ThreadPoolExecutor(8) as pool:
         gaps = pool.submit(_longest_gap, guarded, over)
         asked = [pool.submit(_post, guarded, "/generate", body) for _ in range(3)]
@@ -150,7 +150,7 @@ def test_a_grammar_that_reads_a_text_in_many_ways_holds_up_nobody(guarded: Guard
         over.set()
     assert [each.status_code for each in answers] == [400] * 3, answers[0].text
     assert all("GrammarTooSlowError" in each.text for each in answers)
-    assert gaps.result() < 1.0 + 5 * alone  # as late as the machine itself is
+    assert gaps.result() < MOST_GAP_S
     assert _streamed(guarded) == expected
 
 
