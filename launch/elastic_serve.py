@@ -89,9 +89,12 @@ def _ready(runtime: Runtime) -> None:
 
     manager = http_server._global_state.tokenizer_manager
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    coordinator = runtime.parts.coordinator
+    set_num_ranks = manager.update_control_communicator_fan_out
+    set_num_ranks(coordinator.serving[1].dp_size)  # SGLang's front was made for one
     listed = (runtime.instances, protect, runtime.spares.seen)
-    add_scale_routes(http_server.app, runtime.parts.coordinator, *listed)
-    runtime.serve(manager.update_control_communicator_fan_out, _zero_departed_ranks())
+    add_scale_routes(http_server.app, coordinator, *listed)
+    runtime.serve(set_num_ranks, _zero_departed_ranks())
 
 
 def _zero_departed_ranks() -> Callable[[int], None]:

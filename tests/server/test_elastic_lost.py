@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from bench.elasticmoe.load import Stream
+from sgl_esft import zoo
 from tests.server.elastic_faults import HANG_S, SOON_S, Elastic, recoveries
 from tests.server.fault_cells import check_processes, is_idle
 from tests.support.servers import ServerSpec
@@ -112,6 +113,14 @@ def longest_silence_s(streams: Sequence[Stream], since_s: float) -> float:
 
 def fds_of(elastic: Elastic) -> int:
     return psutil.Process(elastic.server.process.pid).num_fds()
+
+
+def test_both_ranks_answer_for_adapters_from_the_start(elastic: Elastic) -> None:
+    """Before any scale: each question to the ranks has as many answers as there are ranks."""
+    for _ in range(2):
+        assert elastic.server.unload("sum").status_code == 200
+        loaded = elastic.server.load("sum", zoo.adapter_paths()["sum"])
+        assert loaded.status_code == 200, loaded.text
 
 
 @pytest.mark.parametrize("loss", losses(len(KINDS), seed=3), ids=lambda loss: loss.kind)
