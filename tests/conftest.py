@@ -25,6 +25,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return GroupScheduling(config, log)
 
 
+# What fails in them is written down in a line, which says what was compared.
+pytest.register_assert_rewrite("tests.server.elastic_faults", "tests.server.fault_cells")
+
 pytest_plugins = [
     "tests.support.servers",
     "tests.support.families",

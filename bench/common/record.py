@@ -46,15 +46,20 @@ def write_result(
 def _context(device: str, packages: Sequence[str]) -> dict[str, object]:
     return {
         "command": shlex.join(["python", "-m", *_module_and_arguments()]),
-        "commit": _commit(),
+        "commit": commit(":/", ":!results"),  # results are no change of the code
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": _cpu_model(),
-            "cores": len(os.sched_getaffinity(0)),
-            "device": device,
-            "python": platform.python_version(),
-        },
+        "machine": machine(device),
         "versions": {name: _version(name) for name in ("sglang", "torch", "sgl-esft", *packages)},
+    }
+
+
+def machine(device: str = NO_DEVICE) -> dict[str, object]:
+    """This one, with the accelerator that the caller names."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "device": device,
+        "python": platform.python_version(),
     }
 
 
@@ -65,11 +70,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
-    """Of the code: results are no change. BENCH_COMMIT is for a tree without its repository."""
-    code = ("--", ":/", ":!results")  # paths as seen from bench/
+def commit(*paths: str) -> str:
+    """HEAD; with `+changes` where the paths, git's, as seen from bench/, are not as they are there.
+
+    BENCH_COMMIT is for a tree without its repository.
+    """
     try:
-        head, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", *code)
+        head, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *paths)
     except OSError:
         head = changes = ""
     if not head:

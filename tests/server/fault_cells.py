@@ -1,9 +1,9 @@
 """The matrix of faults: which process, which signal, in which phase of a scale, up or down.
 
-    CELLS, shuffled --> CHUNKS --[carry_out]--> a scale under load, one fault; what must hold then
+    CELLS, shuffled --[carry_out]--> a scale under load, one fault; what must hold then
 
 A phase takes milliseconds, so a fault is aimed by the clock: at a moment within the phase, as long
-after the request as that phase came in scales without a fault. It may miss: each cell prints the
+after the request as that phase came in scales without a fault. It may miss: each cell notes the
 phase that was hit.
 """
 
@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -22,15 +22,24 @@ import requests
 
 from tests.server.elastic_faults import HANG_S, SOON_S, Elastic, is_idle, kill
 
-__all__ = ["CHUNKS", "Cell", "Measured", "carry_out", "check_processes", "is_idle", "measured"]
+__all__ = [
+    "CELLS",
+    "Cell",
+    "Measured",
+    "Note",
+    "carry_out",
+    "check_processes",
+    "is_idle",
+    "measured",
+]
 
 PHASES = ("plan", "memory", "prepare", "switch", "retire", "after")
 # "worker" 0 stays; 1 joins or leaves.
 PROCESSES = ("supervisor", "rank", "standby supervisor", "standby rank", "worker 0", "worker 1")
-CHUNK = 12  # cells that take some minutes together
 WORKER_HANG_S = 3.25  # sgl_elastic/memory/connection.py
 START_S = 60.0  # an instance in place of a standby that is lost, on a busy machine
 
+Note = Callable[[str, object], None]  # a name and its value, as pytest's record_property
 Measured = Mapping[int, Mapping[str, tuple[float, float]]]  # new size -> phase -> from, to (s)
 
 
@@ -43,6 +52,10 @@ class Cell:
     signal: str
     phase: str
     moment: float
+
+    def __str__(self) -> str:
+        words = ("up" if self.target == 2 else "down", self.process, self.signal, self.phase)
+        return "-".join(words).replace(" ", "_")
 
 
 def _cells() -> list[Cell]:
@@ -58,7 +71,6 @@ def _cells() -> list[Cell]:
 
 
 CELLS = _cells()
-CHUNKS = [tuple(CELLS[at : at + CHUNK]) for at in range(0, len(CELLS), CHUNK)]
 
 
 def measured(elastic: Elastic) -> Measured:
@@ -92,7 +104,7 @@ def _stand_by(elastic: Elastic, target: int) -> None:
         elastic.wait_for_standby(*range(size))
 
 
-def carry_out(elastic: Elastic, cell: Cell, phases: Measured) -> None:
+def carry_out(elastic: Elastic, cell: Cell, phases: Measured, note: Note) -> None:
     """The cell's scale with its fault, under load; then all that must hold."""
     _stand_by(elastic, cell.target)
     begin, end = phases[cell.target].get(cell.phase, (0.0, 0.0))
@@ -101,7 +113,8 @@ def carry_out(elastic: Elastic, cell: Cell, phases: Measured) -> None:
         operation = shot.scaled()
         elastic.wait_for(lambda: is_idle(elastic), START_S)
     shot.go_on()
-    print(f"{cell} -> {operation['state']} {_phase_of(operation, shot.at_s)}")  # noqa: T201
+    note("state", operation["state"])
+    note("hit", _phase_of(operation, shot.at_s))
     try:
         _check(elastic, cell, operation, shot)
     except AssertionError as error:

@@ -1,7 +1,8 @@
 """Processes of a live elastic server are killed and stopped under load; no stream notices.
 
 One server for the whole file, and one steady load for each fault. What is right is what the same
-server answered before the first fault. Each test scales to the size that it needs.
+server answered before the first fault. Each test scales to the size that it needs. Any process at
+any phase: test_fault_matrix.py.
 """
 
 from __future__ import annotations
@@ -22,15 +23,7 @@ from tests.server.elastic_faults import (
     ended,
     recoveries,
 )
-from tests.server.fault_cells import (
-    CHUNKS,
-    WORKER_HANG_S,
-    Cell,
-    Measured,
-    carry_out,
-    is_idle,
-    measured,
-)
+from tests.server.fault_cells import WORKER_HANG_S
 from tests.support.processes import assert_gone, family
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
@@ -44,12 +37,6 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elastic]:
         yield elastic
     finally:
         elastic.server.stop()
-
-
-@pytest.fixture(scope="module")
-def phases(elastic: Elastic) -> Measured:
-    """When each phase of a scale begins and ends, up and down."""
-    return measured(elastic)
 
 
 def test_a_rank_is_killed(elastic: Elastic) -> None:
@@ -192,17 +179,6 @@ def test_a_rank_is_killed_in_an_adapters_change(elastic: Elastic, change: str) -
     assert elastic.expert_slots(0) == with_it
     with elastic.load():
         pass
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("cells", CHUNKS, ids=range(len(CHUNKS)))
-def test_any_process_at_any_phase_of_a_scale(
-    elastic: Elastic, phases: Measured, cells: tuple[Cell, ...]
-) -> None:
-    """Seeded. No stream breaks; what serves is the old placement or the new one."""
-    for cell in cells:
-        carry_out(elastic, cell, phases)
-    elastic.wait_for(lambda: is_idle(elastic), 120)
 
 
 def test_nothing_outlives_the_front(elastic: Elastic) -> None:
