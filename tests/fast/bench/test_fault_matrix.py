@@ -20,6 +20,7 @@ from tests.server.fault_cells import CELLS, PHASES
 
 ROWS = [asdict(cell) for cell in CELLS]
 RUN = {
+    "machine": {"cores": 2, "cpu": "Some CPU", "device": "none"},
     "outcome": "passed",
     "seconds": 30.0,
     "commit": "a" * 40,
@@ -90,7 +91,7 @@ def test_a_run_writes_what_became_of_each_cell(tmp_path: Path) -> None:
     assert status == 1
     passed, failed, not_begun = rows
     assert (passed["outcome"], passed["hit"]) == ("passed", "switch")
-    assert {"seconds", "commit", "time"} < passed.keys()
+    assert {"seconds", "commit", "time", "machine"} < passed.keys()
     assert "reason" not in passed
     assert failed["outcome"] == "failed"
     assert failed["reason"].startswith("AssertionError: a page is lost")
@@ -99,7 +100,7 @@ def test_a_run_writes_what_became_of_each_cell(tmp_path: Path) -> None:
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"rows": rows, "machine": {"cores": 2, "cpu": "Some CPU", "device": "none"}}
+    return {"rows": rows}
 
 
 @pytest.fixture
@@ -139,6 +140,7 @@ def test_the_table_counts_and_says_when() -> None:
     text = fault_tables.fault_matrix(result(run))
     assert text.count("2 passed") == 72
     assert "Run whole on this code: of 144 cells 144 passed. 2026-01-02 03:04 UTC" in text
+    assert text.endswith("`python -m bench.soak.fault_matrix`, 2 cores of Some CPU.")
     assert "commit aaaaaaa, 30 s a cell. 144 of 144 hit the phase" in text
 
 
@@ -156,7 +158,7 @@ def test_the_table_says_what_failed_is_old_and_was_not_run() -> None:
     assert "- down, rank, SIGSTOP, plan: `AssertionError: lost`" in text
     assert "1 failed, 1 not run" in text
     nothing = fault_tables.fault_matrix(result(ROWS))
-    assert "of 144 cells 144 not run. `python -m" in nothing
+    assert nothing.endswith("of 144 cells 144 not run. `python -m bench.soak.fault_matrix`.")
 
 
 def test_the_table_has_each_phase() -> None:
