@@ -1,6 +1,6 @@
 """Pictures of elastic scaling's results; registered in plots.py.
 
-bench/results/elasticmoe_*.json --> [latency, gap, figure8, .., figure11] --> plots.DRAWERS
+bench/results/elasticmoe_*.json --> [latency, gap, figure8, .., day] --> plots.DRAWERS
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.report.plot_style import (
+    BLACK,
     COLOURS,
     MARKERS,
     base_line,
@@ -181,3 +182,50 @@ def ablation(result: Result) -> Figure:
         axes.set_xlabel(f"{words} [s]")
     line[1].set_yticks([])
     return figure
+
+
+def day(result: Result) -> Figure:
+    """Offered load, devices held and requests in time over a day; a column a seed."""
+    days = result["days"]
+    figure, lines = panels(len(days), 3, width=3.4, height=1.8)
+    for place, each in enumerate(days):
+        rows = [row for row in result["rows"] if row["seed"] == each["seed"]]
+        load, devices, in_time = (line[place] for line in lines)
+        at_s = _middles(result["seconds"], len(each["rate"]))
+        load.plot(at_s, [rate / result["requests_per_s"] for rate in each["rate"]], color=BLACK)
+        load.set_title(f"seed {each['seed']}")
+        in_time.set_xlabel("since midnight [s]")
+        for colour, row in zip(COLOURS, rows, strict=False):
+            _devices_line(devices, row, result["seconds"], colour)
+            _in_time_line(in_time, row, each["windows_sent"], at_s, colour)
+        _day_limits(load, devices, in_time)
+    words = ("load [of the smallest's]", "devices", "in time [share]")
+    for line, label in zip(lines, words, strict=True):
+        line[0].set_ylabel(label)
+    legend_below(figure)
+    return figure
+
+
+def _middles(seconds: float, count: int) -> list[float]:
+    return [(number + 0.5) * seconds / count for number in range(count)]
+
+
+def _devices_line(axes: Axes, row: Result, seconds: float, colour: str) -> None:
+    steps = [*row["devices"], (seconds, row["devices"][-1][1])]
+    x, y = [at_s for at_s, _ in steps], [count for _, count in steps]
+    axes.step(x, y, where="post", color=colour, label=row["run"])
+
+
+def _in_time_line(
+    axes: Axes, row: Result, sent: Sequence[int], at_s: Sequence[float], colour: str
+) -> None:
+    """A window in which nothing was sent has no point."""
+    counts = zip(at_s, row["windows_met"], sent, strict=True)
+    points = [(at, found / all_of_it) for at, found, all_of_it in counts if all_of_it]
+    axes.plot(*zip(*points, strict=True), color=colour, label=row["run"], linewidth=1)
+
+
+def _day_limits(load: Axes, devices: Axes, in_time: Axes) -> None:
+    for axes in (load, devices):
+        axes.set_ylim(bottom=0)
+    in_time.set_ylim(-0.03, 1.06)

@@ -142,6 +142,42 @@ def gaps(result: Any) -> str:
     return result_table(result, header, rows, note)
 
 
+def day(result: Any) -> str:
+    """The autoscaler's day: a row a seed and run, then each claim and whether it holds."""
+    rows = [
+        [
+            str(row["seed"]),
+            row["run"],
+            *(percent(row["attainment"].get(name)) for name in ("ttft", "tpot", "both")),
+            f"{row['attainment_over_largest']:.3f}",
+            f"{row['device_seconds']:.0f}",
+            f"{row['device_seconds_over_largest']:.3f}",
+            _count(row, "scales", "scales_failed"),
+            _count(row, "wrong"),
+            _count(row, "failed"),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["seed", "run", "TTFT, %", "TPOT, %", "both, %", "over largest", "device-seconds"]
+    header += ["over largest", "scales (failed)", "wrong", "failed"]
+    return result_table(result, header, rows, f"{_claims(result['claims'])}\n\n")
+
+
+def _count(row: Mapping[str, Any], name: str, of_them: str = "") -> str:
+    """A dash for what has none of its own; in brackets a part of them, where there is one."""
+    part = row.get(of_them)
+    return f"{row.get(name, '-')}" + (f" ({part})" if part else "")
+
+
+def _claims(claims: list[Mapping[str, Any]]) -> str:
+    lines = [
+        f"- Seed {each['seed']}: {each['claim']}: {each['measured']:.3f}, "
+        f"{'holds' if each['holds'] else '**does not hold**'}"
+        for each in claims
+    ]
+    return "\n".join(lines)
+
+
 def tunnels(result: Any) -> str:
     """What TLS costs between nodes: a row for bytes, a row for connections."""
     rows = [
@@ -203,6 +239,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         ablation,
     ),
     "elasticmoe_ablation_down": ("Scaling down, the same:", ablation),
+    "elasticmoe_day": (
+        "A day's load in ten minutes: the autoscaler, static sizes, and the best schedule in\n"
+        "hindsight, composed of the static runs. Over static largest of the same seed:",
+        day,
+    ),
     "tunnels": (
         "A tunnel between nodes as it is, encrypted, over the same one in plain text. Sender,\n"
         "receiver and both ends share one process and its cores:",
@@ -221,4 +262,5 @@ PLOTTED = {
     "elasticmoe_table1": "Throughput before, during and after a scale, here and in the paper",
     "elasticmoe_ablation_up": "Seconds of a scale up, with one more part off in each bar",
     "elasticmoe_ablation_down": "Seconds of a scale down, with one more part off in each bar",
+    "elasticmoe_day": "Offered load, devices and requests in time over a day, by run",
 }

@@ -388,6 +388,7 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "elasticmoe_table1": elastic_plots.table1,
     "elasticmoe_ablation_up": elastic_plots.ablation,
     "elasticmoe_ablation_down": elastic_plots.ablation,
+    "elasticmoe_day": elastic_plots.day,
 }
 
 
