@@ -31,6 +31,7 @@ from sglang.srt.utils.network import get_zmq_socket
 
 from sgl_elastic.errors import ElasticError, EngineFailedError
 from sgl_elastic.instance.rank_messages import PAUSE_TO_PARK
+from sgl_elastic.instance.state import Instance
 
 _BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
 _SINGLES = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
@@ -53,13 +54,15 @@ def note_who_asks(
     communicator._send = ask
 
 
-def read_loads(directory: Path, instance: str, num_ranks: int) -> list[LoadSnapshot]:
+def read_loads(directory: Path, instance: Instance) -> list[LoadSnapshot]:
     """The loads of an instance's ranks on this machine, by rank."""
-    reader = ShmLoadSnapshotReader(str(directory / f"{instance}.loads"), num_ranks)
+    path = directory / f"{instance.instance_id}.loads"
+    reader = ShmLoadSnapshotReader(str(path), instance.num_ranks)
     try:
-        return reader.read_all()
+        found: list[LoadSnapshot] = reader.read_all()
     finally:
         reader.close()
+    return found
 
 
 class SglangWire:

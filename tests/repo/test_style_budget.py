@@ -31,7 +31,6 @@ ALLOWED: dict[str, str] = {
     "sgl_elastic/engine/rank.py:EngineRank": "the one object that SGLang's hooks and loader reach",
     "sgl_elastic/memory/client.py:DeviceClient": "a method for each verb of the worker, no more",
     "sgl_elastic/memory/control.py:Hmm": "the verbs of the coordinator's port, and their undoing",
-    "sgl_esft/fields/repeats.py": "reads patterns, and nothing of documents or fields",
     "sgl_esft/health/engine_processes.py": "imports SGLang's processes, which only they need",
     "sgl_esft/http/tokenizing.py": "knows tokenizers, and nothing of SGLang's classes",
     "sgl_esft/platform/kv_pools.py": "must be imported after SGLang, cpu.py while it is",
