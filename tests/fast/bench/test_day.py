@@ -49,15 +49,26 @@ def operation(
 # --- the load -------------------------------------------------------------------------------------
 
 
+def summed(day: Day, begin_s: float, end_s: float, steps: int = 60_000) -> float:
+    """The integral of `rate`, which knows nothing of the closed form."""
+    width = (end_s - begin_s) / steps
+    return sum(day.rate(begin_s + (i + 0.5) * width) for i in range(steps)) * width
+
+
 def test_all_spans_together_offer_what_the_rates_integral_is() -> None:
-    """The integral is summed up here from `rate`, which knows nothing of the closed form."""
     day = day_of(600.0, 0.3, 1.5, seed=4)
-    steps = 60_000
-    summed = sum(day.rate((i + 0.5) * 600 / steps) for i in range(steps)) * 600 / steps
+    whole = summed(day, 0.0, 600.0)
     for width_s in (1.0, 10.0, 7.0):
         made = spans(day, width_s)
         assert sum(seconds for seconds, _ in made) == pytest.approx(600.0)
-        assert sum(seconds * rate for seconds, rate in made) == pytest.approx(summed, rel=1e-4)
+        assert sum(seconds * rate for seconds, rate in made) == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.parametrize(("begin_s", "end_s"), [(0, 150), (100, 250), (250, 350), (470, 600)])
+def test_a_part_of_the_day_offers_what_the_rates_integral_is(begin_s: float, end_s: float) -> None:
+    """Whole days hide a wrong swing: what it adds in the morning it takes in the evening."""
+    day = day_of(600.0, 0.3, 1.5, seed=4)
+    assert day.load(begin_s, end_s) == pytest.approx(summed(day, begin_s, end_s), rel=1e-4)
 
 
 def test_requests_are_as_many_as_the_day_offers() -> None:
