@@ -185,15 +185,15 @@ def row_of(name: str, found: Round, offered: Offered) -> dict[str, Any]:
     ran, targets = found.ran[name], offered.known.targets
     ended_s = ran.began_s + found.day.seconds
     held = holdings(ran.operations, ran.began_s, ran.num_devices)
-    done = [ran.began_s <= each["created_s"] < ended_s for each in ran.operations]
-    succeeded = [each["state"] == "succeeded" for each in ran.operations]
+    scales = [each for each in ran.operations if each["id"].startswith("scale-")]  # no recovery
+    states = [each["state"] for each in scales if ran.began_s <= each["created_s"] < ended_s]
     return {
         "seed": found.seed,
         "run": name,
         "attainment": attainment(ran.streams, targets),
         "device_seconds": device_seconds(held, ran.began_s, ended_s),
-        "scales": sum(done),
-        "scales_failed": sum(one and not other for one, other in zip(done, succeeded, strict=True)),
+        "scales": len(states),
+        "scales_failed": len(states) - states.count("succeeded"),
         "wrong": len(differences(ran.streams, offered.expected)),
         "failed": sum(bool(each.error) for each in ran.streams),
         "windows_met": found.windows_met(name, targets),

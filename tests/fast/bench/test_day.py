@@ -22,7 +22,10 @@ from bench.elasticmoe.traffic import Calibration, Targets, arrivals, met, tpot, 
 from bench.report import plots
 from bench.report.readme_tables import TABLES
 from sgl_elastic.autoscale.slo import SloTargets, SloWindow
+from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.errors import ElasticConfigError
+from sgl_elastic.options import parse
+from sgl_elastic.types import OperationState, ScaleRequest
 
 ASK = Ask("p", None, 3)
 TARGETS = Targets(ttft_s=1.0, tpot_s=0.1)
@@ -35,15 +38,24 @@ def stream(*token_s: float, ids: tuple[int, ...] = (0, 1, 2), error: str = "") -
 
 
 def operation(
-    old: Sequence[int], new: Sequence[int], at: tuple[float, float], state: str = "succeeded"
+    old: Sequence[int],
+    new: Sequence[int],
+    at: tuple[float, float],
+    state: str = "succeeded",
+    name: str = "scale-0c",
 ) -> dict[str, Any]:
-    return {
-        "state": state,
-        "plan": {"old": {"device_ids": list(old)}, "new": {"device_ids": list(new)}},
-        "switched": state in ("succeeded", "degraded"),
-        "created_s": at[0],
-        "finished_s": at[1],
-    }
+    """As GET /v1/scale tells it, by the server's own class."""
+    plan = {"old": {"device_ids": list(old)}, "new": {"device_ids": list(new)}}
+    told = Operation(
+        name,
+        ScaleRequest(dp_size=max(1, len(new))),
+        OperationState(state),
+        plan,
+        switched=state in ("succeeded", "degraded"),
+        created_s=at[0],
+        finished_s=at[1],
+    )
+    return told.to_json()
 
 
 # --- the load -------------------------------------------------------------------------------------
@@ -185,6 +197,7 @@ def a_round() -> bench.Round:
         operation([0], [0, 1], (1150.0, 1160.0)),
         operation([0, 1], [0], (1300.0, 1310.0)),
         operation([0], [0, 1], (1350.0, 1355.0), "rolled_back"),
+        operation([0], [0], (1400.0, 1410.0), name="recovery-0d"),
         operation([0], [0, 1], (1700.0, 1710.0)),  # the day is over
     ]
     ran = {
@@ -247,11 +260,11 @@ def test_each_static_size_is_run_and_the_autoscaler_has_the_benchs_targets() -> 
     assert [(each.name, each.num_devices) for each in runs] == list(
         zip(names, (1, 1, 2, 3), strict=True)
     )
-    flags = runs[0].flags
-    assert flags[flags.index("--slo-ttft") + 1] == "1.0"
-    assert flags[flags.index("--slo-tpot") + 1] == "0.1"
-    assert flags[flags.index("--autoscale") + 1] == options.policy
-    assert not any("--autoscale" in each.flags for each in runs[1:])
+    read, *static = [parse(each.flags) for each in runs]
+    assert (read[0].slo_ttft_s, read[0].slo_tpot_s) == (TARGETS.ttft_s, TARGETS.tpot_s)
+    assert (read[0].autoscale, read[0].standby_ranks) == (options.sizes, 3)
+    assert all(each.autoscale is None and each.standby_ranks == 0 for each, _ in static)
+    assert all(rest == [] for _, rest in (read, *static))
 
 
 @pytest.mark.parametrize(
