@@ -38,6 +38,8 @@ def tiers_of(test: str) -> set[str]:
     if file.startswith("full/"):
         return {"test-full"}
     marks = _marks_of(tree, name) if name else ""
+    if "pytest.mark.soak" in marks + _marks_of_all(tree):
+        return {"test-soak"}
     if "pytest.mark.full" not in marks:
         return {"test"}
     return {"test-full"} if "@pytest.mark.full" in marks else {"test", "test-full"}
@@ -46,6 +48,11 @@ def tiers_of(test: str) -> set[str]:
 def _marks_of(tree: ast.Module, name: str) -> str:
     found = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
     return "\n".join(f"@{ast.unparse(mark)}" for mark in found[name].decorator_list)
+
+
+def _marks_of_all(tree: ast.Module) -> str:
+    values = [each.value for each in tree.body if isinstance(each, ast.Assign)]
+    return "\n".join(ast.unparse(value) for value in values if "pytest.mark" in ast.unparse(value))
 
 
 @pytest.mark.parametrize("claim", claims(), ids=lambda claim: claim.test)
@@ -62,6 +69,7 @@ def test_every_page_has_a_row() -> None:
 def test_checker_knows_tiers_and_misses_tests() -> None:
     assert tiers_of("full/test_dashboard.py") == {"test-full"}
     assert tiers_of("server/test_elastic_faults.py::test_a_supervisor_is_killed") == {"test-full"}
+    assert tiers_of("server/test_elastic_lost.py::test_twenty_devices_are_lost") == {"test-soak"}
     assert tiers_of("server/test_equality.py::test_woven_equals_merged") == {"test", "test-full"}
     with pytest.raises(KeyError):
         tiers_of("server/test_equality.py::test_of_old")
