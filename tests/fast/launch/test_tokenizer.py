@@ -105,6 +105,7 @@ ELASTIC = {
     "_async_dispatch_to_scheduler",
     "_handle_batch_output",
     "_handle_abort_req",
+    "get_loads",
 }
 
 
