@@ -298,8 +298,7 @@ def assert_handed_over(
     assert found["frozen_kv_slots"] >= sum(had.values())
     taken = found["kept_kv_slots"] + found["copied_kv_slots"]
     leaving = {*operation["plan"]["old"]["device_ids"]} - {*operation["plan"]["new"]["device_ids"]}
-    if leaving:
-        assert found["copied_kv_slots"] > 0
+    if leaving:  # where none of its requests had tokens, nothing is copied
         assert sum(had.values()) <= taken <= found["frozen_kv_slots"]
     else:
         assert found["kept_kv_slots"] == found["frozen_kv_slots"]
