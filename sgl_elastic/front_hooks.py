@@ -79,12 +79,14 @@ def note_abort(result: None, manager: Any, recv_obj: Any) -> None:
 async def get_loads(manager: Any, include: Any = None, dp_rank: int | None = None) -> list[Any]:
     """What the ranks that serve wrote with their last batches; replicas are several instances."""
     from sgl_elastic.front import sglang_wire
-    from sgl_elastic.instance.state import InstanceState
+    from sgl_elastic.instance.state import serving
 
     runtime = _required()
-    known = runtime.instances()  # none is active while requests are handed over
-    serving = [each for each in known if each.state is InstanceState.ACTIVE] or known[:1]
-    found = [load for each in serving for load in sglang_wire.read_loads(runtime.directory, each)]
+    found = [
+        load
+        for each in serving(runtime.instances())
+        for load in sglang_wire.read_loads(runtime.directory, each)
+    ]
     return [load for load in found if dp_rank in (None, load.dp_rank)]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from sgl_elastic.instance.state import Instance, InstanceState
+from sgl_elastic.instance.state import Instance, serving
 from sgl_esft.health.engine import children_of, leave_children_to_us
 from sgl_esft.health.heartbeat import HeartbeatTable, rank_slot
 from sgl_esft.health.readiness import Loop
@@ -43,16 +43,13 @@ class ElasticEngine:
     _heartbeats: dict[str, HeartbeatTable] = field(default_factory=dict)
 
     def ranks(self) -> Sequence[Loop]:
-        """Of all instances that serve, which is one but for replicas; of the first while none does.
-
-        While requests are handed over the old instance has stopped, for much less than a rank may
-        be silent.
-        """
+        """Of those that serve; one that hands over is silent for much less than it may be."""
         known = self.serving.instances()
-        serving = [each for each in known if each.state is InstanceState.ACTIVE] or known[:1]
         self._forget_others({each.instance_id for each in known})
         return [
-            self._loop(each.instance_id, rank) for each in serving for rank in range(each.num_ranks)
+            self._loop(each.instance_id, rank)
+            for each in serving(known)
+            for rank in range(each.num_ranks)
         ]
 
     def trouble(self) -> str | None:

@@ -8,7 +8,7 @@ Pure. A retired instance goes back to parked, because a warm standby keeps its c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -102,3 +102,11 @@ class Instance:
                 f"with a placement on {seen}: attach it to one on its own devices"
             )
         return replace(self, state=to, placement=kept, since_s=now_s)
+
+
+def serving(known: Sequence[Instance]) -> Sequence[Instance]:
+    """Those that serve: one but for replicas; the first while none does.
+
+    While requests are handed over the old instance, which is the first, has stopped for a moment.
+    """
+    return [each for each in known if each.state is InstanceState.ACTIVE] or known[:1]

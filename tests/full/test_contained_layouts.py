@@ -6,7 +6,6 @@ requests of their own, and to an elastic server.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,16 +13,9 @@ from unittest.mock import ANY
 
 import pytest
 
-from tests.server.test_contained import (
-    LAUNCHER,
-    NOT_FINITE,
-    OVERFLOWS,
-    UNFIT_ENDS,
-    ended_by,
-    overflowing,
-)
-from tests.support.poison_plugin import UNFIT, install
-from tests.support.servers import DP2_EP2, ROOT, TP2_EP2, Server, ServerSpec
+from tests.server.test_contained import NOT_FINITE, OVERFLOWS, UNFIT_ENDS, ended_by, started
+from tests.support.poison_plugin import UNFIT
+from tests.support.servers import DP2_EP2, TP2_EP2, Server
 
 pytestmark = pytest.mark.server
 
@@ -39,16 +31,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def server(layout: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp(layout)
-    program = ("env", f"PYTHONPATH={os.pathsep.join(map(str, (install(folder), ROOT)))}", *LAUNCHER)
-    server = Server(ServerSpec(args=LAYOUTS[layout], program=program), folder / "log")
-    try:
-        server.wait_until_ready()
-        response = server.load(OVERFLOWS, overflowing(folder / OVERFLOWS))
-        assert response.status_code == 200, response.text
-        yield server
-    finally:
-        server.stop()
+    yield from started(tmp_path_factory.mktemp(layout), *LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("stream", [False, True])

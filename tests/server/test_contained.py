@@ -29,9 +29,14 @@ NOT_FINITE = "LogitsNotFiniteError: the model's logits for this request are not 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("contained")
+    yield from started(tmp_path_factory.mktemp("contained"))
+
+
+def started(folder: Path, *args: str) -> Iterator[Server]:
+    """A server of that layout that has the poison and the adapter that overflows, until closed."""
     path = os.pathsep.join(map(str, (install(folder), ROOT)))
-    server = Server(ServerSpec(program=("env", f"PYTHONPATH={path}", *LAUNCHER)), folder / "log")
+    program = ("env", f"PYTHONPATH={path}", *LAUNCHER)
+    server = Server(ServerSpec(args=args, program=program), folder / "log")
     try:
         server.wait_until_ready()
         response = server.load(OVERFLOWS, overflowing(folder / OVERFLOWS))
