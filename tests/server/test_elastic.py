@@ -265,6 +265,8 @@ def assert_spanning(streams: Sequence[Stream], operations: Sequence[Mapping[str,
         assert crossing, f"no stream ran before and after the switch of {operation}"
         assert_held_briefly(crossing, operation, began_s, ended_s)
         assert_handed_over(crossing, operation, began_s)
+    copied = [operation["handover"]["copied_kv_slots"] for operation in operations]
+    assert any(copied), "no leaving device had a request with tokens, at any of the scales"
 
 
 def switch_of(operation: Mapping[str, Any]) -> tuple[float, float]:
