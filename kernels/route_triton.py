@@ -103,13 +103,28 @@ def _in_best_groups(
 
 
 @triton.jit
-def _best_indices(keys: tl.tensor, columns: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """[tokens, columns] int32: indices of the COUNT largest keys [tokens, experts], best first."""
+def _best_indices(
+    keys: tl.tensor,  # [tokens, groups, members] int64
+    columns: tl.tensor,  # [1, columns]
+    COUNT: tl.constexpr,
+) -> tl.tensor:
+    """[tokens, columns] int32: indices of the COUNT largest keys of each token, best first.
+
+    Groups and members are reduced one after the other: reshaped to one axis, they may lie in lanes
+    of a warp that are not side by side, and Triton 3.6 reduces over other lanes then.
+    """
     indices = tl.zeros([keys.shape[0], columns.shape[1]], tl.int32)
+    is_grouped: tl.constexpr = keys.shape[1] > 1
+    if not is_grouped:
+        keys = tl.reshape(keys, [keys.shape[0], keys.shape[2]])  # shorter code
     for column in tl.static_range(COUNT):
-        best = tl.max(keys, axis=1)[:, None]
-        indices = tl.where(columns == column, _index_of(best), indices)
-        keys = tl.where(keys == best, _NO_KEY, keys)
+        if is_grouped:
+            best = tl.max(tl.max(keys, axis=2), axis=1)
+            keys = tl.where(keys == best[:, None, None], _NO_KEY, keys)
+        else:
+            best = tl.max(keys, axis=1)
+            keys = tl.where(keys == best[:, None], _NO_KEY, keys)
+        indices = tl.where(columns == column, _index_of(best)[:, None], indices)
     return indices
 
 
@@ -136,7 +151,6 @@ def _choose(
         groups = tl.arange(0, experts.shape[0])[None, :]
         by_two: tl.constexpr = correction_bias_ptr is not None
         keys = _in_best_groups(keys, groups, NUM_GROUPS, TOPK_GROUPS, by_two)
-    keys = tl.reshape(keys, [logits.shape[0], experts.shape[0] * experts.shape[1]])
     return _best_indices(keys, columns, NUM_ROUTED)
 
 

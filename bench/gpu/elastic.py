@@ -228,7 +228,7 @@ def arguments(model: Model, size: Size, device: str) -> list[str]:
     if device == "cuda":
         found += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
         found += [
-            "--cuda-graph-max-bs",
+            "--cuda-graph-max-bs-decode",
             str(size.num_streams),
             "--mem-fraction-static",
             str(plan.STATIC_SHARE),

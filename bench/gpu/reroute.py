@@ -36,6 +36,7 @@ from sgl_esft_kernels.route_triton import route_and_reroute
 
 GOAL_MICROSECONDS = 1.5  # of the standalone kernel, a layer
 LAUNCH, CHAIN, STANDALONE = "smallest launch", "unfused chain", "standalone"
+NUM_TUNED = 4  # the first experts, which the adapters of graph_safety replace
 PLAIN, FUSED = "plain", "fused router"
 ROUTER, TORCH_ROUTER = "router alone", "router in torch"
 
@@ -352,6 +353,7 @@ def make_step(subject: Subject, size: Size, num_tokens: int = 8) -> LayerStep:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(num_tokens, size.shape.hidden, generator=generator)
     logits = torch.randn(num_tokens, size.layout.num_routed, generator=generator)
+    logits[:, :NUM_TUNED] += 4.0  # so that each token goes to some of them, and a change is seen
     tags = torch.full((num_tokens,), -1, dtype=torch.int32)
     device = subject.device
     return LayerStep(
@@ -431,6 +433,6 @@ def _replayed(captured: Captured) -> torch.Tensor:
 
 
 def _adapter(size: Size, ids: range, seed: int) -> dict[int, Any]:
-    """Experts `ids`, of fresh weights; the router chooses among the first ones often enough."""
+    """Experts `ids`, of fresh weights: of the first NUM_TUNED, which the router chooses."""
     weights = random_experts(len(ids), size.shape, seed)
     return dict(zip(ids, weights.values(), strict=True))

@@ -12,6 +12,9 @@ Python.h; nothing is downloaded. SGLang is used where it is installed, or from t
 reason and makes it INCOMPLETE, the others go on, and the exit status is 1. Where the tree is
 without its repository, BENCH_COMMIT names its commit.
 
+`--resume` keeps the steps that the files in <out> have figures of and runs the others, where one
+call is too short for all. Each step has the commit that it was run at.
+
 `--simulate` runs the whole flow, tiny, over the contract simulator of csrc/tests: no evidence about
 a GPU, and the file says so. What only a GPU can run is missing there, so it is INCOMPLETE too.
 """
@@ -32,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.common.record import RESULTS, write_result
+from bench.common.record import RESULTS, commit, write_result
 from bench.gpu import build, parts, plan
 from bench.gpu.parts import BUILD, DEVICE_TESTS, PARTS, Part
 from bench.gpu.plan import Limits
@@ -65,8 +68,21 @@ class Report:
     device: dict[str, Any]
     steps: dict[str, Any] = field(default_factory=dict)
 
+    def resume(self) -> None:
+        """Take the steps with figures from the file that an earlier run wrote, if there is one."""
+        file = self.folder / f"{self.part.file}.json"
+        if file.exists():
+            found = json.loads(file.read_text())["steps"]
+            self.steps = {name: each for name, each in found.items() if each["ok"]}
+
+    @property
+    def to_run(self) -> dict[str, Limits]:
+        """Steps without figures."""
+        done = {name for name, each in self.steps.items() if each["ok"]}
+        return {name: each for name, each in self.part.steps.items() if name not in done}
+
     def add(self, name: str, outcome: Mapping[str, Any]) -> None:
-        self.steps[name] = dict(outcome)
+        self.steps[name] = {"commit": commit(":/", ":!results"), **outcome}
         state = "ok" if outcome["ok"] else f"FAILED: {outcome['reason']}"
         state = f"NOT RUN: {outcome['reason']}" if outcome.get("not_run") else state
         print(f"gpu: {name}: {state} ({outcome['took_seconds']:.0f} s)", flush=True)
@@ -232,15 +248,16 @@ def run_all(
     """
     folders: list[Path] = []
     report.add(BUILD, outcome_of(lambda: folders.append(build.build()) or {}))
+    steps = report.to_run
     if not folders:
-        for name in report.part.steps:
+        for name in steps:
             report.leave_out(name, "csrc/ was not built")
         return
     kept = sum(each.least for each in later)
-    chosen = plan.choose(report.part.steps, clock.seconds - kept)
+    chosen = plan.choose(steps, clock.seconds - kept)
     environment = environment_of(folders[0], library(folders[0]), tiny=tiny)
     waiting = list(chosen.run)
-    for name in report.part.steps:
+    for name in steps:
         reason = chosen.not_run.get(name) or why_skipped(name, simulated=tiny)
         waiting = [each for each in waiting if each != name]
         if reason:
@@ -291,6 +308,8 @@ def main() -> None:
         sys.exit(f"gpu: {error}")
     names = parts.calls()[options.call - 1] if options.call else options.parts
     reports = [Report(PARTS[name], options.out, evidence, device) for name in names]
+    for report in reports if options.resume else ():
+        report.resume()
     run_call(reports, Clock(60 * options.minutes), simulate=options.simulate)
     for report in reports:
         print(f"wrote {report.write()}: {COMPLETE if report.is_complete else INCOMPLETE}")
@@ -304,14 +323,18 @@ def run_call(reports: list[Report], clock: Clock, *, simulate: bool) -> None:
     is_usable = True
     for number, report in enumerate(reports):
         if not is_usable and set(report.part.steps) <= set(_SERVED):
-            for name in (BUILD, *report.part.steps):
+            for name in (BUILD, *report.to_run):
                 report.leave_out(name, "the self-check failed")
             continue
-        later = [each for other in reports[number + 1 :] for each in other.part.steps.values()]
+        later = [each for other in reports[number + 1 :] for each in other.to_run.values()]
         # Parts that do not fit give way, last ones first, and keep nothing of this one's time.
-        later = list(_fitting(later, clock.seconds - report.part.least_seconds))
+        later = list(_fitting(later, clock.seconds - _least_seconds(report)))
         run_all(report, clock, later, _simulator if simulate else _driver, tiny=simulate)
         is_usable &= report.part is not PARTS["check"] or report.is_complete
+
+
+def _least_seconds(report: Report) -> int:
+    return sum(limits.least for limits in report.to_run.values())
 
 
 def _fitting(later: list[Limits], seconds: float) -> Iterator[Limits]:
@@ -329,6 +352,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--call", type=int, choices=numbers, help="the parts of one call of --plan")
     parser.add_argument("--minutes", type=float, default=plan.CALL_MINUTES, help="of this call")
     parser.add_argument("--plan", action="store_true", help="print which parts share a call")
+    parser.add_argument("--resume", action="store_true", help="only steps without figures in --out")
     parser.add_argument("--simulate", action="store_true", help="tiny, on the contract simulator")
     return parser.parse_args()
 

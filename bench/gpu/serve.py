@@ -166,7 +166,7 @@ def common_arguments(device: str, max_batch: int) -> list[str]:
     ]
     if device == "cuda":
         arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-        arguments += ["--cuda-graph-max-bs", str(max_batch)]
+        arguments += ["--cuda-graph-max-bs-decode", str(max_batch)]
         arguments += ["--mem-fraction-static", str(plan.STATIC_SHARE)]
     return arguments
 

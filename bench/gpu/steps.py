@@ -31,7 +31,6 @@ from bench.gpu import reroute as gpu_reroute
 from bench.gpu.moe import METHODS
 from bench.kernels import moe_layer
 from bench.kernels import vmm as bench_vmm
-from bench.kernels.native_memory import memory_of
 from sgl_esft.formats.adapter_shapes import TABLE_1, AdapterShape, profile_shapes
 from sgl_esft.weave.expert_memory import SlotUsage
 from sgl_esft.weave.slot_layout import SlotLayout
@@ -186,7 +185,6 @@ def share(subject: Subject, size: Size) -> Figures:
     """Pages to another process by descriptor: export to mapped and answered, checked both ways."""
     backend = subject.open_arena().backend
     page = max(subject.page_bytes, backend.granularity)
-    memory = memory_of(backend, subject.library)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "bench.gpu.steps", "peer", "--fd", str(theirs.fileno())]
     command += ["--library", subject.library]
@@ -198,7 +196,7 @@ def share(subject: Subject, size: Size) -> Figures:
         for number in range(size.shared_pages):
             handle = backend.create(page)
             at = _mapped_at(backend, page, handle)
-            memory.write(at, _pattern(number))
+            backend.poke(at, _pattern(number))
             start = time.perf_counter()
             exported = backend.export_handle(handle)
             sgl_vmm.send_page(ours.fileno(), exported)
@@ -206,7 +204,7 @@ def share(subject: Subject, size: Size) -> Figures:
             _hear(ours)  # the other process has mapped it
             seconds.append(time.perf_counter() - start)
             _hear(ours)  # and has checked and written it
-            if memory.read(at, 64) != _pattern(number + 1):
+            if backend.peek(at, 64) != _pattern(number + 1):
                 raise RuntimeError(f"page {number}: the other process's bytes did not arrive")
             backend.unmap(at, page)
             backend.release(at, page)
@@ -224,7 +222,6 @@ def peer(subject: Subject, fd: int) -> None:
     """The other process of `share`: import, map, check, answer, until the socket ends."""
     backend = subject.open_arena().backend
     page = max(subject.page_bytes, backend.granularity)
-    memory = memory_of(backend, subject.library)
     with socket.socket(fileno=fd) as sock:
         sock.send(b"r")
         number = 0
@@ -236,9 +233,9 @@ def peer(subject: Subject, fd: int) -> None:
             handle = backend.import_handle(exported)
             at = _mapped_at(backend, page, handle)
             sock.send(b"m")
-            if memory.read(at, 64) != _pattern(number):
+            if backend.peek(at, 64) != _pattern(number):
                 raise RuntimeError(f"page {number} came with other bytes")
-            memory.write(at, _pattern(number + 1))
+            backend.poke(at, _pattern(number + 1))
             sock.send(b"w")
             backend.unmap(at, page)
             backend.release(at, page)

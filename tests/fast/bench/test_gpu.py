@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu import build, run, self_check
+from bench.gpu import build, elastic, run, self_check, serve
 from bench.gpu.steps import STEPS
 from sgl_esft.plugin.hook_table import WEAVE_HOOKS
 from tests.support.servers import ROOT
@@ -107,6 +108,51 @@ def test_a_failing_step_is_kept_with_its_reason_and_the_others_go_on(
     assert "no memory" in found["steps"]["load"]["reason"]
     assert found["steps"]["share"]["figure"] == 7
     assert "load: FAILED: exit status 1: RuntimeError: no memory" in capsys.readouterr().out
+
+
+def test_resuming_runs_what_has_no_figures_and_keeps_the_rest(
+    machine: list[tuple[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "commit", lambda *_: "earlier")
+    early = report_in(tmp_path)
+    early.add("vmm", {"ok": True, "took_seconds": 1.0, "figure": 6})
+    early.add("load", {"ok": False, "took_seconds": 1.0, "reason": "no memory"})
+    monkeypatch.setattr(run, "commit", lambda *_: "later")
+    report = report_in(tmp_path)
+    report.resume()
+    run.run_call([report], run.Clock(600), simulate=False)
+    begun = [name for name, _ in machine]
+    assert "vmm" not in begun
+    assert "load" in begun
+    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert (steps["vmm"]["figure"], steps["vmm"]["commit"]) == (6, "earlier")
+    assert (steps["load"]["figure"], steps["load"]["commit"]) == (7, "later")
+    assert report.is_complete
+
+
+@pytest.mark.parametrize("name", ["woven", "plain", "elastic"])
+def test_a_gpu_servers_flags_are_those_of_this_sglang(name: str, tmp_path: Path) -> None:
+    """As its parser takes them, abbreviations that name two flags too."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_elastic.options import parse as parse_elastic
+    from sgl_esft_launch import flags
+
+    files = serve.Files({}, tmp_path, {"a00": tmp_path})
+    model = elastic.Model(tmp_path, tmp_path, {"a00": tmp_path})
+    size = replace(elastic.FULL, device_memory="1GiB")
+    arguments = {
+        "woven": lambda: serve.woven_arguments(files, "cuda", 8),
+        "plain": lambda: serve.plain_arguments(files, "cuda", 8),
+        "elastic": lambda: elastic.arguments(model, size, "cuda"),
+    }[name]()
+    if name == "elastic":
+        arguments = parse_elastic(arguments)[1]
+    parser = flags.Parser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    _, rest = flags.parse(arguments)
+    parsed = parser.parse_args(["--model-path", str(tmp_path), *rest])
+    assert parsed.cuda_graph_max_bs_decode == 8
 
 
 @pytest.fixture
