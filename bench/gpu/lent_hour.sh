@@ -21,7 +21,7 @@ if ! cmp -s "$here/manifest.json" "$work/manifest.json"; then
     cp "$here/manifest.json" "$work/manifest.json"
 fi
 export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export SGL_ESFT_GPU_BUNDLE="$work/manifest.json"
+export ESFT_GPU_BUNDLE="$work/manifest.json"
 # Its sources lie in no repository; the bundle's commit is theirs.
 BENCH_COMMIT=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["commit"])' "$work/manifest.json")
 export BENCH_COMMIT GIT_CEILING_DIRECTORIES="$work"

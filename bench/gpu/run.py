@@ -46,7 +46,7 @@ _NEEDS_A_GPU = "SGLang's kernel needs a GPU"
 SIMULATED = "contract simulator: no GPU took part"
 COMPLETE, INCOMPLETE = "complete", "INCOMPLETE"
 _VERSIONED = ("triton", "sglang-kernel", "transformers", "numpy")
-MANIFEST_VARIABLE = "SGL_ESFT_GPU_BUNDLE"  # path of the bundle's manifest, set by lent_hour.sh
+MANIFEST_VARIABLE = "ESFT_GPU_BUNDLE"  # path of the bundle's manifest, set by lent_hour.sh
 
 # Of each test executable, those tests that run on a device; empty = all, which hold more than that.
 DEVICE_TEST_NAMES: dict[str, tuple[str, ...]] = {
