@@ -42,7 +42,8 @@ SERVED: Mapping[str, Any] = {
     "topk_group": 1,
     "norm_topk_prob": False,
     "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0,
+    # DeepSeek-V2's; V2-Lite's is 1. Experts of random weights would hardly be seen in the logits.
+    "routed_scaling_factor": 16.0,
     "rope_scaling": {
         "type": "yarn",
         "factor": 40,

@@ -87,6 +87,11 @@ TINY = Size(
 )
 
 
+def sized(*, tiny: bool, num_layers: int | None) -> Size:
+    """FULL, of so many layers where that is said, or TINY."""
+    return TINY if tiny else replace(FULL, served=serve.sized(tiny=False, num_layers=num_layers))
+
+
 @dataclass(frozen=True)
 class Model:
     """Base and adapters in folders of their own, whose weight files can be taken away."""

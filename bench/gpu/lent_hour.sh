@@ -3,7 +3,7 @@
 #
 #   build/gpu-bundle/lent_hour.sh CALL [flags of python -m bench.gpu]
 #
-# CALL is 1, 2 or 3 (`python -m bench.gpu --plan`). Results go to $OUT, else to ./gpu-results. Only
+# CALL is 1 or 2 (`python -m bench.gpu --plan`). Results go to $OUT, else to ./gpu-results. Only
 # the machine's own python3 is used (GPU_PYTHON= for another); nothing is installed or downloaded.
 set -euo pipefail
 started=$SECONDS

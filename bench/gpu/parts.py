@@ -67,12 +67,14 @@ PARTS = {
         },
     ),
     "serve": Part(
-        "gpu_serve", "SGLang with this plugin serving on a GPU", {"serve": Limits(360, 520)}
+        "gpu_serve",
+        "SGLang with this plugin serving on a GPU",
+        {"serve: equality": Limits(80, 200), "serve": Limits(130, 520)},
     ),
     "elastic": Part(
         "gpu_elastic",
         "an engine swap on a GPU with weights and KV resident",
-        {"elastic": Limits(300, 520)},
+        {"elastic": Limits(110, 520)},
     ),
 }
 

@@ -77,17 +77,15 @@ def layers_of_two_models(free: int, wanted: int, model: Model) -> int:
 
 
 def layers_of_two_servers(free: int, wanted: int, model: Model) -> int:
-    """A woven server, then a plain one in what it leaves; each within its static share of that.
+    """A woven server and a plain one that start together, both within one's static share.
 
     Raises DoesNotFitError.
     """
-
-    def fit(number: int) -> bool:
-        woven = model.woven(number) + SERVER_BYTES
-        plain = model.base(number) + SERVER_BYTES
-        return woven <= STATIC_SHARE * free and plain <= STATIC_SHARE * (free - woven)
-
-    return _most_layers(wanted, [fit(n) for n in range(wanted + 1)], f"two servers in {free} bytes")
+    fits = [
+        model.woven(number) + model.base(number) + 2 * SERVER_BYTES <= STATIC_SHARE * free
+        for number in range(wanted + 1)
+    ]
+    return _most_layers(wanted, fits, f"two servers in {free} bytes")
 
 
 def layers_of_a_swap(free: int, wanted: int, model: Model) -> int:

@@ -41,7 +41,7 @@ from bench.gpu.parts import BUILD, DEVICE_TESTS, PARTS, Part
 from bench.gpu.plan import Limits
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt): ")
-_SERVED = ("serve", "elastic")
+_SERVED = ("serve: equality", "serve", "elastic")
 _NEEDS_A_GPU = "SGLang's kernel needs a GPU"
 SIMULATED = "contract simulator: no GPU took part"
 COMPLETE, INCOMPLETE = "complete", "INCOMPLETE"
@@ -306,6 +306,8 @@ def main() -> None:
         )
     except StepError as error:
         sys.exit(f"gpu: {error}")
+    if options.layers:
+        os.environ["BENCH_LAYERS"] = options.layers
     names = parts.calls()[options.call - 1] if options.call else options.parts
     reports = [Report(PARTS[name], options.out, evidence, device) for name in names]
     for report in reports if options.resume else ():
@@ -353,6 +355,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=plan.CALL_MINUTES, help="of this call")
     parser.add_argument("--plan", action="store_true", help="print which parts share a call")
     parser.add_argument("--resume", action="store_true", help="only steps without figures in --out")
+    parser.add_argument("--layers", help="of the model behind servers; default: all that fit")
     parser.add_argument("--simulate", action="store_true", help="tiny, on the contract simulator")
     return parser.parse_args()
 

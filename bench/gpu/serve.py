@@ -16,9 +16,10 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ FULL = Size(
     name="v2-lite",
     changes={},
     num_adapters=20,
-    adapter_counts=(0, 1, 5, 10, 20),
-    batch_sizes=(1, 8, 64, 256),
+    adapter_counts=(0, 1, 5, 20),
+    batch_sizes=(1, 8, 64),
     prompt_tokens=128,
     output_tokens=64,
     rounds=5,
@@ -98,6 +99,13 @@ TINY = Size(
     write_seconds=10.0,
     start_seconds=300.0,
 )
+
+
+def sized(*, tiny: bool, num_layers: int | None) -> Size:
+    """FULL or TINY, of so many layers where that is said."""
+    size = TINY if tiny else FULL
+    changes = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    return replace(size, changes={**size.changes, **changes})
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,23 @@ def planned(size: Size, num_adapters: int) -> plan.Model:
 def free_bytes() -> int | None:
     """Of the GPU's memory; None without one."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
+@contextmanager
+def started(commands: Sequence[Sequence[str]], wait_seconds: float) -> Iterator[tuple[str, ...]]:
+    """URLs of servers that were started together. Raises ServerError."""
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        opened = [
+            pool.submit(stack.enter_context, serving.server(command, wait_seconds))
+            for command in commands
+        ]
+        yield tuple([each.result() for each in opened])
+
+
+def layers_of(size: Size) -> int | None:
+    """That fit the GPU's free memory; None = all, without one."""
+    free, wanted = free_bytes(), config_of(size)["num_hidden_layers"]
+    return free and plan.layers_of_two_servers(free, wanted, planned(size, size.num_adapters))
 
 
 def write_files(size: Size, root: Path, most_layers: int | None = None) -> Files:
@@ -189,19 +214,13 @@ def measure(size: Size, root: Path = ROOT / "build" / "gpu-serve") -> Figures:
     """Start both servers and drive them until the rounds or the time are through."""
     end = time.monotonic() + float(os.environ.get("BENCH_STEP_SECONDS", "540")) - MARGIN_SECONDS
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    free, wanted = free_bytes(), config_of(size)["num_hidden_layers"]
-    most_layers = free and plan.layers_of_two_servers(
-        free, wanted, planned(size, size.num_adapters)
-    )
+    most_layers = layers_of(size)
     files, max_batch = write_files(size, root, most_layers), max(size.batch_sizes)
-    with ExitStack() as stack:
-        urls = []
-        for arguments in (woven_arguments, plain_arguments):
-            # A step that is ended for its time leaves its servers behind: end before that.
-            wait_seconds = max(1.0, min(size.start_seconds, end - time.monotonic()))
-            command = arguments(files, device, max_batch)
-            urls.append(stack.enter_context(serving.server(command, wait_seconds)))
-        cells, missing = _drive(size, files, (urls[0], urls[1]), lambda: time.monotonic() < end)
+    # A step that is ended for its time leaves its servers behind: end before that.
+    wait_seconds = max(1.0, min(size.start_seconds, end - time.monotonic()))
+    commands = [each(files, device, max_batch) for each in (woven_arguments, plain_arguments)]
+    with started(commands, wait_seconds) as urls:
+        cells, missing = _drive(size, files, urls, lambda: time.monotonic() < end)
     return {
         "num_layers": files.config["num_hidden_layers"],
         "num_layers_that_fit": most_layers,
@@ -217,7 +236,7 @@ Pair = tuple[LoadFigures, LoadFigures]  # woven, plain
 
 
 def _drive(
-    size: Size, files: Files, urls: tuple[str, str], has_time: Callable[[], bool]
+    size: Size, files: Files, urls: tuple[str, ...], has_time: Callable[[], bool]
 ) -> tuple[dict[Cell, list[Pair]], int]:
     """Every cell once a round, so that short time costs rounds and not cells; round 0 warms up."""
     cells: dict[Cell, list[Pair]] = {
@@ -235,7 +254,7 @@ def _drive(
     return cells, missing
 
 
-def _run_pair(size: Size, files: Files, urls: tuple[str, str], cell: Cell, number: int) -> Pair:
+def _run_pair(size: Size, files: Files, urls: tuple[str, ...], cell: Cell, number: int) -> Pair:
     """The same requests to the woven server and to the plain one, in turns as to which is first."""
     batch_size, num_adapters = cell
     names = list(files.adapters)[: max(num_adapters, 1)]

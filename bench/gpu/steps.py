@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import sgl_vmm
@@ -56,6 +56,13 @@ class Size:
     moe_repeats: int
     reroute: gpu_reroute.Size
     model: Callable[[int | None], gpu_model.Size]  # of free bytes; reads files
+    is_tiny: bool = False
+    served_layers: int | None = None  # of the model behind servers; None = all that fit
+
+    @property
+    def served(self) -> dict[str, Any]:
+        """What serve.py and elastic.py are sized by."""
+        return {"tiny": self.is_tiny, "num_layers": self.served_layers}
 
 
 FULL = Size(
@@ -89,6 +96,7 @@ TINY = Size(
     moe_repeats=1,
     reroute=gpu_reroute.TINY,
     model=gpu_model.tiny_size,
+    is_tiny=True,
 )
 
 Figures = dict[str, Any]
@@ -281,18 +289,26 @@ def moe(method: str) -> Callable[[Subject, Size], Figures]:
     return measure
 
 
-def serve(_subject: Subject, size: Size) -> Figures:
+def equality(_subject: Subject, size: Size) -> Figures:
     """Two real servers; imported here, because it needs more than torch."""
+    from bench.gpu import equality as gpu_equality
     from bench.gpu import serve as gpu_serve
 
-    return gpu_serve.measure(gpu_serve.TINY if size is TINY else gpu_serve.FULL)
+    return gpu_equality.measure(gpu_serve.sized(**size.served))
+
+
+def serve(_subject: Subject, size: Size) -> Figures:
+    """As `equality`."""
+    from bench.gpu import serve as gpu_serve
+
+    return gpu_serve.measure(gpu_serve.sized(**size.served))
 
 
 def elastic(_subject: Subject, size: Size) -> Figures:
-    """A real server, as `serve`."""
+    """As `equality`."""
     from bench.gpu import elastic as gpu_elastic
 
-    return gpu_elastic.measure(gpu_elastic.TINY if size is TINY else gpu_elastic.FULL)
+    return gpu_elastic.measure(gpu_elastic.sized(**size.served))
 
 
 STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
@@ -309,6 +325,7 @@ STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
     "model step": lambda subject, size: gpu_model.measure(
         subject, size.model(_free_bytes(subject))
     ),
+    "serve: equality": equality,
     "serve": serve,
     "elastic": elastic,
 }
@@ -320,6 +337,8 @@ def main() -> None:
     parser.add_argument("step", choices=[*STEPS, "peer"])
     parser.add_argument("--library", default="", help="a contract simulator instead of the driver")
     parser.add_argument("--tiny", action="store_true")
+    layers = os.environ.get("BENCH_LAYERS")
+    parser.add_argument("--layers", type=int, default=layers, help="of the model behind servers")
     parser.add_argument("--fd", type=int, help="for the other process of `share`")
     options = parser.parse_args()
     subject = Subject("cuda", options.library)
@@ -328,7 +347,7 @@ def main() -> None:
     if options.step == "peer":
         peer(subject, options.fd)
         return
-    size = TINY if options.tiny else FULL
+    size = replace(TINY if options.tiny else FULL, served_layers=options.layers)
     figures = STEPS[options.step](subject, size)
     print(json.dumps({"shape": asdict(size.shape), **figures}), flush=True)
     # At a regular exit, threads of communication libraries may wait for each other for good.

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sgl_esft.ports import pick_free_port
 
@@ -84,7 +85,7 @@ def generate(
     # A server without adapters refuses even a list of Nones.
     named = any(adapter is not None for adapter in adapters)
     for start in range(0, len(prompts), batch):
-        reply = _post(
+        reply = post(
             f"{url}/generate",
             {
                 "text": list(prompts[start : start + batch]),
@@ -102,14 +103,14 @@ def generate(
     return answers
 
 
-def _post(url: str, body: Mapping[str, object]) -> object:
+def post(url: str, body: Mapping[str, object]) -> Any:
+    """The answer to a request. Raises ServerError for a status that is no success."""
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
-            reply: object = json.load(response)
-            return reply
+            return json.load(response)
     except urllib.error.HTTPError as error:
         detail = error.read().decode(errors="replace")[:500]
         raise ServerError(f"{url} answered {error.code}: {detail}") from error

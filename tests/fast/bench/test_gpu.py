@@ -179,22 +179,22 @@ def reports_in(folder: Path, *names: str) -> list[run.Report]:
 def test_a_part_that_has_no_time_is_incomplete_and_says_so(
     machine: list[tuple[str, float]], tmp_path: Path
 ) -> None:
-    reports = reports_in(tmp_path, "reroute", "serve")
-    run.run_call(reports, run.Clock(300), simulate=False)
-    assert [name for name, _ in machine] == list(run.PARTS["reroute"].steps)
+    reports = reports_in(tmp_path, "check", "serve")
+    run.run_call(reports, run.Clock(110), simulate=False)
+    assert [name for name, _ in machine] == ["self-check", "serve: equality"]
     assert reports[0].is_complete
     found = json.loads((tmp_path / "gpu_serve.json").read_text())
     assert found["status"] == run.INCOMPLETE
-    assert "needs 360 s" in found["missing"]["serve"]
+    assert "needs 130 s" in found["missing"]["serve"]
 
 
 def test_a_part_leaves_later_ones_their_time(
     machine: list[tuple[str, float]], tmp_path: Path
 ) -> None:
-    run.run_call(reports_in(tmp_path, "serve", "elastic"), run.Clock(700), simulate=False)
+    run.run_call(reports_in(tmp_path, "serve", "elastic"), run.Clock(500), simulate=False)
     seconds = dict(machine)
-    assert 360 < seconds["serve"] <= 400
-    assert seconds["elastic"] <= 520
+    assert 130 < seconds["serve"] <= 390
+    assert 110 < seconds["elastic"] <= 500
 
 
 def test_what_is_skipped_is_missing(
@@ -203,7 +203,7 @@ def test_what_is_skipped_is_missing(
     monkeypatch.setattr(run, "why_skipped", lambda *_, **__: "SGLang is not installed")
     (report,) = reports_in(tmp_path, "serve")
     run.run_call([report], run.Clock(600), simulate=False)
-    assert report.missing == {"serve": "SGLang is not installed"}
+    assert report.missing == dict.fromkeys(report.part.steps, "SGLang is not installed")
     assert not machine
 
 

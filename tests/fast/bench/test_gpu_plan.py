@@ -25,7 +25,7 @@ def test_a_decode_step_is_measured_on_as_many_layers_as_fit(free: int, num_layer
     assert 0.7 * free < experts < plan.MARGIN * free
 
 
-@pytest.mark.parametrize(("free", "num_layers"), [(H100, 16), (H200, ALL_LAYERS)])
+@pytest.mark.parametrize(("free", "num_layers"), [(H100, 14), (H200, 26)])
 def test_two_servers_fit_side_by_side(free: int, num_layers: int) -> None:
     planned = serve.planned(serve.FULL, 20)
     found = plan.layers_of_two_servers(free, ALL_LAYERS, planned)
@@ -54,7 +54,7 @@ def test_a_swap_and_the_ten_adapters_of_table_1_fit_both(free: int) -> None:
 def test_calls_end_inside_ten_minutes_and_all_inside_thirty() -> None:
     found = parts.calls()
     assert [name for names in found for name in names] == list(PARTS)
-    assert len(found) == 3
+    assert len(found) == 2
     for names in found:
         seconds = parts.BUILD_SECONDS.least + sum(PARTS[name].least_seconds for name in names)
         assert seconds <= 60 * plan.CALL_MINUTES < 600

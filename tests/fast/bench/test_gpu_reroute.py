@@ -10,7 +10,7 @@ import torch
 
 from bench.common.layers import DTYPE
 from bench.expertweave.floor import ModelBytes, floor_over_base
-from bench.gpu import graph, reroute, serve
+from bench.gpu import equality, graph, reroute, serve
 from bench.gpu import model as gpu_model
 from bench.gpu.moe import grouped_experts
 from sgl_esft.platform.moe import moe_forward
@@ -105,6 +105,15 @@ def test_floor_of_served_adapters(files: serve.Files) -> None:
     assert serve.floor_of(files, 64, 0) == 1
     assert serve.floor_of(files, 1, 3) == pytest.approx(1, abs=1e-9)
     assert serve.floor_of(files, 64, 3) > 1.02
+
+
+@pytest.mark.full
+def test_an_adapter_answers_as_its_merged_model(tmp_path: Path) -> None:
+    """On a CPU to the bit; another adapter's answers are as far off as the base's."""
+    found = equality.measure(serve.TINY, tmp_path)
+    assert found["tokens"] == equality.NUM_PROMPTS * (serve.TINY.prompt_tokens - 1)
+    assert found["base_distance_a_token"] > 0.01
+    assert found["off"] == 0
 
 
 @pytest.mark.full
