@@ -43,7 +43,7 @@ def tune_by_the_guide(folder: Path, base: Path | None) -> Tuned:
     """Run the commands, on the demo or on another base; the shown outputs are the demo's."""
     page = read_blocks(ROOT / "docs" / "guide_adapters.md")
     steps = session.steps_of([b for b in page if b.kind == "shell" and "chat.jsonl" in b.text])
-    assert len(steps) == 4, "data, score, select, tune"
+    assert len(steps) == 5, "data, score, select, tune, the plan of a tune"
     if base is not None:
         steps = [replace(each, shown=None) for each in steps]
         steps[0] = replace(steps[0], command=steps[0].command.replace(DEMO, str(base)))

@@ -42,11 +42,13 @@ class Terminal:
 
 @contextmanager
 def terminal(*command: str) -> Iterator[Terminal]:
-    """The command as the foreground of a terminal of its own."""
+    """The command as the foreground of a terminal of its own, outside of any make."""
     pid, descriptor = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execvp(command[0], command)
+        # A make below another one says more than a person's.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+        os.execvpe(command[0], command, environment)
     try:
         yield Terminal(pid, descriptor)
     finally:
