@@ -4,6 +4,7 @@
 
 Nothing is hidden with --verbose or --log-level info, and what is not in these tables is printed.
 Progress bars are drawn on a terminal only; with JSON not there either, since none is an object.
+A log on a full disk loses lines; no process ends for it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from sgl_esft import env
 
@@ -43,6 +46,8 @@ CLIENTS_FAULTS: Final = {
 def begin() -> None:
     """In every process, before SGLang is imported. Does nothing where no launcher has been."""
     shorten()
+    if env.LOG_FORMAT in os.environ:
+        outlast_full_disks()
     is_json = os.environ.get(env.LOG_FORMAT) == "json"
     if env.is_quiet():
         silence()
@@ -52,6 +57,14 @@ def begin() -> None:
         from sgl_esft.observe import json_logs
 
         json_logs.begin()
+
+
+def outlast_full_disks() -> None:
+    """From now on no line is worth a process: what cannot be written is lost, and nothing else."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Outlasting):
+            setattr(sys, name, _Outlasting(stream))
 
 
 def silence() -> None:
@@ -99,6 +112,29 @@ def shorten() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _WithoutTraceback) for each in logger.filters):
             logger.addFilter(_WithoutTraceback(start))
+
+
+class _Outlasting:
+    """A text stream of which a full disk, or a reader that has gone, is no error."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _WithoutTraceback(logging.Filter):

@@ -99,3 +99,20 @@ def test_bars_where_there_is_no_terminal(environment: dict[str, str], drawn: boo
     )
     assert ("loading shards: 100%" in process.stderr) == drawn
     assert drawn or process.stderr + process.stdout == ""
+
+
+@pytest.mark.parametrize(("launched", "status"), [(True, 0), (False, 1)])
+def test_what_a_full_disk_does_not_take_is_lost(launched: bool, status: int) -> None:
+    """A program that imports us keeps its own ways: a line that cannot be written ends it."""
+    code = (
+        "import sys, logging, sgl_esft\n"
+        "print('one')\n"
+        "sys.stderr.write('two')\n"
+        "logging.warning('three')\n"
+        "assert not sys.stdout.isatty() and sys.stdout.fileno() == 1\n"
+    )
+    environment = {**os.environ, **({env.LOG_FORMAT: "text"} if launched else {})}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=full, stderr=full, env=environment, check=False)
+    assert done.returncode == status
