@@ -49,10 +49,10 @@ PARTS = {
             "fragmentation": Limits(12, 90),
             "load": Limits(20, 120),
             "share": Limits(12, 60),
-            "moe: sglang fused_experts": Limits(25, 90),
+            "moe: sglang fused_experts": Limits(45, 120),
             "moe: torch grouped_mm": Limits(15, 60),
             "moe: torch bmm over the base": Limits(15, 60),
-            "moe: by slot": Limits(15, 60),
+            "moe: by slot": Limits(30, 60),
         },
     ),
     "reroute": Part(
@@ -60,8 +60,8 @@ PARTS = {
         "rerouting on a GPU: kernels, launches, CUDA graphs, a model's decode step",
         {
             "reroute: check": Limits(20, 120),
-            "reroute: launches": Limits(25, 60),
-            "reroute: graph safety": Limits(30, 60),
+            "reroute: launches": Limits(40, 90),
+            "reroute: graph safety": Limits(40, 90),
             "reroute: time": Limits(60, 120),
             "model step": Limits(100, 300),
         },
@@ -69,12 +69,12 @@ PARTS = {
     "serve": Part(
         "gpu_serve",
         "SGLang with this plugin serving on a GPU",
-        {"serve: equality": Limits(80, 200), "serve": Limits(130, 520)},
+        {"serve: equality": Limits(130, 280), "serve": Limits(130, 520)},
     ),
     "elastic": Part(
         "gpu_elastic",
         "an engine swap on a GPU with weights and KV resident",
-        {"elastic": Limits(110, 520)},
+        {"elastic": Limits(170, 520)},
     ),
 }
 

@@ -148,14 +148,16 @@ class Clock:
 
 
 def outcome_of(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures, or why there are none."""
+    """Figures, or why there are none; a step that has figures and `failed` keeps both."""
     start = time.monotonic()
+    figures: dict[str, Any] = {}
     try:
-        figures, reason = work(), None
+        figures.update(work())
+        reason = figures.pop("failed", None)
     except (build.CannotBuildError, subprocess.SubprocessError, StepError) as error:
-        figures, reason = {}, str(error)
+        reason = str(error)
     found: dict[str, Any] = {"ok": reason is None, "took_seconds": time.monotonic() - start}
-    return {**found, **figures} if reason is None else {**found, "reason": reason}
+    return {**found, **figures} if reason is None else {**found, **figures, "reason": reason}
 
 
 class StepError(Exception):

@@ -290,7 +290,7 @@ def moe(method: str) -> Callable[[Subject, Size], Figures]:
 
 
 def equality(_subject: Subject, size: Size) -> Figures:
-    """Two real servers; imported here, because it needs more than torch."""
+    """Three real servers; imported here, because it needs more than torch."""
     from bench.gpu import equality as gpu_equality
     from bench.gpu import serve as gpu_serve
 

@@ -110,6 +110,12 @@ def test_a_failing_step_is_kept_with_its_reason_and_the_others_go_on(
     assert "load: FAILED: exit status 1: RuntimeError: no memory" in capsys.readouterr().out
 
 
+def test_figures_that_are_no_result_are_kept() -> None:
+    found = run.outcome_of(lambda: {"off": 0.3, "failed": "off by 0.3"})
+    assert (found["ok"], found["reason"], found["off"]) == (False, "off by 0.3", 0.3)
+    assert "failed" not in found
+
+
 def test_resuming_runs_what_has_no_figures_and_keeps_the_rest(
     machine: list[tuple[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +186,7 @@ def test_a_part_that_has_no_time_is_incomplete_and_says_so(
     machine: list[tuple[str, float]], tmp_path: Path
 ) -> None:
     reports = reports_in(tmp_path, "check", "serve")
-    run.run_call(reports, run.Clock(110), simulate=False)
+    run.run_call(reports, run.Clock(160), simulate=False)
     assert [name for name, _ in machine] == ["self-check", "serve: equality"]
     assert reports[0].is_complete
     found = json.loads((tmp_path / "gpu_serve.json").read_text())
@@ -193,8 +199,8 @@ def test_a_part_leaves_later_ones_their_time(
 ) -> None:
     run.run_call(reports_in(tmp_path, "serve", "elastic"), run.Clock(500), simulate=False)
     seconds = dict(machine)
-    assert 130 < seconds["serve"] <= 390
-    assert 110 < seconds["elastic"] <= 500
+    assert 130 < seconds["serve"] <= 330
+    assert 170 < seconds["elastic"] <= 500
 
 
 def test_what_is_skipped_is_missing(

@@ -33,6 +33,15 @@ def test_two_servers_fit_side_by_side(free: int, num_layers: int) -> None:
     assert planned.woven(found) + planned.base(found) < free - 2 * plan.SERVER_BYTES
 
 
+@pytest.mark.parametrize("free", [H100, H200])
+def test_three_servers_fit_where_two_with_all_adapters_do(free: int) -> None:
+    """bench/gpu/equality.py: one adapter, its merged model, the base; of serve.py's files."""
+    one = serve.planned(serve.FULL, 1)
+    layers = plan.layers_of_two_servers(free, ALL_LAYERS, serve.planned(serve.FULL, 20))
+    every = one.woven(layers) + 2 * one.base(layers)
+    assert every + 3 * plan.SERVER_BYTES <= plan.STATIC_SHARE * free
+
+
 def test_the_whole_model_does_not_fit_the_smaller_card_twice() -> None:
     """What was planned before: 110 GB of model step, two servers at 0.85 of the card each."""
     planned = serve.planned(serve.FULL, 20)

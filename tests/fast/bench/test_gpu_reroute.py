@@ -1,4 +1,4 @@
-"""The GPU benches of rerouting, of a model and of serving: their pure parts, and two servers."""
+"""The GPU benches of rerouting, of a model and of serving: their pure parts, and real servers."""
 
 from __future__ import annotations
 
@@ -109,11 +109,31 @@ def test_floor_of_served_adapters(files: serve.Files) -> None:
 
 @pytest.mark.full
 def test_an_adapter_answers_as_its_merged_model(tmp_path: Path) -> None:
-    """On a CPU to the bit; another adapter's answers are as far off as the base's."""
+    """On a CPU to the bit, and nothing is rounded otherwise."""
     found = equality.measure(serve.TINY, tmp_path)
     assert found["tokens"] == equality.NUM_PROMPTS * (serve.TINY.prompt_tokens - 1)
-    assert found["base_distance_a_token"] > 0.01
-    assert found["off"] == 0
+    assert (found["rounding"], found["off"]) == (0, 0)
+    assert found["distance"] > 0.01
+    assert "failed" not in found
+
+
+def test_an_adapter_is_off_by_no_more_than_rounding() -> None:
+    def said(rounding: float, off: float, distance: float) -> str:
+        zero = torch.zeros(4)
+        found = equality.differences(zero + rounding, zero + distance, zero, zero + distance + off)
+        assert found["off"] == pytest.approx(off, nan_ok=True)
+        return (equality.why_not(found) or "").partition(":")[0]
+
+    assert said(0, 0, 1) == ""
+    assert said(0.1, 0.15, 1) == ""
+    more = "the adapter is off its merged model by more than 2 roundings"
+    assert said(0, 0.01, 1) == more
+    assert said(0.1, 0.25, 1) == more
+    assert said(0.1, float("nan"), 1) == more
+    # Then an adapter that is ignored would pass.
+    close = "the adapter is not 3 roundings away from the base"
+    assert said(0.4, 0.4, 1) == close
+    assert said(0, 0, 0) == close
 
 
 @pytest.mark.full
