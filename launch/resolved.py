@@ -195,6 +195,14 @@ CPU: tuple[Needed, ...] = (
 )
 
 
+_CUDA: tuple[Needed, ...] = (
+    Needed(
+        "dtype",
+        ("auto", "half", "float16", "bfloat16"),
+        "SGLang's kernels for CUDA compute no float32",
+        "leave it out, or use bfloat16",
+    ),
+)
 _NPU: tuple[Needed, ...] = (
     Needed(
         "cuda_graph_config.decode.backend",
@@ -222,7 +230,7 @@ def of_device(device: str) -> tuple[Needed, ...]:
             f"on {device} weaving was not shown with it",
             f"use --moe-runner-backend {backends[0]}",
         ),
-        *(_NPU if device == "npu" else ()),
+        *{"cuda": _CUDA, "npu": _NPU}.get(device, ()),
     )
 
 

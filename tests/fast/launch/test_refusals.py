@@ -343,6 +343,23 @@ def test_every_moe_backend_but_tritons_is_refused() -> None:
                 assert_refused(need, backend)
 
 
+def test_float32_is_refused_on_cuda_only() -> None:
+    """`auto` makes float16 of a checkpoint in float32."""
+    import torch
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    dtypes = parser._option_string_actions["--dtype"].choices
+    assert dtypes is not None
+    (need,) = (n for n in resolved.of_device("cuda") if n.field == "dtype")
+    refused = [dtype for dtype in dtypes if dtype not in need.allowed]
+    assert [getattr(torch, dtype) for dtype in refused] == [torch.float32] * 2
+    for dtype in refused:
+        assert_refused(need, dtype)
+    assert all(n.field != "dtype" for n in resolved.of_device("cpu"))
+
+
 def test_what_auto_becomes_on_a_gpu_counts(tmp_path: Path) -> None:
     """SGLang takes flashinfer_trtllm for these models on Blackwell, and is not asked to."""
     argvs = []
