@@ -1,6 +1,6 @@
 """Which results are older than the code that they are about.
 
-    a result's command --[measured_paths]--> paths --[changed_since its commit]--> those that differ
+    a result's command --[measured_paths]--> paths --[changed_since its commits]--> those changed
 
 By content: a file that is as it was when the result was made is no change, whatever lies between.
 """
@@ -29,9 +29,11 @@ MEASURED_PATHS: Final[Mapping[str, Sequence[str]]] = {
         "sgl_elastic/errors.py",
     ),
     "bench.elasticmoe.": (*_SERVER, "sgl_elastic"),
+    "bench.gpu.": (*_SERVER, "sgl_elastic"),
 }
 _CODE: Final = ":!*.md"
 _ELASTIC_FLAG: Final = "--elastic"
+_BUILD: Final = "build"  # a step that measures nothing
 
 
 def measured_paths(command: str) -> tuple[str, ...]:
@@ -44,13 +46,23 @@ def measured_paths(command: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*paths, *more)))
 
 
+def commits_of(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those of its figures: a result of bench/gpu has one for each step that it kept or made."""
+    steps = [each for name, each in result.get("steps", {}).items() if name != _BUILD]
+    found = [each["commit"] for each in steps if each.get("ok") and "commit" in each]
+    return tuple(dict.fromkeys(str(commit) for commit in found or [result["commit"]]))
+
+
 def changed_since(result: Mapping[str, Any], root: Path = ROOT) -> tuple[str, ...] | None:
     """Of what a result is about, the parts that differ now; None for a commit that is not here."""
-    commit = str(result["commit"]).removesuffix("+changes")
-    if _git(root, "cat-file", "-e", f"{commit}^{{commit}}"):
+    commits = [commit.removesuffix("+changes") for commit in commits_of(result)]
+    if any(_git(root, "cat-file", "-e", f"{commit}^{{commit}}") for commit in commits):
         return None
-    paths = measured_paths(result["command"])
-    return tuple(path for path in paths if _git(root, "diff", "--quiet", commit, "--", path, _CODE))
+    return tuple(
+        path
+        for path in measured_paths(result["command"])
+        if any(_git(root, "diff", "--quiet", commit, "--", path, _CODE) for commit in commits)
+    )
 
 
 def age(result: Mapping[str, Any]) -> str:

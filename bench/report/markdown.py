@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report.age import age
+from bench.report.age import age, commits_of
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -32,8 +32,9 @@ def where(result: Mapping[str, Any]) -> str:
     """Machine, commit and command of a result file, and whether its run came to its end."""
     machine = result["machine"]
     is_complete = result.get("complete", result.get("is_complete", True))
+    commits = ", ".join(commit[:7] for commit in commits_of(result))
     return (
-        f"`{result['command']}`, commit {result['commit'][:7]}, {machine['cores']} cores of "
+        f"`{result['command']}`, commit {commits}, {machine['cores']} cores of "
         f"{machine['cpu']}, {machine['device']}.{'' if is_complete else ' The run was cut short.'}"
         f"{age(result)}"
     )

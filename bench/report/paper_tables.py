@@ -5,7 +5,7 @@ bench/results/expertweave_*.json -> [a function each] -> readme_tables.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bench.report.markdown import percent, ratio, result_table, table, where
@@ -192,84 +192,3 @@ def batching_served(result: Any) -> str:
     header = ["--max-overtakes", "running", "rounds", "distinct adapters at once"]
     header += ["mean TTFT", "p99 TTFT", "time for all"]
     return result_table(result, header, [cells])
-
-
-def gpu_reroute(result: Any) -> str:
-    """Launches of a layer, microseconds of a call, a model's step minus its floor."""
-    steps = result["steps"]
-    parts = [
-        _part(steps, "reroute: launches", _launches),
-        _part(steps, "reroute: time", _calls),
-        _part(steps, "model step", _model_step),
-    ]
-    return "\n\n".join([*parts, _evidence(result)])
-
-
-def gpu_serve(result: Any) -> str:
-    """TTFT and TPOT by batch and number of adapters, over plain SGLang."""
-    part = _part(result["steps"], "serve", _served_rows)
-    return f"{part}\n\n{_evidence(result)}"
-
-
-def _evidence(result: Any) -> str:
-    words, missing = result["evidence"], ", ".join(result.get("missing", ()))
-    gaps = f" INCOMPLETE, without figures: {missing}." if missing else ""
-    return f"{words[:1].upper()}{words[1:]}.{gaps} {where(result)}"
-
-
-def _part(steps: Any, name: str, make: Callable[[Any], str]) -> str:
-    """One step of bench/gpu/run.py as a table, or why there is none."""
-    step = steps.get(name, {"ok": False, "not_run": True, "reason": "no result"})
-    if step["ok"]:
-        return make(step)
-    return f"*{name}*: {'not run' if step.get('not_run') else 'failed'}: {step['reason']}"
-
-
-def _launches(step: Any) -> str:
-    """Kernels among a graph's nodes; a dash where there was no GPU to count on."""
-    nodes = step["nodes_a_layer"]
-    cells = ["-" if found is None else str(found["kernel"]) for found in nodes.values()]
-    return table([f"kernels of a MoE layer, {step['experts']}", *nodes], [["", *cells]])
-
-
-def _calls(step: Any) -> str:
-    """Over the unfused chain where microseconds were not recorded."""
-    unit = "microseconds_a_call"
-    if unit not in step["rows"][0]["warm_l2"]:
-        unit = "over_unfused_chain"
-    kinds = list(step["rows"][0]["warm_l2"][unit])
-    rows = [
-        [str(row["num_tokens"]), cache, *(ratio(row[key][unit].get(kind)) for kind in kinds)]
-        for row in step["rows"]
-        for key, cache in (("warm_l2", "warm"), ("cold_l2", "cold"))
-        if key in row
-    ]
-    return table([f"{unit.replace('_', ' ')}: tokens", "L2", *kinds], rows)
-
-
-def _model_step(step: Any) -> str:
-    kinds = list(step["rows"][0]["over_merged"])
-    rows = []
-    for row in step["rows"]:
-        cells = [str(row["num_tokens"]), str(row["num_adapters"]), f"{row['floor']:.3f}"]
-        for kind in kinds:
-            points = 100 * (row["over_merged"][kind]["median"] - row["floor"])
-            cells.append(f"{ratio(row['over_merged'][kind])}; {points:+.1f}")
-        rows.append(cells)
-    header = ["tokens", "adapters", "floor"]
-    return table([*header, *(f"{kind} / merged; points over the floor" for kind in kinds)], rows)
-
-
-def _served_rows(step: Any) -> str:
-    """A cell without ratios had too little time."""
-    rows = []
-    for row in step["rows"]:
-        cells = [str(row["batch_size"]), str(row["num_adapters"])]
-        cells += [ratio(row.get(f"{metric}_over_plain")) for metric in ("ttft", "tpot")]
-        points = row.get("tpot_points_over_floor")
-        over = "not run" if points is None else f"{100 * points:+.1f}"
-        rows.append(
-            [*cells, f"{row['floor']:.3f}", over, str(row.get("rounds", row.get("reason")))]
-        )
-    header = ["requests", "adapters", "TTFT", "TPOT", "floor of TPOT", "points over the floor"]
-    return table([*header, "rounds"], rows)

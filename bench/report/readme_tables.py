@@ -1,8 +1,8 @@
 """The documents' result tables, from bench/results: `python -m bench.report.readme_tables`.
 
     bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
-    the papers' evaluations: paper_tables.py, elastic_tables.py; faults: fault_tables.py; pictures:
-    plots.py
+    the papers' evaluations: paper_tables.py, elastic_tables.py; on a GPU: gpu_tables.py; faults:
+    fault_tables.py; pictures: plots.py
 
 A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.report import elastic_tables, fault_tables, paper_tables
+from bench.report import elastic_tables, fault_tables, gpu_tables, paper_tables
 from bench.report.markdown import percent, ratio, result_table, table, where
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,15 +311,6 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "quartiles over rounds:",
         paper_tables.batching_served,
     ),
-    "gpu_reroute": (
-        "Rerouting on a GPU, in CUDA graphs; at most 1.5 microseconds a call, one adapter at most\n"
-        "0.5 and 20 adapters at most 3 points over the floor are the goals:",
-        paper_tables.gpu_reroute,
-    ),
-    "gpu_serve": (
-        "SGLang serving DeepSeek-V2-Lite's shape on a GPU, woven over plain SGLang:",
-        paper_tables.gpu_serve,
-    ),
     "expertweave_figure9": (
         "One device of 64 GiB, three adapters of table 1; ours / the paper's:",
         paper_tables.figure9,
@@ -335,6 +326,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "eight adapters three are loaded at a time, and the others when they are asked for:",
         _load_test,
     ),
+    **gpu_tables.TABLES,
     **elastic_tables.TABLES,
     **fault_tables.TABLES,
 }

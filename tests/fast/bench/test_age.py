@@ -78,6 +78,24 @@ def test_a_commit_that_is_not_here(repository: Path) -> None:
     assert changed_since({"command": COMMAND, "commit": "0" * 40}, repository) is None
 
 
+def test_a_result_is_as_old_as_its_oldest_figure(repository: Path) -> None:
+    """A result that several calls made: each step has its commit; what has no figures no age."""
+    old = git(repository, "rev-parse", "HEAD")
+    (repository / "sgl_esft" / "layer.py").write_text("two\n")
+    git(repository, "commit", "--quiet", "-am", "later")
+    result = result_of(repository)
+    assert changed_since(result, repository) == ()
+    steps = {
+        "build": {"ok": True, "commit": "0" * 40},
+        "old": {"ok": True, "commit": old},
+        "new": {"ok": True, "commit": result["commit"]},
+        "failed": {"ok": False, "commit": "1" * 40},
+    }
+    assert age.commits_of({**result, "steps": steps}) == (old, result["commit"])
+    assert changed_since({**result, "steps": steps}, repository) == ("sgl_esft",)
+    assert age.commits_of({**result, "steps": {"early": {"ok": True}}}) == (result["commit"],)
+
+
 def test_a_table_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     result = {
         "command": COMMAND,

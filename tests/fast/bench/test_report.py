@@ -63,7 +63,8 @@ def gpu_serve() -> dict[str, Any]:
         "tpot_points_over_floor": 0.05,
     }
     few = {"batch_size": 256, "num_adapters": 20, "floor": 1.6, "reason": "1 rounds: too few"}
-    return on_a_gpu(serve={"ok": True, "rows": [row, few]})
+    served = {"ok": True, "num_layers": 4, "rounds_left_out": 31, "rows": [row, few]}
+    return on_a_gpu(serve=served)
 
 
 def test_gpu_tables_show_floors_and_what_has_failed() -> None:
@@ -85,6 +86,19 @@ def test_gpu_serve_shows_cells_that_have_no_ratio() -> None:
     ratios = "1.100 (1.000 to 1.200) | 1.200 (1.100 to 1.300)"
     assert f"| 64 | 20 | {ratios} | 1.150 | +5.0 | 4 |" in text
     assert "| 256 | 20 | - | - | 1.600 | not run | 1 rounds: too few |" in text
+    assert "4 layers; 31 runs of a cell had no time." in text
+
+
+def test_an_adapter_that_is_off_is_no_result() -> None:
+    sample = gpu_serve()
+    step = {"ok": True, "tokens": 8, "off": 0.01, "rounding": 0.02, "distance": 0.5}
+    sample["steps"]["serve: equality"] = step
+    text = TABLES["gpu_serve"][1](sample)
+    assert "of 8 tokens: an adapter is 0.01 off its merged model, the woven base 0.02" in text
+    step |= {"ok": False, "reason": "off by more than 2 roundings"}
+    text = TABLES["gpu_serve"][1](sample)
+    assert "*serve: equality*: failed: off by more than 2 roundings" in text
+    assert "an adapter is" not in text
 
 
 @pytest.mark.parametrize(

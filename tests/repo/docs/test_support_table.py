@@ -20,6 +20,7 @@ from tests.repo.tree import ROOT
 PARTS = ("weaving", "virtual memory", "rerouting", "elastic")
 DEVICES = {"CPU": "cpu", "CUDA": "cuda", "Ascend": "npu"}
 TEST = re.compile(r"`((?:fast|server|full)/[\w/]+\.py)`")
+RESULT = re.compile(r"`(bench/results/\w+\.json)`")
 
 
 class Row(NamedTuple):
@@ -46,9 +47,10 @@ ROWS = rows_of(README.read_text(encoding="utf-8"))
 
 
 def is_cell_shown(cell: str) -> bool:
-    """Whether it claims nothing, or names tests that exist."""
-    tests = TEST.findall(cell)
-    return cell == "-" or (bool(tests) and all((ROOT / "tests" / each).is_file() for each in tests))
+    """Whether it claims nothing, or names tests and results that exist."""
+    named = [ROOT / "tests" / each for each in TEST.findall(cell)]
+    named += [ROOT / each for each in RESULT.findall(cell)]
+    return cell == "-" or (bool(named) and all(each.is_file() for each in named))
 
 
 def test_each_part_has_a_row_on_each_device() -> None:
@@ -91,6 +93,8 @@ def test_tests_that_the_page_of_cuda_names_exist() -> None:
 def test_the_checks_can_fail() -> None:
     assert not is_cell_shown("yes")
     assert not is_cell_shown("interpreted, `fast/kernels/test_of_old.py`")
+    assert not is_cell_shown("one H100, `bench/results/gpu_of_old.json`")
+    assert is_cell_shown("one H100, `bench/results/gpu_check.json`")
     assert is_cell_shown("PTX, `fast/kernels/test_reroute_triton.py`")
     (row,) = rows_of(
         "| weaving | CUDA | - | - | - | starts |\n| a | b |\n| x | y | - | - | - | - |"
