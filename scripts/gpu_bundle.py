@@ -63,8 +63,8 @@ UNPROVED = (
     "that it computes what SGLang computes on its own pins: they were not compared",
     "SGLang {sglang} asks for torch 2.14.1 and sglang-kernel 0.4.10; with torch 2.11 it runs on "
     "sglang-kernel {kernel}, the newest that loads there",
-    "SGLang compiles some kernels when they are first used, with the machine's nvcc: those that two "
-    "servers of DeepSeek-V2-Lite's shape need were, on an H100; the others were not",
+    "SGLang compiles some kernels when they are first used, with the machine's nvcc: those that "
+    "DeepSeek-V2-Lite's shape needs were, on an H100; the others were not",
     "FlashInfer and FA3 are left out: attention must be Triton's, sampling torch's",
 )
 
