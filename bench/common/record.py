@@ -85,8 +85,10 @@ def commit(*paths: str) -> str:
 
 
 def _module_and_arguments() -> list[str]:
+    """Of a folder of this machine only the name."""
     spec = sys.modules["__main__"].__spec__
-    return [spec.name if spec else sys.argv[0], *sys.argv[1:]]
+    arguments = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]
+    return [spec.name if spec else sys.argv[0], *arguments]
 
 
 def _git(*arguments: str) -> str:

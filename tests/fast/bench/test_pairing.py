@@ -49,3 +49,11 @@ def test_a_result_names_device_and_commit(tmp_path: Path, monkeypatch: pytest.Mo
     assert seen == ("0123abc", "Some GPU", 1)
     assert found["versions"]["torch"]
     assert record._version("no-such-package") == "not installed"
+
+
+def test_a_result_names_no_folder_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path / "out"), "--minutes", "2.0"])
+    path = record.write_result("x", {}, device="none", folder=tmp_path)
+    assert json.loads(path.read_text())["command"].endswith(" --out out --minutes 2.0")
