@@ -168,9 +168,14 @@ class Walk:
 
 
 async def scale_under_load(
-    server: Server, asks: Sequence[Ask], sizes: Sequence[int], num_streams: int
+    server: Server,
+    asks: Sequence[Ask],
+    sizes: Sequence[int],
+    num_streams: int,
+    *,
+    reads_loads: bool = True,
 ) -> Walk:
-    """Scale to each of the sizes while requests run."""
+    """Scale to each of the sizes while requests run; ranks on other nodes tell no loads here."""
     stop = asyncio.Event()
     load = asyncio.create_task(steady(server.url, asks, 6, stop))
     walk = Walk()
@@ -179,7 +184,8 @@ async def scale_under_load(
         walk.operations.append(await scale(server.url, {"dp_size": size}))
         used = await asyncio.to_thread(worker_bytes, server)
         walk.most_bytes = max([walk.most_bytes, *used.values()])
-        walk.capacities.append(await asyncio.to_thread(kv_capacities, server, size))
+        if reads_loads:
+            walk.capacities.append(await asyncio.to_thread(kv_capacities, server, size))
     while count_finished(load) < num_streams and not load.done():
         await asyncio.sleep(0.2)
     stop.set()
