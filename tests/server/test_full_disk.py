@@ -12,7 +12,7 @@ from sgl_esft import zoo
 from tests.server.ending import ELASTIC, Mortal, Stream
 from tests.support.servers import Server, ServerSpec
 
-pytestmark = [pytest.mark.server, pytest.mark.full]
+pytestmark = pytest.mark.server
 
 FULL_DISK = Path("/dev/full")  # each write is ENOSPC
 ENDS_S = 45.0
@@ -33,6 +33,7 @@ def wordless(request: pytest.FixtureRequest) -> Iterator[Mortal]:
         server.stop()
 
 
+@pytest.mark.full
 def test_no_line_is_worth_a_process(wordless: Mortal) -> None:
     server = wordless.server
     assert server.load("late", zoo.adapter_paths()["caesar"]).ok

@@ -111,7 +111,8 @@ def test_what_a_full_disk_does_not_take_is_lost(launched: bool, status: int) -> 
         "logging.warning('three')\n"
         "assert not sys.stdout.isatty() and sys.stdout.fileno() == 1\n"
     )
-    environment = {**os.environ, **({env.LOG_FORMAT: "text"} if launched else {})}
+    environment = {name: each for name, each in os.environ.items() if name != env.LOG_FORMAT}
+    environment |= {env.LOG_FORMAT: "text"} if launched else {}
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, stdout=full, stderr=full, env=environment, check=False)
