@@ -135,20 +135,31 @@ class RedundantExperts:
         placement = self._instances.serving()[1]
         heat = self._heat()
         wanted = choose_copies(heat, placement, self._num_copies, most_per_device(self._num_copies))
-        if not self._copies:
+        copies = self._copies_of(placement)
+        if not copies:
             return bool(wanted)
-        now, then = (expert_load(heat, placement, each) for each in (self._copies, wanted))
+        now, then = (expert_load(heat, placement, each) for each in (copies, wanted))
         return now.imbalance - then.imbalance > _WORTH_A_RENEWAL
 
     def report(self) -> dict[str, Any]:
         """What GET /v1/instances says."""
-        placement, copies, heat = self._instances.serving()[1], self._copies, self._heat()
+        placement, heat = self._instances.serving()[1], self._heat()
+        copies = self._copies_of(placement)
         return {
             "per_layer": self._num_copies,
             "imbalance": expert_load(heat, placement, copies).imbalance,
             "imbalance_without": expert_load(heat, placement, ()).imbalance,
             "devices": [_device(placement, copies, each, heat) for each in placement.device_ids],
         }
+
+    def _copies_of(self, placement: Placement) -> Copies:
+        """After a loss another placement serves for a while before former copies are forgotten."""
+        return tuple(
+            copy
+            for copy in self._copies
+            if copy.device_id in placement.device_ids
+            and copy.device_id != placement.homes[copy.expert_id]
+        )
 
 
 def _device(

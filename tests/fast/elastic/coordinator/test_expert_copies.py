@@ -143,6 +143,19 @@ def test_it_is_due_when_other_copies_would_do_better() -> None:
     assert report["imbalance"] == pytest.approx(2 * 1003.5 / 1007, abs=0.01)
 
 
+def test_between_a_loss_and_its_end_former_copies_are_none() -> None:
+    """Another placement serves already: copies were on a device that is gone, or are homes now."""
+    fake = Fake({1: HOT_FIRST})
+    copies = RedundantExperts(8, fake, fake)
+    copies.renew()
+    for left in (0, 1):
+        fake.placement = Placement((left,), (left,) * 8, (10,))
+        assert copies.report()["devices"] == [
+            {"device_id": left, "copies": 0, "experts_only_here": 8}
+        ]
+        assert not copies.is_due(), "there is nobody to copy to"
+
+
 def test_room_is_for_half_of_the_copies_on_a_device() -> None:
     assert [most_per_device(n) for n in (0, 1, 2, 5)] == [0, 1, 1, 3]
 
