@@ -230,14 +230,8 @@ def arguments(model: Model, size: Size, device: str) -> list[str]:
     found += ["--model-path", str(model.base), "--esft-adapters", *named]
     found += ["--device-memory", str(size.device_memory), "--max-total-tokens", str(size.kv_tokens)]
     found += ["--log-level", "warning"]
+    found += serve.device_arguments(device, size.num_streams)
     if device == "cuda":
-        found += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-        found += [
-            "--cuda-graph-max-bs-decode",
-            str(size.num_streams),
-            "--mem-fraction-static",
-            str(plan.STATIC_SHARE),
-        ]
         # The first batches compile kernels, which is no hang.
         found += ["--hang-timeout", "120"]
     return found

@@ -44,7 +44,7 @@ def measure(size: serve.Size, root: Path = serve.ROOT / "build" / "gpu-serve") -
     with serve.started(commands, size.start_seconds) as urls:
         found = differences(
             *(log_probabilities(url, prompts) for url in urls),
-            *[log_probabilities(urls[0], prompts, name)],
+            log_probabilities(urls[0], prompts, name),
         )
     reason = why_not(found)
     figures = {"num_layers": files.config["num_hidden_layers"], "adapter": name, **found}

@@ -31,7 +31,7 @@ class Part:
     @property
     def least_seconds(self) -> int:
         """What it needs of a call."""
-        return sum(limits.least for limits in self.steps.values())
+        return plan.least_seconds(self.steps)
 
 
 PARTS = {

@@ -94,6 +94,11 @@ def layers_of_a_swap(free: int, wanted: int, model: Model) -> int:
     return _most_layers(wanted, fits, f"an engine and its standby in {free} bytes")
 
 
+def least_seconds(steps: Mapping[str, Limits]) -> int:
+    """What all of them need of a call."""
+    return sum(limits.least for limits in steps.values())
+
+
 @dataclass(frozen=True)
 class Chosen:
     """Steps of a call in order, and why the others are not among them."""

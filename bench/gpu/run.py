@@ -332,13 +332,9 @@ def run_call(reports: list[Report], clock: Clock, *, simulate: bool) -> None:
             continue
         later = [each for other in reports[number + 1 :] for each in other.to_run.values()]
         # Parts that do not fit give way, last ones first, and keep nothing of this one's time.
-        later = list(_fitting(later, clock.seconds - _least_seconds(report)))
+        later = list(_fitting(later, clock.seconds - plan.least_seconds(report.to_run)))
         run_all(report, clock, later, _simulator if simulate else _driver, tiny=simulate)
         is_usable &= report.part is not PARTS["check"] or report.is_complete
-
-
-def _least_seconds(report: Report) -> int:
-    return sum(limits.least for limits in report.to_run.values())
 
 
 def _fitting(later: list[Limits], seconds: float) -> Iterator[Limits]:

@@ -189,11 +189,18 @@ def common_arguments(device: str, max_batch: int) -> list[str]:
         "warning",
         "--disable-radix-cache",
     ]
-    if device == "cuda":
-        arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-        arguments += ["--cuda-graph-max-bs-decode", str(max_batch)]
-        arguments += ["--mem-fraction-static", str(plan.STATIC_SHARE)]
-    return arguments
+    return arguments + device_arguments(device, max_batch)
+
+
+def device_arguments(device: str, max_batch: int) -> list[str]:
+    """Of every server here on a GPU: no kernel library but Triton, graphs up to a batch."""
+    if device != "cuda":
+        return []
+    return [
+        *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
+        *("--cuda-graph-max-bs-decode", str(max_batch)),
+        *("--mem-fraction-static", str(plan.STATIC_SHARE)),
+    ]
 
 
 def woven_arguments(files: Files, device: str, max_batch: int) -> list[str]:
