@@ -92,7 +92,8 @@ def test_the_base_is_written_into_its_pages_and_nowhere_else() -> None:
     for name in expert_tensor.WEIGHT_NAMES:
         getattr(layer, name).data[:4] = 1
     peak = memory_of_process("VmHWM") - before
-    assert base_bytes <= peak < base_bytes + (16 << 20)
+    # Beside it the process may free something, and the kernel counts up to 64 pages late on a CPU.
+    assert base_bytes - (1 << 20) <= peak < base_bytes + (16 << 20)
 
 
 def test_layers_share_the_devices_arena() -> None:
