@@ -64,6 +64,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     launch_flags, sglang_argv = flags.parse(rest)
     arguments.check_known(sglang_argv, flags.build_parser())
     _check(launch_flags, sglang_argv)
+    _check_heat(launch_flags, options)
     # The launcher's own flag, with another default: here a rank that hangs is replaced.
     health = replace(launch_flags.health, hang_timeout_s=options.hang_timeout_s)
     launch = plan.plan_launch(replace(launch_flags, health=health), sglang_argv)
@@ -154,6 +155,15 @@ def _check(launch_flags: flags.LaunchFlags, sglang_argv: Sequence[str]) -> None:
     given = {*refused, "--radix-cache-backend"} & {arg.split("=")[0] for arg in sglang_argv}
     if given:
         raise ElasticConfigError(f"{', '.join(sorted(given))}: --elastic decides that itself")
+
+
+def _check_heat(launch_flags: flags.LaunchFlags, options: ElasticOptions) -> None:
+    is_counted = launch_flags.heat_every > 0 and launch_flags.reroute != "router"
+    if options.redundant_experts and not is_counted:
+        raise ElasticConfigError(
+            "--redundant-experts: copies are chosen by heat, which --heat-every 0 and --reroute "
+            "router do not count"
+        )
 
 
 def _page_bytes(launch_flags: flags.LaunchFlags, spec: MoeSpec, backend: str) -> int:

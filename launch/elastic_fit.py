@@ -15,6 +15,7 @@ from pathlib import Path
 from sgl_elastic.baselines.strategies import ScaleStrategy
 from sgl_elastic.plan.pages import NO_KV, device_pages
 from sgl_elastic.plan.placement import place
+from sgl_elastic.plan.redundancy import most_copy_pages, most_per_device
 from sgl_elastic.types import AdapterEntry, MemoryShape, Region, RegionKind
 from sgl_esft.memory.model_sizes import ModelSizes
 from sgl_esft_launch import fit
@@ -68,11 +69,13 @@ def _fullest(
     """Of the device that has to hold most."""
     devices = range(planned.options.dp_size)
     homes = place(shape, devices, None, dict.fromkeys(devices, 1 << 62), adapters).homes
+    per_layer = most_per_device(planned.options.redundant_experts)
+    copies = most_copy_pages(shape, per_layer, planned.first_adapters)
     needs = []
     for device in devices:
         here = [expert for expert, home in enumerate(homes) if home == device]
         counts = (((), NO_KV), (adapters, NO_KV), (adapters, kv_tokens))
         pages = [device_pages(shape, here, held, tokens) for held, tokens in counts]
-        base, held, whole = (count * shape.page_bytes for count in pages)
+        base, held, whole = ((count + copies) * shape.page_bytes for count in pages)
         needs.append(fit.Need(base, held - base + planned.adapter_reserve_bytes, whole - held, 0))
     return max(needs, key=lambda need: need.smallest(1))

@@ -34,6 +34,7 @@ from sgl_elastic.baselines.horizontal import (
 from sgl_elastic.baselines.restarts import cold_restart, side_by_side
 from sgl_elastic.baselines.strategies import ScaleStrategy
 from sgl_elastic.coordinator.coordinator import Coordinator, MakePlan
+from sgl_elastic.coordinator.expert_copies import RedundantExperts
 from sgl_elastic.coordinator.operations import Journal
 from sgl_elastic.coordinator.planning import Planner
 from sgl_elastic.coordinator.ports import Memory, Wire
@@ -46,7 +47,9 @@ from sgl_elastic.instance.running import EngineLink, Timeouts
 from sgl_elastic.instance.spares import SparePool
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.memory.control import Hmm
+from sgl_elastic.memory.copied_experts import CopiedExperts
 from sgl_elastic.options import ElasticOptions
+from sgl_elastic.plan.redundancy import most_per_device
 from sgl_elastic.types import Placement
 from sgl_esft.lifecycle.folders import fingerprint
 
@@ -106,6 +109,7 @@ def make_memory(
         verify_copies=options.verify_copies,
         launcher=launcher,
         content_of=fingerprint,
+        num_copies=most_per_device(options.redundant_experts),
     )
 
 
@@ -198,8 +202,20 @@ def make_coordinator(
         journal,
         carry_out=way,
         make_loss_plan=planner.make_loss_plan if recovers else None,
+        redundancy=make_redundancy(options, hmm, manager),
     )
     return coordinator, manager
+
+
+def make_redundancy(
+    options: ElasticOptions, hmm: Hmm, manager: InstanceManager
+) -> RedundantExperts | None:
+    """Copies of experts; None where there are to be none."""
+    num_copies = options.redundant_experts
+    if not num_copies:
+        return None
+    memory = CopiedExperts(hmm, most_per_device(num_copies), verify=options.verify_copies)
+    return RedundantExperts(num_copies, memory, manager)
 
 
 def way_of(options: ElasticOptions) -> CarryOut:

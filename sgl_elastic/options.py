@@ -53,6 +53,12 @@ class ElasticOptions:
     nodes: str  # "one", or "ray": devices are on the nodes of a Ray cluster
     ray_address: str  # "" = the cluster that runs on this machine
     devices_per_node: int
+    redundant_experts: int = 0  # copies of experts in each layer, over all devices
+
+    @property
+    def num_sources(self) -> int:
+        """Ranks that tokens may come from, where who computes an expert depends on that; else 1."""
+        return self.max_devices if self.redundant_experts else 1
 
     @property
     def spans_nodes(self) -> bool:
@@ -92,12 +98,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_node_flags(group)
     _add_ready_flags(group)
-    group.add_argument(
-        "--rank-choice",
-        choices=[str(strategy) for strategy in RankStrategy],
-        default=str(RankStrategy.ADAPTER),
-        help="which DP rank a request goes to (default: adapter)",
-    )
+    _add_placement_flags(group)
     group.add_argument(
         "--max-total-tokens",
         type=int,
@@ -166,6 +167,23 @@ def _add_ready_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_placement_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--redundant-experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="expert slots more in each layer, over all devices: copies of the experts that most "
+        "tokens went to lately (default: 0)",
+    )
+    group.add_argument(
+        "--rank-choice",
+        choices=[str(strategy) for strategy in RankStrategy],
+        default=str(RankStrategy.ADAPTER),
+        help="which DP rank a request goes to (default: adapter)",
+    )
+
+
 def _add_node_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--nodes",
@@ -231,6 +249,7 @@ def parse(argv: Sequence[str]) -> tuple[ElasticOptions, list[str]]:
         nodes=found.nodes,
         ray_address=found.ray_address,
         devices_per_node=found.devices_per_node,
+        redundant_experts=found.redundant_experts,
     )
     _check(options)
     if options.journal is not None:
@@ -252,6 +271,7 @@ def _check(options: ElasticOptions) -> None:
     if not 0 <= (options.spare_ranks or 0) <= MAX_SPARES:
         raise ElasticConfigError(f"--spare-ranks {options.spare_ranks}: 0 to {MAX_SPARES}")
     _check_nodes(options)
+    _check_redundancy(options)
     for flag, seconds in (
         ("--hang-timeout", options.hang_timeout_s),
         ("--slo-ttft", options.slo_ttft_s),
@@ -259,6 +279,20 @@ def _check(options: ElasticOptions) -> None:
     ):
         if not 0 < seconds < math.inf:
             raise ElasticConfigError(f"{flag} {seconds:g}: must be a number of seconds above 0")
+
+
+def _check_redundancy(options: ElasticOptions) -> None:
+    num_copies = options.redundant_experts
+    if num_copies < 0 or (num_copies and options.max_devices < 2):
+        raise ElasticConfigError(
+            f"--redundant-experts {num_copies}: at least 0, and copies need --max-devices 2 or more"
+        )
+    is_plain = options.strategy is ScaleStrategy.ELASTIC and options.ablation == AblationSwitches()
+    if num_copies and (options.spans_nodes or not is_plain):
+        raise ElasticConfigError(
+            "--redundant-experts: on one machine and with the elastic strategy only; leave "
+            "--nodes, --scale-strategy and --ablate out"
+        )
 
 
 def _check_nodes(options: ElasticOptions) -> None:

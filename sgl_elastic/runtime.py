@@ -23,6 +23,7 @@ from sgl_elastic.autoscale.metrics import FaultMetrics, SpareMetrics
 from sgl_elastic.autoscale.policy import LoadSample
 from sgl_elastic.autoscale.slo import SloTargets, SloWindow
 from sgl_elastic.coordinator.coordinator import Coordinator
+from sgl_elastic.coordinator.expert_copies import RedundantExperts
 from sgl_elastic.coordinator.operations import Operation
 from sgl_elastic.coordinator.ports import Wire
 from sgl_elastic.coordinator.recovery import Watchdog, WatchdogConfig, Watched
@@ -34,11 +35,12 @@ from sgl_elastic.instance.state import Instance
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.options import ElasticOptions
 from sgl_elastic.plan.placement import place
-from sgl_elastic.types import AdapterEntry, MemoryShape, Placement
+from sgl_elastic.types import AdapterEntry, MemoryShape, Placement, ScaleRequest
 
 logger = logging.getLogger(__name__)
 
 _PARKED_KV_TOKENS = 4096
+_RENEW_S = 15.0  # between looks at what copies of experts are worth
 _CLOSE_S = 5.0  # for a scale that runs when the server ends; health's STOP_S is for all of it
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between attempts to start a standby
 
@@ -165,6 +167,14 @@ class Runtime:
         self.router.listen(
             FrontListener(on_size, observed.observe_held, lambda: faults.count("request"))
         )
+        if parts.coordinator.redundancy is not None:
+            parts.coordinator.redundancy.on_change = metrics.CopyMetrics().observe
+            threading.Thread(
+                target=self._renew_copies,
+                args=(parts.coordinator, parts.coordinator.redundancy),
+                name="elastic-copies",
+                daemon=True,
+            ).start()
         if self.options.autoscale is not None:
             autoscaler = Autoscaler(
                 self.options.autoscale,
@@ -217,6 +227,7 @@ class Runtime:
             backend=self._backend,
             page_bytes=self._page_bytes,
             max_kv_tokens=self.options.kv_limit,
+            num_sources=self.options.num_sources,
             parked_kv_tokens=min(_PARKED_KV_TOKENS, self.options.kv_limit),
             environment=self._environment,
         )
@@ -263,6 +274,16 @@ class Runtime:
     def _may_not_start(self) -> bool:
         """Whether to start nothing that only might be needed: a scale needs the processors."""
         return self._stopping.is_set() or self.parts.coordinator.running() is not None
+
+    def _renew_copies(self, coordinator: Coordinator, redundancy: RedundantExperts) -> None:
+        """A scale to what is there renews the copies of experts."""
+        while not self._stopping.wait(_RENEW_S):
+            try:
+                if coordinator.running() is None and redundancy.is_due():
+                    serving = coordinator.serving[1]
+                    coordinator.submit(ScaleRequest(serving.dp_size, serving.device_ids))
+            except ElasticError as error:  # busy, or lost: later
+                logger.info("elastic: copies of experts stay as they are: %s", error)
 
     def _sample(self, now_s: float) -> LoadSample:
         coordinator = self.parts.coordinator

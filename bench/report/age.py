@@ -48,9 +48,12 @@ def measured_paths(command: str) -> tuple[str, ...]:
 
 def commits_of(result: Mapping[str, Any]) -> tuple[str, ...]:
     """Those of its figures: a result of bench/gpu has one for each step that it kept or made."""
-    steps = [each for name, each in result.get("steps", {}).items() if name != _BUILD]
-    found = [each["commit"] for each in steps if each.get("ok") and "commit" in each]
-    return tuple(dict.fromkeys(str(commit) for commit in found or [result["commit"]]))
+    steps = result.get("steps")
+    if not isinstance(steps, Mapping):  # of other benches it is a number
+        steps = {}
+    made = [each for name, each in steps.items() if name != _BUILD]
+    commits = [each["commit"] for each in made if each.get("ok") and "commit" in each]
+    return tuple(dict.fromkeys(str(commit) for commit in commits or [result["commit"]]))
 
 
 def changed_since(result: Mapping[str, Any], root: Path = ROOT) -> tuple[str, ...] | None:

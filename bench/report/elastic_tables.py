@@ -195,6 +195,28 @@ def _words(strategy: str) -> str:
     return strategy.replace("_", " ")
 
 
+def redundancy(result: Any) -> str:
+    """A row for each task, number of devices and of copies."""
+    rows = [
+        [
+            row["task"],
+            str(row["devices"]),
+            str(row["copies"]),
+            *(
+                f"{row[how]['imbalance']:.3f}" if row["copies"] or how == "by_heat" else ""
+                for how in ("by_heat", "by_other_heat")
+            ),
+            f"{row['at_random']['imbalance']['median']:.3f}" if row["copies"] else "",
+            f"{row['by_heat']['crossings']:.3f}",
+            f"{row['at_random']['crossings']['median']:.3f}" if row["copies"] else "",
+        ]
+        for row in result["rows"]
+    ]
+    header = ["task", "devices", "copies a layer", "imbalance", "by the other task's heat"]
+    header += ["copies at random", "crossings", "copies at random"]
+    return result_table(result, header, rows)
+
+
 def _seconds(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f}"
 
@@ -206,6 +228,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "before, plus 100 ms), and the peak of all devices' memory, and of the device for which\n"
         "it is the most, over what the larger configuration needs:",
         gaps,
+    ),
+    "redundant_experts": (
+        "Imbalance of devices and crossings of tokens that copies of hot experts leave\n"
+        "(MoETuner's question; no copies is no planning):",
+        redundancy,
     ),
     "elasticmoe_figure7": (
         "Scaling up: time until the new instance serves and time for which new requests wait,\n"

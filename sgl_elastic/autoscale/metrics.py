@@ -6,12 +6,12 @@ front.py --seconds a request was held------>
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sgl_elastic.coordinator.operations import Operation, StepState
 from sgl_elastic.instance.spares import SpareMemory, SpareState
-from sgl_elastic.types import OperationState, Placement, StepKind
+from sgl_elastic.types import ExpertCopy, OperationState, Placement, StepKind
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -19,6 +19,31 @@ if TYPE_CHECKING:
 
 # From a page that is mapped in a millisecond to an instance that is started in minutes.
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class CopyMetrics:
+    """Copies of experts by device (--redundant-experts)."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        from prometheus_client import REGISTRY, Gauge
+
+        self._copies = Gauge(
+            "sgl_elastic:expert_copies",
+            "Copies of experts, in all layers.",
+            ["device"],
+            registry=registry or REGISTRY,
+            multiprocess_mode="mostrecent",
+        )
+        self._shown: frozenset[int] = frozenset()
+
+    def observe(self, placement: Placement, copies: Sequence[ExpertCopy]) -> None:
+        """0 for devices that have none, or have left."""
+        self._shown |= frozenset(placement.device_ids)
+        for device_id in self._shown:
+            count = sum(copy.device_id == device_id for copy in copies)
+            self._copies.labels(str(device_id)).set(count)
+
+
 _OUTCOMES = (OperationState.SUCCEEDED, OperationState.ROLLED_BACK, OperationState.DEGRADED)
 _PHASES = ("plan", "memory", "prepare", "switch", "drain")
 _FAULTS = ("instance", "memory", "recovery")

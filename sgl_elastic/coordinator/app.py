@@ -92,11 +92,13 @@ def list_instances(request: Request) -> Any:
     """The instances: the one that serves, standbys, and those that come and go."""
     backing = _backing(request)
     instance_id, placement = backing.coordinator.serving
+    redundancy = backing.coordinator.redundancy
     return JSONResponse(
         {
             "serving": {"instance_id": instance_id, "placement": asdict(placement)},
             "instances": [asdict(each) for each in backing.list_instances()],
             "spares": [asdict(each) for each in backing.list_spares()],
+            "redundant_experts": redundancy.report() if redundancy is not None else None,
         }
     )
 

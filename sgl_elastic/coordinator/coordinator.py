@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
+from sgl_elastic.coordinator.expert_copies import RedundantExperts
 from sgl_elastic.coordinator.operations import Journal, Operation, PhaseRecord, StepRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
@@ -56,8 +57,13 @@ class Coordinator:
         new_id: Callable[[], str] = lambda: f"scale-{uuid.uuid4().hex[:12]}",
         carry_out: CarryOut = scale,
         make_loss_plan: MakeLossPlan | None = None,
+        redundancy: RedundantExperts | None = None,
     ) -> None:
-        """Without `make_loss_plan`, what memory workers lose stays lost."""
+        """Without `make_loss_plan`, what memory workers lose stays lost.
+
+        `redundancy`: the copies of experts that operations look after; None = there are none.
+        """
+        self.redundancy = redundancy
         self._make_loss_plan = make_loss_plan
         self._memory = memory
         self._instances = instances
@@ -69,7 +75,7 @@ class Coordinator:
         self._clock = clock or Clock()
         self._new_id = new_id
         self._executor = ScaleExecutor(
-            memory, instances, front, self._retry_policy, self._clock, carry_out
+            memory, instances, front, self._retry_policy, self._clock, carry_out, redundancy
         )
         self._lock = threading.Lock()
         self._is_closing = False

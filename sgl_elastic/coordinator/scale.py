@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias
 
+from sgl_elastic.coordinator.expert_copies import RedundantExperts
 from sgl_elastic.coordinator.operations import HandoverRecord
 from sgl_elastic.coordinator.ports import Front, Instances, Memory
 from sgl_elastic.coordinator.progress import Clock, Progress
@@ -227,6 +228,7 @@ class ScaleExecutor:
         retry_policy: RetryPolicy,
         clock: Clock,
         carry_out: CarryOut = scale,
+        redundancy: RedundantExperts | None = None,
     ) -> None:
         self.memory = memory
         self.instances = instances
@@ -236,6 +238,7 @@ class ScaleExecutor:
         self._clock = clock
         self._carry_out = carry_out
         self._post_switch: PostSwitchTasks | None = None
+        self.redundancy = redundancy
         self._replaced_by: dict[str, str] = {}  # lost instances
         self._has_failed_to_move_on = False
         self.serving = instances.serving()
@@ -251,10 +254,30 @@ class ScaleExecutor:
         self._finish_former()
         self.steps.flush_pending()
         if is_empty(plan):
+            self._renew_copies()
             return
+        if self.redundancy is not None:
+            self.redundancy.drop()
         scaling = Scaling(self, progress)
-        with scaling.nothing_stays_held(), scaling.undo:
-            self._carry_out(scaling, plan)
+        try:
+            with scaling.nothing_stays_held(), scaling.undo:
+                self._carry_out(scaling, plan)
+        except Exception:
+            if not progress.operation.switched:
+                self._renew_copies()
+            raise
+        self._renew_copies()
+
+    def _renew_copies(self) -> None:
+        """Of a degraded operation steps are left: copies wait until they are done."""
+        if self.redundancy is not None and self._post_switch is None:
+            self.redundancy.renew()
+
+    def _begin_copies_anew(self, placement: Placement) -> None:
+        """Another instance has come, whose ranks know of none: former ones go, then others come."""
+        if self.redundancy is not None:
+            self.retry(partial(self.redundancy.forget, placement))
+            self._renew_copies()
 
     def replace(self, progress: Progress, lost: str, placement: Placement) -> None:
         """The lost instance's memory and requests become another one's; its KV is not trusted.
@@ -278,6 +301,7 @@ class ScaleExecutor:
             self.retry(task.act)
         progress.enter("retire")
         self.retry(partial(self.instances.retire, lost))
+        self._begin_copies_anew(placement)
 
     def move_away(self, progress: Progress, placement: Placement, make_plan: MakeLossPlan) -> None:
         """Memory is lost, and the instance over it computes on until others have what was lost."""
@@ -291,6 +315,7 @@ class ScaleExecutor:
         with scaling.nothing_stays_held(), scaling.undo:
             scale(scaling, plan)
         self.retry(partial(self.memory.keep_only, plan.new))
+        self._begin_copies_anew(plan.new)
 
     def move_on(self, progress: Progress, placement: Placement, make_plan: MakeLossPlan) -> None:
         """Memory is lost, and so is the instance: another one goes on with what is left.
@@ -314,6 +339,7 @@ class ScaleExecutor:
             scale(scaling, plan)
         self._has_failed_to_move_on = False
         self.retry(partial(self.memory.keep_only, plan.new))
+        self._begin_copies_anew(plan.new)
 
     def _left_of(self, placement: Placement, lost: Sequence[int]) -> Placement:
         held = self.memory.held(d for d in placement.device_ids if d not in lost)

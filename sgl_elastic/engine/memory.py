@@ -9,7 +9,7 @@ Addresses are reserved once and never change, so captured graphs stay valid what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,9 +21,17 @@ from sgl_elastic.errors import ElasticInternalError, MemoryWorkerError
 from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.mapping import RegionMapping
-from sgl_elastic.memory.runs import Runs
-from sgl_elastic.memory.slots import expert_slots, kv_slots, trunk_slots
-from sgl_elastic.types import AdapterEntry, MemoryShape, Region, RegionKind
+from sgl_elastic.memory.runs import Runs, union
+from sgl_elastic.memory.slots import copy_slots, expert_slots, kv_slots, trunk_slots
+from sgl_elastic.plan.redundancy import computed_for, holders_of
+from sgl_elastic.types import (
+    AdapterEntry,
+    ExpertCopy,
+    MemoryShape,
+    Placement,
+    Region,
+    RegionKind,
+)
 from sgl_esft.config import required_config
 from sgl_esft.errors import InvariantError, OutOfExpertMemoryError
 from sgl_esft.weave.expert_memory import SlotUsage
@@ -49,6 +57,7 @@ class EngineMemory:
     ) -> None:
         self._config = config
         self._on_woven = on_woven
+        self.num_sources = config.num_sources  # sgl_esft's page source has it
         self.device = device  # where the weights are
         self._layers: dict[int, tuple[Any, SlotLayout]] = {}
         self._slots: dict[int, ElasticSlots] = {}
@@ -165,13 +174,18 @@ class EngineMemory:
     # ---- what is mapped ----
 
     def slots_for(
-        self, expert_ids: Iterable[int], kv_tokens: int, adapters: Iterable[AdapterEntry]
+        self,
+        expert_ids: Iterable[int],
+        kv_tokens: int,
+        adapters: Iterable[AdapterEntry],
+        copies: Mapping[int, Sequence[int]],
     ) -> dict[str, Runs]:
-        """The slots that a placement gives this rank, by region."""
-        shape = self._required_shape()
+        """The slots that a placement gives this rank, by region; `copies` by layer id."""
+        shape, loaded = self._required_shape(), tuple(adapters)
+        experts = expert_slots(shape, loaded, expert_ids)
         return {
             **trunk_slots(shape),
-            **expert_slots(shape, tuple(adapters), expert_ids),
+            **union(experts, copy_slots(shape, loaded, copies)),
             **kv_slots(shape, kv_tokens),
         }
 
@@ -201,6 +215,29 @@ def _there(found: Found | None, problem: str) -> Found:
     if found is None:
         raise ElasticInternalError(problem)
     return found
+
+
+def heat_of(memory: EngineMemory) -> dict[int, tuple[int, ...]] | None:
+    """Layer id -> tokens by expert id; None where they are not counted."""
+    if memory.manager is None or memory.manager.heat is None:
+        return None
+    return {layer: tuple(tokens) for layer, tokens in memory.manager.heat.by_expert().items()}
+
+
+def place_copies(
+    memory: EngineMemory, placement: Placement, copies: Sequence[ExpertCopy], rank: int
+) -> None:
+    """From now on this rank computes what is its part with these copies of experts."""
+    plane = memory.manager.plane
+    for layer_id, layer in plane.layers.items():
+        holders = holders_of(placement, copies, layer_id)
+        computed = [
+            computed_for(source % placement.dp_size, rank, holders)
+            for source in range(memory.num_sources)
+        ]
+        resident = [expert_id for expert_id, ranks in enumerate(holders) if rank in ranks]
+        layer.rebind(resident, layer.adapter_experts, computed)
+    plane.uses.num_changes += 1
 
 
 def expert_of(weight_name: str) -> int | None:

@@ -26,13 +26,14 @@ import torch
 from sgl_elastic import wire
 from sgl_elastic.engine import kv_handover, requests, sglang_api
 from sgl_elastic.engine.idle import WakefulSleeper
-from sgl_elastic.engine.memory import EngineMemory
+from sgl_elastic.engine.memory import EngineMemory, heat_of, place_copies
 from sgl_elastic.errors import ElasticError, ElasticInternalError, EngineFailedError
 from sgl_elastic.instance import rank_messages as m
 from sgl_elastic.instance.engine_config import EngineConfig
 from sgl_elastic.memory.client import DeviceClient
 from sgl_elastic.memory.kv_rows import copy_rows
-from sgl_elastic.memory.runs import Runs
+from sgl_elastic.memory.runs import Runs, difference
+from sgl_elastic.plan.redundancy import copies_by_layer
 from sgl_elastic.types import AdapterEntry, MemoryShape
 from sgl_esft.lifecycle.folders import fingerprint
 from sgl_esft.weave.plane import AdapterSource, PlacedAdapter
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 30.0
 _MEMORY_TIMEOUT_S = 60.0
+_HEAT_PERIOD_S = 5.0
 _DECODER: msgspec.msgpack.Decoder[m.Told] = msgspec.msgpack.Decoder(m.Told)
 
 
@@ -56,6 +58,7 @@ class EngineRank:
         self._resumed: dict[str, m.RequestState] = {}
         self._sleeper: WakefulSleeper | None = None
         self._num_received = 0
+        self._next_heat_s = 0.0  # of the monotonic clock
         self._channel = _connect(config)
         self._channel.send(m.RankHello(config.instance, rank, os.getpid()))
 
@@ -97,7 +100,9 @@ class EngineRank:
         self.memory.required_client().mark_loaded({name: wanted[name] for name in names})
 
     def _wanted(self, attach: m.Attach) -> dict[str, Runs]:
-        return self.memory.slots_for(attach.expert_ids, attach.kv_tokens, attach.adapters)
+        return self.memory.slots_for(
+            attach.expert_ids, attach.kv_tokens, attach.adapters, attach.copies
+        )
 
     def _use_worker(self, socket_path: str) -> None:
         """A connection for as long as the rank is attached: a device may leave and come back."""
@@ -155,6 +160,7 @@ class EngineRank:
 
     def poll(self, scheduler: Any) -> None:
         """Between two batches: do what was asked meanwhile, if anything."""
+        self._report_heat()
         if not select.select([self._channel.fileno()], [], [], 0)[0]:
             return
         match self._read():
@@ -176,6 +182,7 @@ class EngineRank:
 
     def park(self, scheduler: Any) -> None:
         """Publish KV and requests, then wait for instructions until one says Run."""
+        self._report_heat(at_once=True)
         self._channel.send(
             m.Frozen(
                 sequences=kv_handover.sequences_of(scheduler),
@@ -208,6 +215,16 @@ class EngineRank:
         self._stay_awake()
         sglang_api.resume_paused(scheduler)
 
+    def _report_heat(self, *, at_once: bool = False) -> None:
+        """What redundant experts are chosen by: every few seconds, and before others take over."""
+        now_s = time.monotonic()
+        is_due = self.rank == 0 and self.config.num_sources > 1 and self.attached is not None
+        if is_due and (at_once or now_s >= self._next_heat_s):
+            self._next_heat_s = now_s + _HEAT_PERIOD_S
+            heat = heat_of(self.memory)
+            if heat is not None:
+                self._channel.send(m.HeatReport(heat))
+
     def _stay_awake(self) -> None:
         if self._sleeper is not None:
             self._sleeper.stay_awake()
@@ -226,6 +243,8 @@ class EngineRank:
                 self._detach(scheduler)
             case m.Activate():
                 return self._activate(scheduler, instruction)
+            case m.PlaceCopies():
+                self._place_copies(instruction)
             case m.ResizeKv():
                 return self._resize_frozen(scheduler, instruction.num_tokens)
             case _:
@@ -300,6 +319,20 @@ class EngineRank:
         sglang_api.add_free_slots(scheduler, old + 1, num_tokens)
         self._note_capacity(num_tokens)
         return m.RankDone()
+
+    def _place_copies(self, told: m.PlaceCopies) -> None:
+        """Map the device's copies in place of former ones; who computes what changes with them."""
+        if self.attached is None:
+            raise ElasticInternalError("nothing is attached")
+        before = self._wanted(self.attached)
+        copies = copies_by_layer(told.copies, told.placement.device_ids[self.rank])
+        self.attached = msgspec.structs.replace(self.attached, copies=copies)
+        wanted = self._wanted(self.attached)
+        mapping = self.memory.required_mapping()
+        mapping.extend(self.memory.required_client(), difference(wanted, before))
+        place_copies(self.memory, told.placement, told.copies, self.rank)
+        mapping.shrink(difference(before, wanted))
+        self.memory.note_mapped(wanted)
 
     def _note_capacity(self, num_tokens: int) -> None:
         if self.attached is not None:

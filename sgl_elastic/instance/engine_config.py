@@ -35,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: str  # of sgl_vmm: host, cuda or acl
     page_bytes: int
     max_kv_tokens: int  # KV addresses of a rank, without the padding row
+    num_sources: int = 1  # with redundant experts: ranks that tokens may come from, at most
 
     @property
     def front_socket(self) -> Path:

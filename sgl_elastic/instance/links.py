@@ -1,7 +1,7 @@
 """The instance manager's end of the ranks' connections.
 
     ranks --RankHello--> [RankServer] --> RankLink (instance, rank) --> manager.py
-                          '--AdapterTable--> on_adapters
+                          '--AdapterTable, HeatReport--> on_adapters, on_heat
 
 One thread accepts, one thread a rank reads; answers wait in the link until the manager takes them.
 """
@@ -32,6 +32,7 @@ _PONG_POLL_S = 0.002
 _DECODER: msgspec.msgpack.Decoder[m.FromRank] = msgspec.msgpack.Decoder(m.FromRank)
 Answer = TypeVar("Answer", bound=m.FromRank)
 OnAdapters: TypeAlias = Callable[["RankLink", tuple[AdapterEntry, ...]], None]
+OnHeat: TypeAlias = Callable[["RankLink", m.HeatReport], None]
 
 
 class RankLink:
@@ -167,17 +168,17 @@ class RankLink:
         _shut(self._socket)
         self._channel.close()
 
-    def read_all(self, on_adapters: OnAdapters) -> None:
+    def read_all(self, on_adapters: OnAdapters, on_heat: OnHeat) -> None:
         """Read until the rank is gone."""
         try:
             while True:
-                self._read_next(on_adapters)
+                self._read_next(on_adapters, on_heat)
         except (ElasticError, OSError, ValueError) as error:
             self.fail(str(error) or type(error).__name__)
         finally:
             self._all_read.set()
 
-    def _read_next(self, on_adapters: OnAdapters) -> None:
+    def _read_next(self, on_adapters: OnAdapters, on_heat: OnHeat) -> None:
         self._channel.wait()
         with self._lock:
             message, fds = self._channel.receive()
@@ -186,6 +187,8 @@ class RankLink:
             self._pinged_s = None
         elif isinstance(message, m.AdapterTable):
             on_adapters(self, message.adapters)
+        elif isinstance(message, m.HeatReport):
+            on_heat(self, message)
         else:
             self._answered = max(self._answered, getattr(message, "number", 0))
             self._inbox.put(message)
@@ -212,10 +215,13 @@ def expect_all(links: Sequence[RankLink], kind: type[Answer], timeout_s: float) 
 class RankServer:
     """Where ranks connect."""
 
-    def __init__(self, path: Path, on_adapters: OnAdapters) -> None:
+    def __init__(
+        self, path: Path, on_adapters: OnAdapters, on_heat: OnHeat = lambda link, heat: None
+    ) -> None:
         self._socket = wire.listen(path)
         self._path = path
         self._on_adapters = on_adapters
+        self._on_heat = on_heat
         self._links: dict[tuple[str, int], RankLink] = {}
         self._arrived = threading.Condition()
         threading.Thread(target=self._accept_all, name="elastic-ranks", daemon=True).start()
@@ -285,7 +291,7 @@ class RankServer:
         with self._arrived:
             self._links[(hello.instance, hello.rank)] = link
             self._arrived.notify_all()
-        link.read_all(self._on_adapters)
+        link.read_all(self._on_adapters, self._on_heat)
 
 
 def _shut(sock: socket.socket) -> None:

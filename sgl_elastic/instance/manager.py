@@ -22,7 +22,7 @@ from sgl_elastic.instance.running import Running
 from sgl_elastic.instance.starting import InstanceStarter
 from sgl_elastic.instance.state import InstanceState
 from sgl_elastic.processes import giving_way
-from sgl_elastic.types import MemoryShape, Placement, Step, StepKind
+from sgl_elastic.types import ExpertCopy, MemoryShape, Placement, Step, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +230,25 @@ class InstanceManager(InstanceStarter):
         with self._lock:
             resized = replace(placement, kv_tokens=tuple(tokens))
             running.record = replace(running.record, placement=resized)
+
+    def place_copies(self, copies: tuple[ExpertCopy, ...]) -> None:
+        """All ranks compute by these copies of experts from the next step on.
+
+        Where one cannot, nobody knows who computes what: the instance is lost then.
+        """
+        name, placement = self.serving()
+        running = self._running[name]
+        self.freeze(name)
+        if running.lost:
+            raise EngineFailedError(f"instance {name} is lost: {running.lost}")
+        try:
+            send_all(running.links, [m.PlaceCopies(placement, copies)] * len(running.links))
+            expect_all(running.links, m.RankDone, self._timeouts.step_s)
+        except StepFailedError as error:
+            self.lose(name, f"its ranks differ in the copies of experts: {error}")
+            raise
+        finally:
+            self.resume(name)
 
     def _attach_all(
         self,

@@ -1,7 +1,7 @@
 """What the instance manager and an engine's ranks say to each other (wire.py carries it).
 
-    manager  --Attach, Park, Detach, Activate, ResizeKv, Run, Wake, Ping, Exit-->  rank
-    rank     --RankHello, Declared, Loaded, Started, Frozen, RankDone, Failed, Pong-->  manager
+    manager  --Attach, Park, Detach, Activate, ResizeKv, PlaceCopies, Run, ..-->  rank
+    rank     --RankHello, Declared, Loaded, Started, Frozen, RankDone, HeatReport, ..-->  manager
 
 To a rank each goes in a Told with its number, which the rank's RankDone or Failed repeats.
 Arrays of numbers travel as little-endian bytes: token ids and KV slots as int64.
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_elastic.types import AdapterEntry, MemoryShape
+from sgl_elastic.types import AdapterEntry, ExpertCopy, MemoryShape, Placement
 
 # The id of a pause of ours, by which a rank tells it from a client's.
 PAUSE_TO_PARK = "sgl_elastic.park"
@@ -64,6 +64,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     expert_ids: tuple[int, ...]
     kv_tokens: int
     adapters: tuple[AdapterEntry, ...]
+    copies: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)  # see PlaceCopies
     must_load: bool = False
     loads_trunk: bool = False
     disk_experts: tuple[int, ...] = ()
@@ -72,6 +73,17 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 class Park(msgspec.Struct, frozen=True, tag=True):
     """(while loading) Map the scratch page everywhere: warm up without a device's memory."""
+
+
+class PlaceCopies(msgspec.Struct, frozen=True, tag=True):
+    """(to a frozen rank) These are the copies of experts now, those of all devices.
+
+    What the rank has of them is mapped and loaded in its device's memory worker. The ranks compute
+    different experts from then on, so they must all have done it before one of them runs.
+    """
+
+    placement: Placement
+    copies: tuple[ExpertCopy, ...]
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +159,12 @@ class AdapterTable(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[AdapterEntry, ...]
 
 
+class HeatReport(msgspec.Struct, frozen=True, tag=True):
+    """(rank to manager) Layer id -> tokens by expert id, counted since the rank was attached."""
+
+    tokens: dict[int, tuple[int, ...]]
+
+
 class RankDone(msgspec.Struct, frozen=True, tag=True):
     """An instruction was carried out; `number` says which, so a late answer is no other's."""
 
@@ -165,7 +183,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     number: int = 0  # as of RankDone
 
 
-ToRank = Attach | Park | Detach | Activate | ResizeKv | Run | Wake | Ping | Exit
+ToRank = Attach | Park | Detach | Activate | ResizeKv | PlaceCopies | Run | Wake | Ping | Exit
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -176,5 +194,14 @@ class Told(msgspec.Struct, frozen=True):
 
 
 FromRank = (
-    RankHello | Declared | Loaded | Started | Frozen | AdapterTable | RankDone | Failed | Pong
+    RankHello
+    | Declared
+    | Loaded
+    | Started
+    | Frozen
+    | AdapterTable
+    | HeatReport
+    | RankDone
+    | Failed
+    | Pong
 )

@@ -40,6 +40,7 @@ class EngineSettings:
     page_bytes: int
     max_kv_tokens: int
     parked_kv_tokens: int  # what an instance is started with, before it is attached
+    num_sources: int = 1  # EngineConfig's
     first_argv: tuple[str, ...] = ()  # more, for the one that loads from disk
     environment: Callable[[int], Mapping[str, str]] = lambda num_ranks: {}
     start: StartInstance | None = None  # None: on this machine
@@ -61,6 +62,7 @@ def spec_of(
         backend=settings.backend,
         page_bytes=settings.page_bytes,
         max_kv_tokens=settings.max_kv_tokens,
+        num_sources=settings.num_sources,
     )
     sizes = size_argv(len(device_ids), settings.parked_kv_tokens)
     return InstanceSpec(

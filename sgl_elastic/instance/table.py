@@ -25,6 +25,7 @@ from sgl_elastic.instance.standbys import Standbys
 from sgl_elastic.instance.state import Instance, InstanceState
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.memory.control import Hmm
+from sgl_elastic.plan.redundancy import Heat, RecentHeat
 from sgl_elastic.types import AdapterEntry, Placement
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ class InstanceTable:
         self._attach_messages = attach_messages
         self._names = itertools.count(1)
         self._lock = threading.RLock()
-        self._server = RankServer(settings.directory / "ranks.sock", self._note_adapters)
+        self._heat = RecentHeat()
+        self._server = RankServer(
+            settings.directory / "ranks.sock", self._note_adapters, self._note_heat
+        )
 
     def wake(self, instance: str) -> None:
         """A request is on its way to an idle instance: none of its ranks may sleep through it."""
@@ -165,6 +169,14 @@ class InstanceTable:
         """Every rank of the serving instance reports the same table; the first one's counts."""
         if link.rank == 0:
             self._hmm.set_adapters(adapters)
+
+    def _note_heat(self, link: RankLink, heat: m.HeatReport) -> None:
+        """Every rank sees the tokens of all; the first one reports."""
+        self._heat.note(link.instance, heat.tokens)
+
+    def heat(self) -> Heat:
+        """Layer id -> tokens by expert id, of the last while."""
+        return self._heat.recent()
 
     def _is_alive(self, name: str) -> bool:
         running = self._running.get(name)

@@ -29,6 +29,7 @@ from sgl_elastic.memory.slots import (
     trunk_slots,
 )
 from sgl_elastic.memory.worker_processes import DeviceWorkers, Here, Launcher, WorkerOptions
+from sgl_elastic.plan.redundancy import most_copy_pages
 from sgl_elastic.types import AdapterEntry, Placement, Step, StepKind
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class Hmm(DeviceWorkers):
     `copy_timeout_s` those that copy or map pages, `start_timeout_s` a worker's start.
     `verify_copies` compares the digests of all copied slots. `library` is the vendor's; "" = its
     usual name. `launcher` says where workers run; None = here. `content_of` an adapter's folder
-    changes when its files do.
+    changes when its files do. KV is to leave room for `num_copies` copies of experts in
+    each layer of each device.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Hmm(DeviceWorkers):
         verify_copies: bool = False,
         launcher: Launcher | None = None,
         content_of: Callable[[Path], str | None] = lambda folder: "",
+        num_copies: int = 0,
     ) -> None:
         wire.make_private(directory)
         options = WorkerOptions(backend, library, page_bytes, timeout_s, start_timeout_s)
@@ -74,6 +77,7 @@ class Hmm(DeviceWorkers):
         self._content_of = content_of
         self._adapters: tuple[AdapterEntry, ...] = ()
         self._reserve_pages = 0  # of each device, for adapters
+        self._num_copies = num_copies
         self._started: set[int] = set()  # devices that steps have added
         self._changes: dict[Step, Changes] = {}  # what executed steps changed
         self._pending_unmap: dict[int, Changes] = {}  # by device; done first
@@ -126,7 +130,7 @@ class Hmm(DeviceWorkers):
         self._reserve_pages = -(-num_bytes // self._page_bytes)
 
     def headroom_pages(self) -> int:
-        """What KV leaves of a device now: the reserve, less what the present adapters take."""
+        """What KV leaves of a device now, to adapters and to copies of experts."""
         if self._shape is None:
             return self._reserve_pages
         slot_bytes = {region.name: region.slot_bytes for region in self._shape.regions}
@@ -136,7 +140,8 @@ class Hmm(DeviceWorkers):
             for adapter in self._adapters
             for name, runs in adapter_slots(self._shape, adapter, everything).items()
         )
-        return max(0, self._reserve_pages - taken)
+        copies = most_copy_pages(self._shape, self._num_copies, self._adapters)
+        return max(0, self._reserve_pages - taken) + copies
 
     def require(self, device_ids: Iterable[int]) -> None:
         """Workers that have died are forgotten, so that their devices may be added again.

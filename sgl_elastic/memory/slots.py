@@ -9,7 +9,7 @@ padding row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sgl_elastic.memory.runs import Runs, Slots, of_slots
 from sgl_elastic.plan import pages
@@ -51,6 +51,21 @@ def expert_slots(
     return {
         region.name: of_slots(pages.expert_slots(shape, region.layer_id, experts, adapters))
         for region in shape.of_kind(RegionKind.EXPERT)
+    }
+
+
+def copy_slots(
+    shape: MemoryShape,
+    adapters: Sequence[AdapterEntry],
+    copies: Mapping[int, Sequence[int]],
+) -> dict[str, Runs]:
+    """Slots of copied experts, by layer id, with the adapters' experts that go with them."""
+    return {
+        region.name: of_slots(
+            pages.expert_slots(shape, region.layer_id, copies[region.layer_id], adapters)
+        )
+        for region in shape.of_kind(RegionKind.EXPERT)
+        if copies.get(region.layer_id)
     }
 
 

@@ -110,6 +110,15 @@ def holders_of(placement: Placement, copies: Sequence[ExpertCopy], layer_id: int
     return [tuple(sorted(ranks)) for ranks in found]
 
 
+def computed_for(source: int, rank: int, holders: Sequence[Holders]) -> list[int]:
+    """Expert ids, ascending, that `rank` computes for tokens of rank `source`."""
+    return [
+        expert_id
+        for expert_id, ranks in enumerate(holders)
+        if computing_rank(source, expert_id, ranks) == rank
+    ]
+
+
 def layer_load(tokens: Sequence[int], holders: Sequence[Holders], num_ranks: int) -> LayerLoad:
     """What these holders make of a layer's heat: `tokens` by expert id."""
     loads = [0] * num_ranks
@@ -180,15 +189,29 @@ def copy_pages(
     )
 
 
-def most_copy_pages(shape: MemoryShape, copies_per_layer: int) -> int:
-    """Pages for so many copies of base experts a layer, wherever they lie: their edges are whole.
+def most_copy_pages(
+    shape: MemoryShape, copies_per_layer: int, adapters: Sequence[AdapterEntry]
+) -> int:
+    """Pages for so many copies a layer, of whichever experts, with the adapters' that go with them.
 
     An expert of S bytes touches at most one page more than S bytes have.
     """
-    return copies_per_layer * sum(
-        -(-(region.slot_bytes + shape.page_bytes - 1) // shape.page_bytes)
+    return sum(
+        _most_slots(copies_per_layer, region.layer_id, adapters)
+        * -(-(region.slot_bytes + shape.page_bytes - 1) // shape.page_bytes)
         for region in shape.of_kind(RegionKind.EXPERT)
     )
+
+
+def _most_slots(num_copies: int, layer_id: int, adapters: Sequence[AdapterEntry]) -> int:
+    """Slots of a layer's copies: hot experts are often those that all adapters replace."""
+    replaced = (len(adapter.experts.get(layer_id, ())) for adapter in adapters)
+    return num_copies + sum(min(num_copies, count) for count in replaced)
+
+
+def most_per_device(num_copies: int) -> int:
+    """Copies a layer that a device has room for: half of all, since two devices share them."""
+    return -(-num_copies // 2)
 
 
 def fitting_copies(
@@ -330,3 +353,51 @@ class _Layer:
         for rank, share in enumerate(_shares_of(expert_id, holders, self._num_ranks)):
             self._loads[rank] += sign * share * tokens
         self._crossing += sign * tokens * (self._num_ranks - len(holders))
+
+
+# What the traffic was lately.
+#
+#     a rank's totals, every few seconds --> [RecentHeat.note] --> Heat, old tokens fading
+
+_KEPT = (15, 16)  # of what was counted before, at each report that has traffic
+
+
+class RecentHeat:
+    """What ranks report as totals since they were attached, with former traffic fading.
+
+    Copies chosen by the heat of other traffic balance nothing. Of one instance after the other:
+    what the last one's traffic was stays until it fades.
+    """
+
+    def __init__(self) -> None:
+        self._source = ""
+        self._totals: Heat = {}
+        self._recent: Heat = {}
+
+    def note(self, source: str, totals: Heat) -> None:
+        """A report of `source`, counted since it was attached. Fewer than before: attached anew."""
+        has_begun_anew = source != self._source or _sum(totals) < _sum(self._totals)
+        before = {} if has_begun_anew else self._totals
+        self._source, self._totals = source, totals
+        if _sum(totals) == _sum(before):
+            return
+        self._recent = {
+            layer_id: _faded(self._recent.get(layer_id), before.get(layer_id), counts)
+            for layer_id, counts in totals.items()
+        }
+
+    def recent(self) -> Heat:
+        """Layer id -> tokens by expert id; empty before the first traffic."""
+        return self._recent
+
+
+def _faded(
+    recent: Sequence[int] | None, before: Sequence[int] | None, counts: Sequence[int]
+) -> list[int]:
+    zeros = [0] * len(counts)
+    rows = zip(recent or zeros, before or zeros, counts, strict=True)
+    return [old * _KEPT[0] // _KEPT[1] + now - then for old, then, now in rows]
+
+
+def _sum(heat: Heat) -> int:
+    return sum(map(sum, heat.values()))

@@ -68,6 +68,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         num_dp_ranks=sglang_api.num_dp_ranks(),
         group=RankGroup(sglang_api.tp_rank(), sglang_api.gather_bytes),
         heat=heat_hooks.sampler_of(plane, config, device),
+        num_sources=page_source.num_sources(),
     )
     if source is None:
         manager.load_initial(sglang_api.initial_adapters())

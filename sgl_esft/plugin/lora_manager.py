@@ -20,7 +20,7 @@ import torch
 from sgl_esft.errors import EsftError, UnsupportedModelError
 from sgl_esft.lifecycle.commands import decode, is_command, named, reply_table
 from sgl_esft.lifecycle.rank_command_handler import ALONE, RankCommandHandler, RankGroup
-from sgl_esft.weave.batch_tags import BASE, BatchTags, tag_tokens
+from sgl_esft.weave.batch_tags import BASE, BatchTags, rows_of_source, tag_tokens
 from sgl_esft.weave.heat import HeatSampler
 from sgl_esft.weave.plane import AdapterPlane, AdapterSource
 
@@ -57,9 +57,11 @@ class EsftManager:
         num_dp_ranks: int = 1,
         group: RankGroup = ALONE,
         heat: HeatSampler | None = None,
+        num_sources: int = 1,
     ) -> None:
         """gather_tags: given under DP attention, where tokens of `num_dp_ranks` meet in the MoE.
 
+        num_sources: of the layers' expert maps; above 1 a tag says the token's rank as well.
         group: the ranks that get the same messages in the same order, this one among them.
         publish: called whenever other adapters are on the device than before, or were looked up.
         """
@@ -70,6 +72,8 @@ class EsftManager:
         self._publish = publish
         self._num_dp_ranks = num_dp_ranks
         self._command_handler = RankCommandHandler(plane, group)
+        self._source = group.rank if num_sources > 1 else None
+        self._num_sources = num_sources
         self.heat = heat  # None = experts are not counted
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
@@ -153,6 +157,8 @@ class EsftManager:
         """
         slots = [BASE if i is None else self.plane.slot_of(i) for i in forward_batch.lora_ids or ()]
         local = tag_tokens(slots, _num_tokens_per_request(forward_batch, len(slots)))
+        if self._source is not None:
+            local = rows_of_source(local, self._source, self.plane.num_slots, self._num_sources)
         real_tokens: int | torch.Tensor = local.shape[0]
         if self._gather_tags is None:
             self.tags.set(local)

@@ -28,6 +28,19 @@ def tag_tokens(request_slots: Sequence[int], num_tokens_per_request: Sequence[in
     return slots.repeat_interleave(repeats)
 
 
+def rows_of_source(
+    tags: torch.Tensor, source: int, num_adapters: int, num_sources: int
+) -> torch.Tensor:
+    """[num_tokens] int32 adapter slots, -1 for the base -> rows of an expert map with sources.
+
+    Each source rank has a row for each adapter slot, then the base's. The map's very last row is
+    called -1, as the only base's is where there is one source: rerouting takes no other name.
+    """
+    first = source * (num_adapters + 1)
+    base = BASE if source == num_sources - 1 else first + num_adapters
+    return torch.where(tags < 0, base, tags + first)
+
+
 class BatchTags:
     """The tags of the batch at hand.
 

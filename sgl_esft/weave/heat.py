@@ -118,14 +118,23 @@ class HeatSampler:
 
     def _rows(self, tags: torch.Tensor) -> torch.Tensor:
         """[num_rows] int64: the row that counts each token, the last one for padding."""
-        rows = tags.to(torch.int64) + 1
         padding = self._step.shape[1] - 1
+        # A tag is an adapter slot, or that in the rows of the token's source; -1 is the base too.
+        rows = (tags.to(torch.int64).remainder(padding) + 1).remainder(padding)
         if isinstance(self._real_tokens, int):
             rows[self._real_tokens :] = padding
             return rows
         rows[self._real_tokens.shape[0] :] = padding
         rows[: self._real_tokens.shape[0]][~self._real_tokens[: rows.shape[0]]] = padding
         return rows
+
+    def by_expert(self) -> dict[int, list[int]]:
+        """Layer id -> tokens by expert id, the base's and all adapters' together, up to now."""
+        self._harvest()
+        total = self._base + self._others
+        for counts in self._totals.values():
+            total += counts
+        return dict(zip(self.layer_ids, total.tolist(), strict=True))
 
     def report(self) -> dict[str, Any]:
         """GET /v1/heat's answer, up to now."""

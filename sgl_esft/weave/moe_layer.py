@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from sgl_esft.errors import InvariantError, UnsupportedModelError
-from sgl_esft.weave import expert_tensor
+from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.expert_map import ExpertMap, base_row
 from sgl_esft.weave.expert_memory import SlotMemory
 from sgl_esft.weave.slot_layout import SlotLayout
@@ -88,7 +88,7 @@ class WovenLayer:
             layout=layout,
             w13=w13.data,
             w2=w2.data,
-            expert_map=ExpertMap(row, layout, w13.device),
+            expert_map=ExpertMap(row, layout, w13.device, page_source.num_sources()),
             memory=memory,  # type: ignore[arg-type]
             is_up_first=bool(
                 getattr(

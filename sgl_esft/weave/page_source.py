@@ -19,7 +19,14 @@ from sgl_esft.weave.slot_layout import SlotLayout
 
 
 class PageSource(Protocol):
-    """What stands behind the slots of all MoE layers of this process."""
+    """What stands behind the slots of all MoE layers of this process.
+
+    `num_sources`: ranks that tokens may come from, where who computes an expert depends on that,
+    because experts have copies; 1 = it does not.
+    """
+
+    @property
+    def num_sources(self) -> int: ...
 
     def create_experts(
         self, layer: torch.nn.Module, layout: SlotLayout, create: Callable[[], None]
@@ -37,6 +44,11 @@ def install(source: PageSource) -> None:
     """From now on this process's experts live in the source's memory."""
     global _source
     _source = source
+
+
+def num_sources() -> int:
+    """The source's; 1 without one."""
+    return 1 if _source is None else _source.num_sources
 
 
 def current() -> PageSource | None:

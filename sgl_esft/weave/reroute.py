@@ -37,7 +37,7 @@ class Rerouter:
         heat: LayerHeat | None = None,
     ) -> None:
         """heat: counts what is routed, where experts are counted."""
-        check_map_height(expert_map.table, expert_map.layout.num_adapters)
+        check_map_height(expert_map.table, expert_map.num_rows - 1)
         self._table = expert_map.table
         self._tags = tags
         self._reroute = reroute

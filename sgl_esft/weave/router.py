@@ -40,7 +40,7 @@ class FusedRouter:
         self, topk_config: Any, expert_map: ExpertMap, tags: BatchTags, route: RouterFunction
     ) -> None:
         """Raises UnsupportedModelError for a router that the kernel does not compute."""
-        check_map_height(expert_map.table, expert_map.layout.num_adapters)
+        check_map_height(expert_map.table, expert_map.num_rows - 1)
         self.spec = spec_of(topk_config)
         self._bias = topk_config.correction_bias
         self._table = expert_map.table

@@ -47,6 +47,15 @@ class SharedLayer(WovenLayer):
         slots = zip(expert_ids, region, strict=False)
         return {expert_id: slot for expert_id, slot in slots if expert_id in self.resident}
 
+    def _base_row(self, expert_ids: Collection[int]) -> torch.Tensor:
+        """[M] int32: the slots of these experts and of the shared ones, -1 for others."""
+        row = torch.full_like(self.expert_map.base_row, -1)
+        num_routed = self.layout.num_routed
+        ids = torch.tensor(sorted(expert_ids), dtype=torch.int32, device=row.device)
+        row[ids.long()] = ids
+        row[num_routed:] = torch.arange(num_routed, row.numel(), dtype=row.dtype)
+        return row
+
     def place(
         self,
         adapter_slot: int,
@@ -81,15 +90,20 @@ class SharedLayer(WovenLayer):
         for slot in slots.values():
             self.memory.unmap(range(slot, slot + 1))
 
-    def rebind(self, resident: Collection[int], adapters: Mapping[int, tuple[int, ...]]) -> None:
-        """Other experts are here now, with their memory mapped; `adapters` by adapter slot."""
+    def rebind(
+        self,
+        resident: Collection[int],
+        adapters: Mapping[int, tuple[int, ...]],
+        computed: Sequence[Collection[int]] = (),
+    ) -> None:
+        """Other experts are here now, with their memory mapped; `adapters` by adapter slot.
+
+        `computed`: of the residents, those that this rank computes for tokens of each source;
+        nothing = all of them for all tokens, as it is where no expert has a copy.
+        """
         self.resident = frozenset(resident)
         self.adapter_experts = dict(adapters)
-        row = torch.full_like(self.expert_map.base_row, -1)
-        num_routed = self.layout.num_routed
-        ids = torch.tensor(sorted(self.resident), dtype=torch.int32, device=row.device)
-        row[ids.long()] = ids
-        row[num_routed:] = torch.arange(num_routed, row.numel(), dtype=row.dtype)
-        self.expert_map.rebase(row)
+        rows = [self._base_row(ids) for ids in computed or [self.resident]]
+        self.expert_map.rebase(torch.stack(rows))
         for adapter_slot in adapters:
             self.expert_map.write(adapter_slot, self.slots_of(adapter_slot))

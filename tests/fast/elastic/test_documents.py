@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from sgl_elastic import errors
-from sgl_elastic.autoscale.metrics import ScaleMetrics, SpareMetrics
+from sgl_elastic.autoscale.metrics import CopyMetrics, ScaleMetrics, SpareMetrics
 from sgl_elastic.coordinator.app import ROUTES
 from sgl_elastic.coordinator.operations import ErrorRecord, Operation, PhaseRecord, StepRecord
 from sgl_elastic.coordinator.schemas import ScaleBody
@@ -88,6 +88,7 @@ def test_metrics_are_those_of_the_code() -> None:
     registry = CollectorRegistry()
     ScaleMetrics(registry)
     SpareMetrics(registry)
+    CopyMetrics(registry)
     known = {m.name + ("_total" if m.type == "counter" else "") for m in registry.collect()}
     section = TEXT.partition("## Metrics")[2].partition("## ")[0]
     assert set(re.findall(r"`(sgl_elastic:\w+)", section)) == known

@@ -36,7 +36,7 @@ class Bench:
         self.rank._sleeper = None
         self.rank._resumed = {}
         self.rank.rank = 0
-        self.rank.config = SimpleNamespace(instance="i1")  # type: ignore[assignment]
+        self.rank.config = SimpleNamespace(instance="i1", num_sources=1)  # type: ignore[assignment]
         self.num_said = 0
         self.carried_out: list[m.ToRank] = []
         self.rank._carry_out = self.carry_out  # type: ignore[method-assign]

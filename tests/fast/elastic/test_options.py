@@ -67,6 +67,11 @@ def test_values() -> None:
         ("--nodes ray --devices-per-node 0", "--devices-per-node 0"),
         ("--nodes ray --scale-strategy cold_restart", "for one machine"),
         ("--nodes ray --ablate no_standby", "for one machine"),
+        ("--redundant-experts -1", "--redundant-experts -1"),
+        ("--redundant-experts 2 --max-devices 1", "--max-devices 2 or more"),
+        ("--redundant-experts 2 --nodes ray", "on one machine"),
+        ("--redundant-experts 2 --scale-strategy cold_restart", "elastic strategy only"),
+        ("--redundant-experts 2 --ablate no_peer_copy", "elastic strategy only"),
     ],
 )
 def test_what_cannot_work(line: str, complaint: str) -> None:
@@ -92,6 +97,12 @@ def test_spares_are_where_they_can_be_and_never_with_a_baseline(
 ) -> None:
     found, _ = options.parse(["--elastic", *line.split()])
     assert found.spares_on(backend) == number
+
+
+def test_only_with_copies_does_it_matter_where_a_token_comes_from() -> None:
+    for line, num_copies, num_sources in (("", 0, 1), ("--redundant-experts 3", 3, 8)):
+        found, _ = options.parse(["--elastic", "--max-devices", "8", *line.split()])
+        assert (found.redundant_experts, found.num_sources) == (num_copies, num_sources)
 
 
 def test_a_size_that_is_none() -> None:

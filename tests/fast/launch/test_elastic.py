@@ -99,6 +99,8 @@ def test_pages_and_no_adapters(make: Make) -> None:
         ("--load-format dummy", "--load-format: --elastic decides"),
         ("--radix-cache-backend x --ep-size 1", "--ep-size, --radix-cache-backend: --elastic"),
         ("--dp-size 9", "--dp-size 9"),
+        ("--redundant-experts 2 --heat-every 0", "copies are chosen by heat"),
+        ("--redundant-experts 2 --reroute router", "copies are chosen by heat"),
     ],
 )
 def test_what_cannot_work(make: Make, line: str, complaint: str) -> None:

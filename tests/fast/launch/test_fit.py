@@ -78,6 +78,9 @@ def test_elastic_devices_share_the_experts(root: Path) -> None:
         check("--elastic --device-memory 1KiB")
     with pytest.raises(DeviceMemoryError) as four:
         check("--elastic --device-memory 1KiB --dp-size 4")
+    with pytest.raises(DeviceMemoryError) as copies:
+        check("--elastic --device-memory 1KiB --redundant-experts 100")
+    assert str(copies.value) != str(one.value)
     small, large = (int(str(e.value).split()[-1].removesuffix("MiB")) for e in (four, one))
     assert small < large
     check(f"--elastic --device-memory {large}MiB")

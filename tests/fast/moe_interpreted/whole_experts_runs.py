@@ -41,6 +41,8 @@ HALVES = [set(range(NUM_EXPERTS // 2)), set(range(NUM_EXPERTS // 2, NUM_EXPERTS)
 class NanSource:
     """A page source whose rows all have memory, and hold NaN until somebody loads them."""
 
+    num_sources = 1
+
     def create_experts(
         self, layer: torch.nn.Module, layout: SlotLayout, create: Callable[[], None]
     ) -> PaddedMemory:

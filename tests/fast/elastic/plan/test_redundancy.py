@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from sgl_elastic.errors import PlanError
 from sgl_elastic.plan import redundancy
+from sgl_elastic.plan.loss import Limits, Loss, plan_loss
 from sgl_elastic.plan.pages import expert_slots, pages_of_slots
 from sgl_elastic.plan.redundancy import (
     choose_copies,
@@ -161,6 +163,29 @@ def test_as_many_copies_as_experts_leave_nothing_for_a_disk() -> None:
     assert len(choose_copies(heat, placement, 100)) == 2 * 6 * 2, "on every device once"
 
 
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_loss_reads_nothing_that_has_a_copy(num_devices: int) -> None:
+    """The plan of a loss, by what the workers of the devices left hold."""
+    shape = make_shape(num_experts=6, expert_bytes=(64,), layers=(1, 2))
+    placement = replace(even(6, num_devices), kv_tokens=(50,) * num_devices)
+    heat = {1: [9, 1, 1, 1, 1, 1], 2: [1, 1, 1, 1, 1, 9]}
+    for num_copies in (0, 1, 6):
+        copies = choose_copies(heat, placement, num_copies)
+        for lost in placement.device_ids:
+            left = [device for device in placement.device_ids if device != lost]
+            held = {
+                d: {(layer, e) for layer in heat for e in placement.experts_of(d)}
+                | {(c.layer_id, c.expert_id) for c in copies if c.device_id == d}
+                for d in left
+            }
+            budget = dict.fromkeys(placement.device_ids, 10_000)
+            limits = Limits(budget, budget, 50, 1)
+            made = plan_loss(placement, Loss((lost,), held), left, shape, (), limits)
+            num_read = made.read_bytes // 64
+            assert num_read == not_copied(placement, copies, (1, 2), lost)
+            assert (num_read == 0) == (num_copies == 6)
+
+
 def test_a_device_takes_no_more_than_it_may() -> None:
     heat = {0: [100, 90, 80, 1, 1, 1]}
     placement = placed(0, 0, 0, 1, 2, 2)
@@ -202,9 +227,10 @@ def test_pages_of_copies_are_those_of_the_slots_and_bounded(data: st.DataObject)
             total += sign * pages_of_slots(slots, region.slot_bytes, shape.page_bytes)
     assert copy_pages(shape, placement, copies, adapters, 0) == total
     assert copy_pages(shape, placement, copies, adapters, 1) == 0
-    assert copy_pages(shape, placement, copies, (), 0) <= most_copy_pages(
-        shape, max((len(ids) for ids in copies_by_layer(copies, 0).values()), default=0)
-    )
+    per_layer = max((len(ids) for ids in copies_by_layer(copies, 0).values()), default=0)
+    for held in ((), adapters):
+        most = most_copy_pages(shape, per_layer, held)
+        assert copy_pages(shape, placement, copies, held, 0) <= most
 
 
 def test_what_does_not_fit_is_given_up_from_the_coldest() -> None:
