@@ -103,6 +103,32 @@ def throughput(result: Any) -> str:
     return result_table(result, ["strategy", "before", "during", "after"], rows)
 
 
+def targets(result: Any) -> str:
+    """A row for each target, by what was kept ready for it."""
+    rows = [
+        [
+            row["target"],
+            _words(row["ready"]),
+            ratio(row["over_cold"]),
+            _seconds(row["ready_s"]),
+            _milliseconds(row["gap_s"]),
+        ]
+        for row in sorted(result["rows"], key=lambda row: row["target"])
+    ]
+    header = ["devices", "kept ready", "until it serves", "seconds", "requests held, ms"]
+    return result_table(result, header, rows)
+
+
+def after(result: Any) -> str:
+    """A row a direction."""
+    rows = [
+        [row["step"], ratio(row["scaled_over_fresh"]), ratio(row["cpu_over_fresh"])]
+        for row in result["rows"]
+    ]
+    header = ["devices", "tokens a second", "processor time of a token"]
+    return result_table(result, header, rows)
+
+
 def ablation(result: Any) -> str:
     """A row a set of parts."""
     rows = [
@@ -260,6 +286,16 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "Requests a second before, during and after a scale, over elastic's before; ours / the\n"
         "paper's:",
         throughput,
+    ),
+    "elasticmoe_targets": (
+        "Targets that nobody predicted, under a light load: time until the new instance serves,\n"
+        "over a cold restart to the same target in the same round, and how long requests waited:",
+        targets,
+    ),
+    "elasticmoe_after": (
+        "What an instance serves once it was scaled, over one of its size that was started fresh;\n"
+        "0.97 is the goal:",
+        after,
     ),
     "elasticmoe_ablation_up": (
         "Scaling up with one more part off in each row, over all parts in the same round:",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.elasticmoe import ablation, gap, scales, slo, table1, traffic
+from bench.elasticmoe import ablation, after, gap, scales, slo, table1, traffic
 from bench.elasticmoe import rounds as elastic_bench
 from bench.elasticmoe.load import Ask, Stream
 from bench.elasticmoe.rounds import Scaled
@@ -202,6 +202,16 @@ def test_throughput_has_the_same_windows_for_all() -> None:
     assert rows[1]["during"]["median"] == pytest.approx(7.5)
     with pytest.raises(ValueError, match="longer"):
         table1.throughputs(fast, 60.0)
+
+
+def test_after_a_scale_is_compared_with_a_fresh_instance_of_that_size() -> None:
+    up = after.Walk(fresh=after.Served(50.0, 0.02), scaled=after.Served(90.0, 0.033))
+    down = after.Walk(fresh=after.Served(100.0, 0.03), scaled=after.Served(45.0, 0.03))
+    rows = after.rows_of([{1: up, 2: down}])
+    assert [row["step"] for row in rows] == ["1 -> 2", "2 -> 1"]
+    assert [row["scaled_over_fresh"]["median"] for row in rows] == [0.9, 0.9]
+    assert [row["cpu_over_fresh"]["median"] for row in rows] == pytest.approx([1.1, 1.5])
+    assert after.tokens_in([stream(0.0, 1.0, 2.0, 3.0), stream(0.0, 2.5)], 2.0, 3.0) == 2
 
 
 def test_gaps_of_all_streams_around_a_scale() -> None:

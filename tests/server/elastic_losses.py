@@ -1,0 +1,135 @@
+"""A device is lost under load, and taken back: common to tests of two devices and of four.
+
+count, seed --[losses]--> Loss --[Ground.carry_out]--> Lived: what clients saw of it
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from bench.elasticmoe.load import Stream
+from tests.server.elastic_faults import HANG_S, SOON_S, Elastic, recoveries
+from tests.server.fault_cells import check_processes, is_idle
+from tests.support.servers import ServerSpec
+
+KINDS = ("rank", "worker", "both")
+RECOVERY_S = 60.0  # of the whole operation, which is over long after requests go on
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is killed on which device, how long after the load has begun."""
+
+    kind: str
+    device_id: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Lived:
+    """What clients saw: seconds without a token of any stream, tokens a second over before."""
+
+    silence_s: float
+    rate_ratio: float
+
+
+def losses(count: int, seed: int, num_devices: int) -> list[Loss]:
+    """Each kind equally often, in an order of chance."""
+    rng = random.Random(seed)
+    kinds = [KINDS[i % len(KINDS)] for i in range(count)]
+    rng.shuffle(kinds)
+    return [Loss(kind, rng.randrange(num_devices), rng.random()) for kind in kinds]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A server on all of its devices, and the standbys that are there before a loss.
+
+    `window_s` is how long its rate is counted for, before a loss and after it; 0 for not at all.
+    """
+
+    num_devices: int
+    standbys: Sequence[tuple[int, ...]] = ()
+    args: tuple[str, ...] = ()
+    window_s: float = 0.0
+
+    @property
+    def spec(self) -> ServerSpec:
+        size = str(self.num_devices)
+        devices = ("--elastic", "--max-devices", size, "--dp-size", size)
+        more = ("--device-memory", "64MiB", "--hang-timeout", str(HANG_S))
+        return ServerSpec(args=(*devices, *more, *self.args))
+
+    def stand_by(self, elastic: Elastic) -> None:
+        """All devices serve, and the standbys are there."""
+        elastic.wait_for(lambda: is_idle(elastic), RECOVERY_S)
+        elastic.be_of_size(self.num_devices)
+        for device_ids in self.standbys:
+            elastic.wait_for_standby(*device_ids)
+        elastic.wait_for(lambda: is_idle(elastic), RECOVERY_S)
+
+    def carry_out(self, elastic: Elastic, loss: Loss) -> Lived:
+        """One loss under load, then all that must hold."""
+        self.stand_by(elastic)
+        before = elastic.mapped_slots()
+        num_fds = elastic.wait_for(lambda: fds_of(elastic), SOON_S)
+        lived = self._lose(elastic, loss)
+        print(f"{loss}: {lived}")  # noqa: T201
+        assert lived.silence_s < SOON_S
+        with elastic.load():
+            elastic.be_of_size(self.num_devices)
+        self.stand_by(elastic)
+        assert elastic.mapped_slots() == before
+        check_processes(elastic)
+        elastic.wait_for(lambda: fds_of(elastic) <= num_fds, SOON_S)
+        return lived
+
+    def _lose(self, elastic: Elastic, loss: Loss) -> Lived:
+        known = recoveries(elastic)
+        with elastic.load() as streams:
+            time.sleep(self.window_s + loss.delay_s)
+            killed_s = kill(elastic, loss)
+            elastic.wait_for(lambda: recoveries(elastic) != known and is_idle(elastic), RECOVERY_S)
+            over_s = time.monotonic()
+            time.sleep(self.window_s)
+        every = range(self.num_devices)
+        left = [d for d in every if d != loss.device_id or loss.kind == "rank"]
+        assert elastic.placement()["device_ids"] == left
+        rates = [self._rate(streams, began_s) for began_s in (killed_s - self.window_s, over_s)]
+        return Lived(longest_silence_s(streams, killed_s), rates[1] / max(rates[0], 1e-9))
+
+    def _rate(self, streams: Sequence[Stream], began_s: float) -> float:
+        """Tokens within a window."""
+        ended_s = began_s + self.window_s
+        return sum(began_s <= at < ended_s for stream in streams for at in stream.token_s)
+
+
+def kill(elastic: Elastic, loss: Loss) -> float:
+    """When."""
+    name, _ = elastic.instances()
+    pids = []
+    if loss.kind != "worker":
+        pids.append(elastic.rank(name, loss.device_id))
+    if loss.kind != "rank":
+        pids.append(elastic.worker(loss.device_id))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def longest_silence_s(streams: Sequence[Stream], since_s: float) -> float:
+    """How long no stream got a token, after this moment or across it."""
+    times = sorted(at for stream in streams for at in stream.token_s)
+    return max(b - a for a, b in itertools.pairwise(times) if b > since_s)
+
+
+def fds_of(elastic: Elastic) -> int:
+    return psutil.Process(elastic.server.process.pid).num_fds()
