@@ -14,24 +14,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from bench.common.record import spread, write_result
-from bench.elasticmoe.load import Ask, Stream, steady
 from bench.elasticmoe.rounds import (
     ELASTIC,
     FEW_TOKENS,
     MODELS,
     Model,
     asks_of,
-    check_streams,
     elastic_server,
     flags_of,
     measured_scale,
@@ -40,23 +33,15 @@ from bench.elasticmoe.rounds import (
     result_name,
     wait_until_parked,
 )
+from bench.elasticmoe.traffic import Served, served
 
 SMALL, LARGE = 1, 2  # devices
 NUM_STREAMS = 16
 ROUNDS = 5
-WARM_S = 8.0  # of the load, before a window begins
 WINDOW_S = 60.0
 QUICK_WINDOW_S = 5.0
 # The least that a scaled instance is to serve of a fresh one's tokens a second.
 WANTED = 0.97
-
-
-@dataclass(frozen=True)
-class Served:
-    """What an instance did in a window."""
-
-    tokens_per_s: float
-    cpu_s_per_token: float
 
 
 @dataclass(frozen=True)
@@ -67,45 +52,15 @@ class Walk:
     scaled: Served
 
 
-def tokens_in(streams: Sequence[Stream], begin_s: float, end_s: float) -> int:
-    """That came within a span of the monotonic clock."""
-    return sum(begin_s <= at < end_s for stream in streams for at in stream.token_s)
-
-
-def cpu_seconds() -> float:
-    """Of all processes below this one: the server's."""
-    total = 0.0
-    for process in psutil.Process(os.getpid()).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-async def served(url: str, asks: Sequence[Ask], window_s: float) -> Served:
-    """Keep it busy, and count for a while. Raises ValueError when a stream failed."""
-    stop = asyncio.Event()
-    load = asyncio.create_task(steady(url, asks, NUM_STREAMS, stop))
-    await asyncio.sleep(WARM_S)
-    began_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds)
-    await asyncio.sleep(window_s)
-    ended_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds) - cpu_s
-    stop.set()
-    streams = await load
-    check_streams(streams)
-    tokens = tokens_in(streams, began_s, ended_s)
-    return Served(tokens / (ended_s - began_s), cpu_s / max(1, tokens))
-
-
 def one_walk(model: Model, num_old: int, num_new: int, window_s: float) -> Walk:
     """A fresh server, and what a scale makes of it. Raises ValueError without its standby."""
     flags = flags_of(ELASTIC, max(num_old, num_new))
     with elastic_server(flags, num_old, FEW_TOKENS, model) as url:
         park(url, num_new)
-        fresh = asyncio.run(served(url, asks_of(model), window_s))
+        fresh = asyncio.run(served(url, asks_of(model), NUM_STREAMS, window_s))
         asyncio.run(measured_scale(url, num_old, num_new))
         park(url, num_old)
-        scaled = asyncio.run(served(url, asks_of(model), window_s))
+        scaled = asyncio.run(served(url, asks_of(model), NUM_STREAMS, window_s))
     print(f"  fresh {num_old}: {fresh}\n  {num_old} -> {num_new}: {scaled}", flush=True)
     return Walk(fresh, scaled)
 

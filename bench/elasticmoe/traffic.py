@@ -1,6 +1,7 @@
 """Requests that arrive when they arrive, and how many were answered in time.
 
     rates --[arrivals]--> times --[play]--> Stream of each --[met]--> share in windows of time
+    url, asks --[served]--> Served: tokens a second, processor time of each
     url --[calibrate]--> what an idle server takes, what a busy one serves --> rates and targets
 
 Targets and rates are multiples of what the server itself shows at the start, so that they mean the
@@ -13,9 +14,11 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
+import psutil
 
 from bench.elasticmoe.load import TIMEOUT_SECONDS, Ask, Stream, ask_once, steady
 from bench.elasticmoe.rounds import check_streams, median
@@ -23,6 +26,7 @@ from bench.elasticmoe.rounds import check_streams, median
 TTFT_TIMES = 20.0  # targets, over an idle server's medians
 TPOT_TIMES = 8.0
 BUSY_STREAMS = 16
+WARM_S = 8.0  # of a load, before its window begins
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,14 @@ class Calibration:
 
     targets: Targets
     requests_per_s: float  # with many streams
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server did in a window."""
+
+    tokens_per_s: float
+    cpu_s_per_token: float
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,38 @@ def finished_per_s(streams: Sequence[Stream], begin_s: float, end_s: float) -> f
     """Requests that were answered in full within a span, a second of it."""
     ends = [stream.token_s[-1] for stream in streams if not stream.error and stream.token_s]
     return sum(begin_s <= end < end_s for end in ends) / (end_s - begin_s)
+
+
+def tokens_in(streams: Sequence[Stream], begin_s: float, end_s: float) -> int:
+    """That came within a span of the monotonic clock."""
+    return sum(begin_s <= at < end_s for stream in streams for at in stream.token_s)
+
+
+def cpu_seconds() -> float:
+    """Of all processes below this one: the server's."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+async def served(
+    url: str, asks: Sequence[Ask], num_streams: int, window_s: float, warm_s: float = WARM_S
+) -> Served:
+    """Keep it busy, and count for a while after a while. Raises ValueError when a stream failed."""
+    stop = asyncio.Event()
+    load = asyncio.create_task(steady(url, asks, num_streams, stop))
+    await asyncio.sleep(warm_s)
+    began_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds)
+    await asyncio.sleep(window_s)
+    ended_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds) - cpu_s
+    stop.set()
+    streams = await load
+    check_streams(streams)
+    tokens = tokens_in(streams, began_s, ended_s)
+    return Served(tokens / (ended_s - began_s), cpu_s / max(1, tokens))
 
 
 async def calibrate(url: str, asks: Sequence[Ask]) -> Calibration:

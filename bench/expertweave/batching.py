@@ -345,25 +345,35 @@ def plan() -> list[tuple[Workload, str, Sequence[int], int | None]]:
     return [*by_popularity, *otherwise, *by_size]
 
 
+SERVED_BOUNDS = (0, 2, 4, 8, 16, 32)
+
+
 def main() -> None:
     """Simulate and write bench/results/batching.json, or serve and write batching_served.json."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--served", action="store_true", help="real servers instead")
-    parser.add_argument("--rounds", type=int, default=5, help="of --served")
-    parser.add_argument("--urls", nargs=2, default=(), help="of --served: servers that run already")
+    parser.add_argument("--rounds", type=int, default=8, help="of --served")
+    parser.add_argument("--bounds", type=int, nargs="+", default=SERVED_BOUNDS, help="of --served")
     options = parser.parse_args()
-    path = _serve(options.rounds, options.urls) if options.served else _simulate(options.seeds)
+    path = _serve(options.rounds, options.bounds) if options.served else _simulate(options.seeds)
     print(f"wrote {path.name}")
 
 
-def _serve(rounds: int, urls: Sequence[str]) -> Path:
-    setting = batching_served.Setting()
-    figures = batching_served.measure(setting, rounds, urls)
-    return write_result(
-        "batching_served",
-        {"what": "adapters that run at once, on over off", **asdict(setting), **figures},
-    )
+def _serve(rounds: int, bounds: Sequence[int]) -> Path:
+    setting, rows = batching_served.Setting(), []
+    for row in batching_served.measure(setting, rounds, bounds):
+        rows.append(row)
+        path = write_result(
+            "batching_served",
+            {
+                "what": "adapters that run at once, on over off",
+                "is_complete": len(rows) == len(bounds),
+                **asdict(setting),
+                "rows": rows,
+            },
+        )
+    return path
 
 
 def _simulate(seeds: Sequence[int]) -> Path:

@@ -1,10 +1,11 @@
 """Composing batches by adapter on real servers: adapters that run at once, the policy on over off.
 
-    two servers of the demo, [--max-overtakes B] and [--max-overtakes 0], in turns
+    for each bound B: two servers of the demo, [--max-overtakes B] and [--max-overtakes 0], in turns
     -> clients that always have a request each -> when each answer ran -> distinct adapters, by time
 
 What ran when is seen by the clients: an answer runs from its first token to its last. Clients
-outnumber the requests that may run, so a queue is always there.
+outnumber the requests that may run, so a queue is always there. B = 0 is a second server of the
+same kind: what its ratios are off 1 is noise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -31,10 +32,9 @@ TIMEOUT_SECONDS = 300.0
 class Setting:
     """One load for both servers."""
 
-    max_overtakes: int = 32
     max_running: int = 8
     num_clients: int = 32
-    num_requests: int = 96
+    num_requests: int = 192
     mean_tokens: int = 12  # geometric lengths, capped at four times it
 
 
@@ -130,18 +130,12 @@ def mean_adapters(answers: Sequence[Answer]) -> float:
     return float(running.sum(axis=1).mean())
 
 
-def measure(setting: Setting, rounds: int, urls: Sequence[str] = ()) -> dict[str, object]:
-    """Ratios of the server with the policy to the one without, round by round.
-
-    urls: the two, on and off, where they run already as `arguments` says.
-    """
-    if urls:
-        return compare(setting, rounds, *urls)
-    with (
-        serving.server(arguments(setting, setting.max_overtakes)) as on,
-        serving.server(arguments(setting, 0)) as off,
-    ):
-        return compare(setting, rounds, on, off)
+def measure(setting: Setting, rounds: int, bounds: Sequence[int]) -> Iterator[dict[str, object]]:
+    """A row a bound: ratios of the server with it to the one without, round by round."""
+    with serving.server(arguments(setting, 0)) as off:
+        for bound in bounds:
+            with serving.server(arguments(setting, bound)) as on:
+                yield {"max_overtakes": bound, **compare(setting, rounds, on, off)}
 
 
 def arguments(setting: Setting, max_overtakes: int) -> list[str]:

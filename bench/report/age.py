@@ -22,6 +22,7 @@ MEASURED_PATHS: Final[Mapping[str, Sequence[str]]] = {
     "bench.kernels.": (*_KERNELS, "sgl_esft/platform", "sgl_esft/weave"),
     "bench.expertweave.": _SERVER,
     "bench.soak.fault_matrix": (*_SERVER, "sgl_elastic"),
+    "bench.soak.turns": (*_SERVER, "sgl_elastic"),
     "bench.soak.": _SERVER,
     "bench.elasticmoe.tunnels": (
         "sgl_elastic/nodes",

@@ -185,10 +185,32 @@ def batching(result: Any) -> str:
 
 
 def batching_served(result: Any) -> str:
-    """One load on two servers of the demo, the policy on over off."""
+    """One load on two servers of the demo, the policy on over off: a row a bound."""
     names = ("adapters", "ttft_mean", "ttft_p99", "duration")
-    cells = [str(result["max_overtakes"]), str(result["max_running"]), str(result["rounds"])]
-    cells += [ratio(result[f"{name}_over_fcfs"]) for name in names]
+    rows = [
+        [
+            str(row["max_overtakes"]),
+            str(result["max_running"]),
+            str(row["rounds"]),
+            *(ratio(row[f"{name}_over_fcfs"]) for name in names),
+        ]
+        for row in result["rows"]
+    ]
     header = ["--max-overtakes", "running", "rounds", "distinct adapters at once"]
     header += ["mean TTFT", "p99 TTFT", "time for all"]
-    return result_table(result, header, [cells])
+    return result_table(result, header, rows)
+
+
+def turns(result: Any) -> str:
+    """A row a server: tokens a second, and in brackets processor time of a token."""
+    pairs = ("many_over_few", "half_over_few", "many_over_half")
+    rows = [
+        [row["server"], *(ratio(row[f"{pair}_{what}"]) for pair in pairs for what in _OF_TURNS)]
+        for row in result["rows"]
+    ]
+    words = ["six adapters over three", "half the streams over all", "six over half the streams"]
+    header = ["server", *(f"{each}, {what}" for each in words for what in _OF_TURNS.values())]
+    return result_table(result, header, rows)
+
+
+_OF_TURNS = {"rate": "tokens a second", "cpu": "processor time"}

@@ -308,7 +308,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     ),
     "batching_served": (
         "The same policy on a real server of the demo with six adapters, on over off, median and\n"
-        "quartiles over rounds:",
+        "quartiles over rounds; 0 is a second server without it, that is noise:",
         paper_tables.batching_served,
     ),
     "expertweave_figure9": (
@@ -325,6 +325,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         "The same on an elastic server, which besides is scaled between one and two devices; of\n"
         "eight adapters three are loaded at a time, and the others when they are asked for:",
         _load_test,
+    ),
+    "lifecycle_turns": (
+        "Six adapters on three slots, twelve streams, beside three adapters, and beside three\n"
+        "adapters and six streams, as large a batch as the slots leave six adapters:",
+        paper_tables.turns,
     ),
     **gpu_tables.TABLES,
     **elastic_tables.TABLES,

@@ -12,7 +12,9 @@ import pytest
 
 from bench.common.record import RESULTS
 from bench.common.recorded_client import Request, noting_errors, read_requests, record_of
+from bench.elasticmoe.traffic import Served
 from bench.soak import lifecycle_checks as checks
+from bench.soak import turns
 from bench.soak.lifecycle_load import verdict
 from bench.soak.lifecycle_operator import Done, History, Operation
 from bench.soak.lifecycle_versions import Versions, clear_texts
@@ -184,3 +186,17 @@ def test_the_verdict_names_what_is_wrong() -> None:
         "zipf: rss_bytes grew from 100 to 106",
     ]
     assert len(verdict({**bad, "seconds": 15.0})) == 3
+
+
+def test_turns_are_compared_with_as_large_a_batch() -> None:
+    found = {
+        turns.FEW: Served(100.0, 0.01),
+        turns.MANY: Served(60.0, 0.015),
+        turns.HALF: Served(80.0, 0.0125),
+    }
+    row = turns.row_of("plain", [found])
+    rates = [row[f"{pair}_rate"]["median"] for pair in ("many_over_few", "half_over_few")]
+    assert [*rates, row["many_over_half_rate"]["median"]] == [0.6, 0.8, 0.75]
+    assert row["many_over_half_cpu"]["median"] == pytest.approx(1.2)
+    asks = turns.asks_of(["a", "b"])
+    assert [ask.adapter for ask in asks[:3]] == ["a", "b", "a"]
