@@ -46,7 +46,7 @@ def asks_of(names: Sequence[str]) -> list[Ask]:
 
 
 def arguments(name: str) -> list[str]:
-    """The launcher's. An elastic server keeps slots of what is loaded: the others come when asked."""
+    """The launcher's. Loaded adapters keep their slots where it is elastic: others come later."""
     paths = zoo.adapter_paths()
     loaded = dict(list(paths.items())[:NUM_SLOTS]) if name == "elastic" else paths
     root = str(next(iter(paths.values())).parent)
