@@ -21,7 +21,7 @@ from bench.elasticmoe.load import Ask, differences, make_asks, scale, steady
 from sgl_esft import zoo
 from tests.support.servers import Server, ServerSpec
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 LATER = "sum"  # loaded while there are copies
 FIRST = tuple(name for name in zoo.adapter_paths() if name != LATER)[:2]

@@ -90,7 +90,7 @@ def test_the_weights_were_opened_when_the_server_started(watched: Watched) -> No
     assert {"model.safetensors"} <= set(watched.weights())
 
 
-@pytest.mark.parametrize("device_id", DEVICES)
+@pytest.mark.parametrize("device_id", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_loss_reads_nothing_from_disk(watched: Watched, device_id: int) -> None:
     """Its rank and its worker may be missed one after the other: that is two recoveries then."""
     be_ready(watched)

@@ -119,6 +119,7 @@ def test_any_target_starts_from_a_spare(started: Started, target: Mapping[str, A
     assert seconds * QUICKER < started.start_s
 
 
+@pytest.mark.full
 def test_a_spare_that_is_killed_harms_nothing_and_is_replaced(started: Started) -> None:
     former = started.spare()
     os.kill(former["pid"], signal.SIGKILL)

@@ -120,6 +120,7 @@ def test_elastic_ends_without_its_detokenizer(tmp_path: Path) -> None:
         assert stream.error == "EngineLostError"
 
 
+@pytest.mark.full
 def test_elastic_drains_and_cuts_what_takes_too_long(tmp_path: Path) -> None:
     with mortal(tmp_path, *ELASTIC, "--drain-timeout", "2") as server:
         folder = folder_of(server)

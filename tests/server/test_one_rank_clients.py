@@ -94,6 +94,7 @@ def test_generate_with_the_adapter_field(one_rank: OneRank) -> None:
     ]
 
 
+@pytest.mark.full
 def test_bench_serving(one_rank: OneRank, tmp_path: Path) -> None:
     """SGLang's own load client, unchanged, over three adapters."""
     out = tmp_path / "bench.jsonl"

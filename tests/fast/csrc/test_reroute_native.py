@@ -30,7 +30,7 @@ def call_instructions(num_tokens: int, top_k: int, id_bits: int) -> float:
     return per_call(build_tests() / "count_reroute", num_tokens, top_k, id_bits)
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("sanitize", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_kernel_needs_no_python_and_no_torch(sanitize: bool) -> None:
     executable = build_tests(sanitize=sanitize) / "test_reroute"
     linked = subprocess.run(["ldd", str(executable)], capture_output=True, text=True, check=True)
