@@ -87,7 +87,8 @@ class Ground:
         with elastic.load():
             elastic.be_of_size(self.num_devices)
         self.stand_by(elastic)
-        assert elastic.mapped_slots() == before
+        found = elastic.mapped_slots()
+        assert found == before, f"slots with pages: {found}, before the loss: {before}"
         check_processes(elastic)
         elastic.wait_for(lambda: fds_of(elastic) <= num_fds, SOON_S)
         return lived
