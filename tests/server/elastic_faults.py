@@ -17,7 +17,7 @@ import requests
 
 from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, steady
 from sgl_elastic.memory.client import DeviceClient
-from sgl_elastic.memory.messages import ExpertSlots
+from sgl_elastic.memory.messages import ExpertSlots, Usage
 from sgl_esft import zoo
 from tests.support.processes import command_line
 from tests.support.servers import Server, ServerSpec
@@ -110,10 +110,17 @@ class Elastic:
     def mapped_slots(self) -> Counter[str]:
         """By kind of region, the slots that have pages, on all serving devices together."""
         total: Counter[str] = Counter()
+        for usage in self.usages():
+            total.update(usage.mapped_slots)
+        return total
+
+    def usages(self) -> list[Usage]:
+        """What the memory workers of the serving devices say."""
+        found = []
         for device_id in self.placement()["device_ids"]:
             with self._client(device_id) as client:
-                total.update(client.usage().mapped_slots)
-        return total
+                found.append(client.usage())
+        return found
 
     def num_kv_slots(self, device_id: int) -> int:
         """How many slots of all KV regions the memory worker says have pages."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.elastic_faults import Elastic
-from tests.server.elastic_losses import Ground, losses
+from tests.server.elastic_losses import Ground, check_slots, edge_slots, losses
 
 pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -23,7 +23,9 @@ def test_twenty_of_four_devices_are_lost(tmp_path: Path) -> None:
     elastic = Elastic(tmp_path / "log", GROUND.spec)
     try:
         elastic.learn()
+        first, edges = elastic.mapped_slots(), edge_slots(elastic)
         lived = [GROUND.carry_out(elastic, loss) for loss in losses(20, 4, GROUND.num_devices)]
+        check_slots(elastic.mapped_slots(), first, edges)  # nothing has added up
     finally:
         elastic.server.stop()
     ratios = [each.rate_ratio for each in lived]
