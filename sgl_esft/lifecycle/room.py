@@ -7,7 +7,7 @@ Loads that find no room take turns: first come, first served. Where all that cou
 the adapter that has been there longest takes no new requests and leaves when those it has have
 ended; who asks for it queues like the others. So none waits for ever, however busy the others are:
 at most, for each load before it, a stay (`LoadTimeouts.stay_s`) and the longest request of one
-adapter.
+adapter. The load whose turn it is reads meanwhile, where host memory has room for both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -66,9 +66,12 @@ class Room:
         return min((limit for limit in limits if limit is not None), default=None)
 
     @asynccontextmanager
-    async def taken_by(self, name: str, num_bytes: int) -> AsyncIterator[None]:
+    async def taken_by(
+        self, name: str, num_bytes: int, read_ahead: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[None]:
         """Be the one load that runs, with room for it.
 
+        read_ahead: called while others leave, perhaps more than once, or not at all.
         Raises AdapterTooLargeError when it is its turn, OutOfHostMemoryError after a wait.
         """
         came_s = time.monotonic()
@@ -81,7 +84,9 @@ class Room:
                         yield
                         return
                 await self._let_one_leave(name)
-                await asyncio.sleep(_POLL_S)
+                if self._may_read_ahead(num_bytes):
+                    await read_ahead()
+                await self._somebody_leaves()
 
     async def evict_one(self, coming: str) -> bool:
         """Let the idle adapter that was used longest ago leave; False if there is none."""
@@ -89,6 +94,19 @@ class Room:
             if name != coming and self._is_idle(ref) and await self._evict(name):
                 return True
         return False
+
+    def _may_read_ahead(self, num_bytes: int) -> bool:
+        """What waits for a slot or a name may be in host memory beside all others."""
+        budget = self._limits.budget_bytes
+        return budget is None or num_bytes + sum(e.num_bytes for e in self._entries("")) <= budget
+
+    async def _somebody_leaves(self) -> None:
+        """Until then, or for a moment."""
+        leaving = self._leaving
+        if leaving is None or leaving.done():
+            await asyncio.sleep(_POLL_S)
+        else:
+            await asyncio.wait([leaving], timeout=_POLL_S)
 
     async def _learn_about_slots(self) -> None:
         if not self._knows_slots:

@@ -48,7 +48,7 @@ from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
 from sgl_esft.lifecycle.room import HostLimits, LoadTimeouts, Room
 from sgl_esft.lifecycle.tenants import Tenants, log_failure, start
-from sgl_esft.lifecycle.transfer import transfer
+from sgl_esft.lifecycle.transfer import Reading, transfer
 from sgl_esft.observe.tier_metrics import EngineCounters
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,7 @@ class SglangEngine:
             content = await asyncio.to_thread(read_content, manifest)
             on_progress(LoadPhase.VALIDATING, 1.0)
             ref = sglang_api.make_adapter_ref(name, str(content.folder), pinned)
-            async with self._room.taken_by(name, content.num_bytes):
-                await self._admit(ref, manifest, content, on_progress)
+            await self._take_in(Reading(self._ranks, ref), manifest, content, on_progress)
         except BaseException:
             self._counters.num_failed_loads += 1
             raise
@@ -217,18 +216,32 @@ class SglangEngine:
         self._counters.load_seconds += time.monotonic() - started
         return self._tenants.described(ref, Counter())
 
-    async def _admit(
+    async def _take_in(
         self,
-        ref: Any,
+        reading: Reading,
         manifest: AdapterManifest,
         content: AdapterContent,
         on_progress: OnProgress,
     ) -> None:
+        room = self._room.taken_by(reading.ref.lora_name, content.num_bytes, reading.begin)
+        try:
+            async with room:
+                await self._admit(reading, manifest, content, on_progress)
+        except BaseException:
+            await reading.give_up()
+            raise
+
+    async def _admit(
+        self,
+        reading: Reading,
+        manifest: AdapterManifest,
+        content: AdapterContent,
+        on_progress: OnProgress,
+    ) -> None:
+        ref = reading.ref
         while True:
             try:
-                await transfer(
-                    self._ranks, ref, on_progress, lambda: check_unchanged(manifest, content)
-                )
+                await transfer(reading, on_progress, lambda: check_unchanged(manifest, content))
                 break
             except (NoFreeSlotError, OutOfExpertMemoryError):
                 # Where slots are permanent, pages may be short while a slot is free.

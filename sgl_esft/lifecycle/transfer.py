@@ -1,6 +1,7 @@
 """One adapter's way onto the ranks, step by step, while they serve.
 
     stage --> poll ... poll (reading, in the background) --> place ... place --> admit
+      '- [Reading.begin], while there is no room yet
 
 Between two of these messages the ranks step on. A layer at a time is placed, so no step waits for
 more than that. If anything fails, no rank keeps anything.
@@ -12,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_esft.errors import EsftError, RequestTimeoutError, UnknownAdapterError
@@ -26,29 +28,57 @@ _LAST_POLL_S = 0.1
 STALLED_S = 120.0  # loads come one after another, so one that hangs holds up all
 
 
+@dataclass
+class Reading:
+    """The ranks' reading of one adapter. It may begin before there is room to place it."""
+
+    ranks: Ranks
+    ref: Any
+    _has_begun: bool = False
+
+    async def begin(self) -> None:
+        """Once; the ranks read in the background."""
+        if not self._has_begun:
+            self._has_begun = True  # also where no answer comes
+            await self.ranks.stage(self.ref)
+
+    def end(self) -> None:
+        """The ranks have taken in what they have read."""
+        self._has_begun = False
+
+    async def give_up(self) -> None:
+        """The ranks forget what they have read, where it was not taken in."""
+        if self._has_begun:
+            self.end()
+            await _logged(self.ranks.drop(self.ref.lora_id), self.ref)
+
+
 async def transfer(
-    ranks: Ranks, ref: Any, on_progress: OnProgress, check_unchanged: Callable[[], None]
+    reading: Reading, on_progress: OnProgress, check_unchanged: Callable[[], None]
 ) -> None:
     """Every rank holds the adapter afterwards, or none does.
 
     check_unchanged: called when all is read; raises when that is not what was validated.
     Raises one of the Adapter* errors, or that there is no room.
     """
+    ranks, ref = reading.ranks, reading.ref
     try:
-        await _read(ranks, ref, on_progress)
+        await _read(reading, on_progress)
         check_unchanged()
         await _place(ranks, ref, on_progress)
         await ranks.admit(ref)
         check_unchanged()
+        reading.end()
     except BaseException:
-        await _clean_up(ranks, ref)
+        await _clean_up(reading)
         raise
     on_progress(LoadPhase.PLACING, 1.0)
 
 
-async def _read(ranks: Ranks, ref: Any, on_progress: OnProgress) -> None:
+async def _read(reading: Reading, on_progress: OnProgress) -> None:
+    ranks, ref = reading.ranks, reading.ref
     on_progress(LoadPhase.READING, 0.0)
-    await ranks.stage(ref)
+    await reading.begin()
     interval_s = _FIRST_POLL_S
     before, went_on_s = StageState(), time.monotonic()
     while not (state := _checked(await ranks.poll(ref.lora_id))).is_read:
@@ -80,10 +110,10 @@ def _checked(state: StageState) -> StageState:
     return state
 
 
-async def _clean_up(ranks: Ranks, ref: Any) -> None:
+async def _clean_up(reading: Reading) -> None:
     """On ranks that had admitted it already, it is unloaded as it was loaded."""
-    await _logged(ranks.unload(ref), ref)
-    await _logged(ranks.drop(ref.lora_id), ref)
+    await _logged(reading.ranks.unload(reading.ref), reading.ref)
+    await reading.give_up()
 
 
 async def _logged(clean_up: Awaitable[None], ref: Any) -> None:

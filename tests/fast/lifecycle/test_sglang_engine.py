@@ -360,6 +360,47 @@ async def test_one_that_leaves_for_another_can_be_unloaded(
     assert [each.name for each in engine.loaded()] == ["two", "three", "law"]
 
 
+async def test_what_waits_for_a_slot_is_read_meanwhile(root: Path, manager: FakeManager) -> None:
+    manager.is_resident = True
+    engine = make_engine(manager, root / "base", room_timeout_s=5)
+    for name in ("one", "two", "three"):
+        await load(engine, root / "math", name=name)
+    async with manager.request("one"), manager.request("two"), manager.request("three"):
+        coming = asyncio.create_task(load(engine, root / "law"))
+        await until(engine.draining)
+        await until(lambda: manager.staged)
+        assert "unload one" not in manager.told
+    await coming
+    told = manager.told[manager.told.index("stage law") :]
+    assert told[:2] == ["stage law", "unload one"]
+    assert told.count("stage law") == 1
+    assert not manager.staged
+
+
+async def test_what_was_read_and_found_no_room_is_dropped(root: Path, manager: FakeManager) -> None:
+    manager.is_resident = True
+    engine = make_engine(manager, root / "base", room_timeout_s=0.2)
+    for name in ("one", "two", "three"):
+        await load(engine, root / "math", name=name, pinned=True)
+    with pytest.raises(errors.OutOfHostMemoryError):
+        await load(engine, root / "law")
+    assert "stage law" in manager.told
+    assert not manager.staged
+
+
+async def test_what_host_memory_has_no_room_for_is_not_read_ahead(
+    root: Path, manager: FakeManager
+) -> None:
+    manager.is_resident = True
+    limits = HostLimits(budget_bytes=max((await sizes_of(root)).values()))
+    engine = make_engine(manager, root / "base", limits, room_timeout_s=0.3)
+    await load(engine, root / "law")
+    async with manager.request("law"):
+        with pytest.raises(errors.OutOfHostMemoryError):
+            await load(engine, root / "math")
+    assert "stage math" not in manager.told
+
+
 async def sizes_of(root: Path) -> dict[str, int]:
     engine = make_engine(FakeManager(), root / "base")
     return {name: (await load(engine, root / name)).num_bytes for name in NAMES}
