@@ -407,5 +407,6 @@ async def sizes_of(root: Path) -> dict[str, int]:
 
 
 async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
