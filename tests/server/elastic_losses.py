@@ -9,13 +9,15 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
 
 from bench.elasticmoe.load import Stream
 from sgl_esft import zoo
@@ -83,7 +85,7 @@ class Ground:
         """One loss under load, then all that must hold."""
         self.stand_by(elastic)
         before, edges = elastic.mapped_slots(), edge_slots(elastic)
-        num_fds = elastic.wait_for(lambda: fds_of(elastic), SOON_S)
+        known_fds = fds_of(elastic)
         lived = self._lose(elastic, loss)
         print(f"{loss}: {lived}")  # noqa: T201
         assert lived.silence_s < SOON_S
@@ -92,7 +94,7 @@ class Ground:
         self.stand_by(elastic)
         check_slots(elastic.mapped_slots(), before, edges)
         check_processes(elastic)
-        elastic.wait_for(lambda: fds_of(elastic) <= num_fds, SOON_S)
+        check_fds(elastic, known_fds)
         return lived
 
     def _lose(self, elastic: Elastic, loss: Loss) -> Lived:
@@ -153,5 +155,23 @@ def check_slots(found: Counter[str], before: Counter[str], edges: int) -> None:
     assert abs(found["kv"] - before["kv"]) <= edges, words
 
 
-def fds_of(elastic: Elastic) -> int:
-    return psutil.Process(elastic.server.process.pid).num_fds()
+def check_fds(elastic: Elastic, known: Counter[str]) -> None:
+    """The front has nothing open that it had not, soon."""
+    deadline = time.monotonic() + SOON_S
+    while more := fds_of(elastic) - known:
+        assert time.monotonic() < deadline, f"open since the loss: {more}"
+        time.sleep(0.05)
+
+
+def fds_of(elastic: Elastic) -> Counter[str]:
+    """What the front has open, but for the numbers of sockets and pipes."""
+    return Counter(
+        re.sub(r"\[?\d+\]?", "", target) for target in open_files(elastic.server.process.pid)
+    )
+
+
+def open_files(pid: int) -> Iterator[str]:
+    """Of a process, by what its descriptors point to."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            yield str(fd.readlink())
