@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from bench.elasticmoe.load import Stream
 from sgl_esft import zoo
 from tests.server.elastic_faults import HANG_S, SOON_S, Elastic, recoveries
