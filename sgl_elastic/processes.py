@@ -76,7 +76,8 @@ class LocalProcess(subprocess.Popen[bytes]):
 class CopiedProcess:
     """A copy of another process of ours, and so that one's child: followed by its pidfd.
 
-    `status_of` asks the parent how it has ended, once it has; None when nobody knows.
+    `status_of` asks the parent how it has ended, once it has; None when nobody knows. The pidfd is
+    closed then: this object may be kept for long, by an error's traceback for one.
     """
 
     def __init__(self, pid: int, pidfd: int, status_of: Callable[[int], int | None]) -> None:
@@ -87,7 +88,8 @@ class CopiedProcess:
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
-        os.close(self._pidfd)
+        if self._returncode is None:
+            os.close(self._pidfd)
 
     @property
     def returncode(self) -> int | None:
@@ -95,17 +97,29 @@ class CopiedProcess:
 
     def poll(self) -> int | None:
         with self._lock:
-            if self._returncode is None and self._has_ended(0.0):
+            if self._returncode is None and _has_ended(self._pidfd, 0.0):
                 status = self._status_of(self.pid)
                 self._returncode = UNKNOWN_STATUS if status is None else status
+                os.close(self._pidfd)
             return self._returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self._returncode is None and self._has_ended(timeout):
-            self.poll()
-        if self._returncode is None:
+        if self.poll() is None:
+            self._await_end(timeout)
+        if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return self._returncode
+        return status
+
+    def _await_end(self, timeout_s: float | None) -> None:
+        """By a descriptor of its own: another thread may see the end first, and close the other."""
+        with self._lock:
+            if self._returncode is not None:
+                return
+            pidfd = os.dup(self._pidfd)
+        try:
+            _has_ended(pidfd, timeout_s)
+        finally:
+            os.close(pidfd)
 
     def terminate(self) -> None:
         self._send(signal.SIGTERM)
@@ -125,15 +139,16 @@ class CopiedProcess:
     def give_way(self, how: str, at_most_s: float = 0.0) -> None:
         give_way(self.pid, how, at_most_s)
 
-    def _has_ended(self, timeout_s: float | None) -> bool:
-        poll = select.poll()  # of any descriptor; `select` takes those below 1024
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1e3))
-
     def _send(self, number: signal.Signals) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError):
             if self._returncode is None:
                 signal.pidfd_send_signal(self._pidfd, number)
+
+
+def _has_ended(pidfd: int, timeout_s: float | None) -> bool:
+    poll = select.poll()  # of any descriptor; `select` takes those below 1024
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1e3))
 
 
 def is_stopped(pid: int) -> bool:

@@ -13,15 +13,14 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.elasticmoe.load import Stream
 from sgl_esft import zoo
 from tests.server.elastic_faults import HANG_S, SOON_S, Elastic, recoveries
 from tests.server.fault_cells import check_processes, is_idle
+from tests.support.processes import open_files
 from tests.support.servers import ServerSpec
 
 KINDS = ("rank", "worker", "both")
@@ -167,10 +166,3 @@ def fds_of(elastic: Elastic) -> Counter[str]:
     return Counter(
         re.sub(r"\[?\d+\]?", "", target) for target in open_files(elastic.server.process.pid)
     )
-
-
-def open_files(pid: int) -> Iterator[str]:
-    """Of a process, by what its descriptors point to."""
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            yield str(fd.readlink())

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,10 @@ def command_line(pid: int) -> list[str]:
         return psutil.Process(pid).cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return []
+
+
+def open_files(pid: int) -> Iterator[str]:
+    """Of a process, by what its descriptors point to."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            yield str(fd.readlink())

@@ -23,7 +23,7 @@ from sgl_elastic.instance import supervise
 from sgl_elastic.instance.spares import Spare, SparePool, Spares, SpareState
 from sgl_elastic.instance.supervise import EngineSettings
 from sgl_elastic.processes import UNKNOWN_STATUS, LocalProcess
-from tests.support.processes import is_there, stop_process
+from tests.support.processes import is_there, open_files, stop_process
 from tests.support.servers import ROOT
 from tests.support.waiting import wait_until
 
@@ -179,6 +179,26 @@ def test_how_an_instance_has_ended_is_known(scene: Scene) -> None:
     stop_process(running.pid)
     assert running.is_stopped()
     running.kill_group()
+
+
+def test_an_ended_instance_leaves_nothing_open_however_long_it_is_kept(scene: Scene) -> None:
+    """Two threads wait for it, and one of them sees its end first."""
+    pool = scene.pool()
+    pool.fill(lambda: False)
+    known = open_pidfds()
+    kept = scene.instance(pool, "i1", FOREVER)
+    assert open_pidfds() == known + 1
+    waiting = threading.Thread(target=kept.wait, args=(30.0,))
+    waiting.start()
+    wait_until(lambda: open_pidfds() == known + 2)
+    kept.kill_group()
+    waiting.join()
+    assert kept.wait(0.0) == -signal.SIGKILL
+    assert open_pidfds() == known
+
+
+def open_pidfds() -> int:
+    return sum("pidfd" in target for target in open_files(os.getpid()))
 
 
 def test_a_spare_that_dies_is_replaced_and_its_copies_go_on(scene: Scene) -> None:
