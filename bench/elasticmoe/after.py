@@ -38,7 +38,7 @@ from bench.elasticmoe.traffic import Served, served
 SMALL, LARGE = 1, 2  # devices
 NUM_STREAMS = 16
 ROUNDS = 5
-WINDOW_S = 60.0
+WINDOW_S = 40.0
 QUICK_WINDOW_S = 5.0
 # The least that a scaled instance is to serve of a fresh one's tokens a second.
 WANTED = 0.97

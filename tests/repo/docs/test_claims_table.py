@@ -40,6 +40,8 @@ def tiers_of(test: str) -> set[str]:
     marks = _marks_of(tree, name) if name else ""
     if "pytest.mark.soak" in marks + _marks_of_all(tree):
         return {"test-soak"}
+    if "pytest.mark.full" in _marks_of_module(tree):
+        return {"test-full"}
     if "pytest.mark.full" not in marks:
         return {"test"}
     return {"test-full"} if "@pytest.mark.full" in marks else {"test", "test-full"}
@@ -53,6 +55,12 @@ def _marks_of(tree: ast.Module, name: str) -> str:
 def _marks_of_all(tree: ast.Module) -> str:
     values = [each.value for each in tree.body if isinstance(each, ast.Assign)]
     return "\n".join(ast.unparse(value) for value in values if "pytest.mark" in ast.unparse(value))
+
+
+def _marks_of_module(tree: ast.Module) -> str:
+    assigned = [each for each in tree.body if isinstance(each, ast.Assign)]
+    found = [each.value for each in assigned if ast.unparse(each.targets[0]) == "pytestmark"]
+    return "\n".join(ast.unparse(value) for value in found)
 
 
 @pytest.mark.parametrize("claim", claims(), ids=lambda claim: claim.test)
