@@ -25,6 +25,7 @@ from tests.support.servers import ServerSpec
 
 KINDS = ("rank", "worker", "both")
 RECOVERY_S = 60.0  # of the whole operation, which is over long after requests go on
+SETTLE_S = 4.0  # what was lost of requests in flight is computed again first
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ class Ground:
             time.sleep(self.window_s + loss.delay_s)
             killed_s = kill(elastic, loss)
             elastic.wait_for(lambda: recoveries(elastic) != known and is_idle(elastic), RECOVERY_S)
-            over_s = time.monotonic()
-            time.sleep(self.window_s)
+            settled_s = time.monotonic() + (SETTLE_S if self.window_s else 0.0)
+            time.sleep(settled_s + self.window_s - time.monotonic())
         every = range(self.num_devices)
         left = [d for d in every if d != loss.device_id or loss.kind == "rank"]
         assert elastic.placement()["device_ids"] == left
-        rates = [self._rate(streams, began_s) for began_s in (killed_s - self.window_s, over_s)]
+        rates = [self._rate(streams, began_s) for began_s in (killed_s - self.window_s, settled_s)]
         return Lived(longest_silence_s(streams, killed_s), rates[1] / max(rates[0], 1e-9))
 
     def _rate(self, streams: Sequence[Stream], began_s: float) -> float:

@@ -5,7 +5,6 @@ No standby is parked: what takes over is a copy of a spare, on whichever three d
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.server.elastic_losses import Ground, check_slots, edge_slots, losses
 
 pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.soak, pytest.mark.timeout(1800)]
 
-GROUND = Ground(4, args=("--standby-ranks", "0"), window_s=3.0)
+GROUND = Ground(4, args=("--standby-ranks", "0"), window_s=4.0)
 LEAST_RATE = 3 / 4 - 0.05  # of before; on shared cores one rank less is no loss at all
 
 
@@ -30,4 +29,4 @@ def test_twenty_of_four_devices_are_lost(tmp_path: Path) -> None:
         elastic.server.stop()
     ratios = [each.rate_ratio for each in lived]
     print(f"rates over before: {sorted(ratios)}")  # noqa: T201
-    assert statistics.median(ratios) >= LEAST_RATE
+    assert min(ratios) >= LEAST_RATE
