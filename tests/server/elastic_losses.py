@@ -102,8 +102,9 @@ class Ground:
             time.sleep(self.window_s + loss.delay_s)
             killed_s = kill(elastic, loss)
             elastic.wait_for(lambda: recoveries(elastic) != known and is_idle(elastic), RECOVERY_S)
-            settled_s = time.monotonic() + (SETTLE_S if self.window_s else 0.0)
-            time.sleep(settled_s + self.window_s - time.monotonic())
+            settled_s = time.monotonic() + SETTLE_S
+            if self.window_s:
+                time.sleep(SETTLE_S + self.window_s)
         every = range(self.num_devices)
         left = [d for d in every if d != loss.device_id or loss.kind == "rank"]
         assert elastic.placement()["device_ids"] == left
