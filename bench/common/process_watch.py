@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -84,6 +85,17 @@ def launcher_of(url: str) -> psutil.Process:
         if "sgl_esft.launch_server" in line and port in line:
             return process
     raise ValueError(f"no process of this machine serves {url}")
+
+
+def cpu_seconds(url: str) -> float:
+    """Processor time of the launcher's process and all below it so far."""
+    launcher = launcher_of(url)
+    total = 0.0
+    for process in [launcher, *launcher.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _process(process: psutil.Process) -> Process:

@@ -14,12 +14,11 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
-import psutil
 
+from bench.common.process_watch import cpu_seconds
 from bench.elasticmoe.load import TIMEOUT_SECONDS, Ask, Stream, ask_once, steady
 from bench.elasticmoe.rounds import check_streams, median
 
@@ -141,16 +140,6 @@ def tokens_in(streams: Sequence[Stream], begin_s: float, end_s: float) -> int:
     return sum(begin_s <= at < end_s for stream in streams for at in stream.token_s)
 
 
-def cpu_seconds() -> float:
-    """Of all processes below this one: the server's."""
-    total = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
-
-
 async def served(
     url: str, asks: Sequence[Ask], num_streams: int, window_s: float, warm_s: float = WARM_S
 ) -> Served:
@@ -158,9 +147,9 @@ async def served(
     stop = asyncio.Event()
     load = asyncio.create_task(steady(url, asks, num_streams, stop))
     await asyncio.sleep(warm_s)
-    began_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds)
+    began_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds, url)
     await asyncio.sleep(window_s)
-    ended_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds) - cpu_s
+    ended_s, cpu_s = time.monotonic(), await asyncio.to_thread(cpu_seconds, url) - cpu_s
     stop.set()
     streams = await load
     check_streams(streams)

@@ -47,6 +47,7 @@ NUM_ADAPTERS = 20
 NUM_EXPERTS, TOP_K = 64, 6
 OVERTAKES = (0, 16, 32, 64, 128)
 SEEDS = (1, 2, 3)
+SERVED_BOUNDS = (0, 2, 4, 8, 16, 32)
 LOADS = {16: (0.9, 1.0, 1.2), 32: (0.9, 1.0, 1.2), 64: (0.7, 0.9, 1.0, 1.2), 256: (1.2,)}
 WARM_UP = 0.25  # of a trace; its steps do not count
 EXPECTED_EVERY, DRAWN_EVERY = 5, 50  # steps
@@ -343,9 +344,6 @@ def plan() -> list[tuple[Workload, str, Sequence[int], int | None]]:
         *((Workload("uniform", size, 1.2), "published", bounds, 1) for size in (16, 64)),
     ]
     return [*by_popularity, *otherwise, *by_size]
-
-
-SERVED_BOUNDS = (0, 2, 4, 8, 16, 32)
 
 
 def main() -> None:

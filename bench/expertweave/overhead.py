@@ -17,8 +17,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 
-import psutil
-
+from bench.common.process_watch import cpu_seconds
 from bench.common.record import spread, write_result
 from sgl_esft import zoo
 from sgl_esft.zoo import serving
@@ -36,16 +35,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and its processes' processor time."""
+    """A server."""
 
     url: str
-
-    def cpu_seconds(self) -> float:
-        """Of all its processes so far. The launcher's command line names its port."""
-        port = self.url.rpartition(":")[2]
-        launcher = next(p for p in psutil.process_iter() if _serves(p, port))
-        processes = [launcher, *launcher.children(recursive=True)]
-        return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
 
     def run(self, num_requests: int, num_tokens: int) -> Run:
         body = {
@@ -59,19 +51,11 @@ class Target:
         request = urllib.request.Request(
             f"{self.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        cpu, wall = self.cpu_seconds(), time.perf_counter()
+        cpu, wall = cpu_seconds(self.url), time.perf_counter()
         with urllib.request.urlopen(request, timeout=600) as response:
             response.read()
-        wall, cpu = time.perf_counter() - wall, self.cpu_seconds() - cpu
+        wall, cpu = time.perf_counter() - wall, cpu_seconds(self.url) - cpu
         return Run(wall=num_requests * num_tokens / wall, cpu=num_requests * num_tokens / cpu)
-
-
-def _serves(process: psutil.Process, port: str) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.Error:
-        return False
-    return "sgl_esft.launch_server" in command and port in command
 
 
 def measure(

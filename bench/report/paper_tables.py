@@ -202,7 +202,7 @@ def batching_served(result: Any) -> str:
 
 
 def turns(result: Any) -> str:
-    """A row a server: tokens a second, and in brackets processor time of a token."""
+    """A row a server: tokens a second, and processor time of a token."""
     pairs = ("many_over_few", "half_over_few", "many_over_half")
     rows = [
         [row["server"], *(ratio(row[f"{pair}_{what}"]) for pair in pairs for what in _OF_TURNS)]

@@ -110,14 +110,17 @@ class RedundantExperts:
         logger.info("elastic: %d copies of experts on %d devices", len(wanted), placement.dp_size)
 
     def _choose(self, placement: Placement) -> Copies:
-        heat = self._heat()
-        most = most_per_device(self._num_copies)
-        copies = choose_copies(heat, placement, self._num_copies, most)
-        memory = self._memory
+        heat, memory = self._heat(), self._memory
+        copies = self._best(heat, placement)
         free_pages = memory.free_pages(placement)
         return fitting_copies(
             memory.shape(), placement, copies, memory.adapters(), free_pages, heat
         )
+
+    def _best(self, heat: Heat, placement: Placement) -> Copies:
+        """Whether or not there is room for them."""
+        most = most_per_device(self._num_copies)
+        return choose_copies(heat, placement, self._num_copies, most)
 
     def _heat(self) -> Heat:
         """What is counted, of each layer; layers with too little say nothing."""
@@ -134,7 +137,7 @@ class RedundantExperts:
         """Whether other copies would leave less imbalance by what is worth a stop of the ranks."""
         placement = self._instances.serving()[1]
         heat = self._heat()
-        wanted = choose_copies(heat, placement, self._num_copies, most_per_device(self._num_copies))
+        wanted = self._best(heat, placement)
         copies = self._copies_of(placement)
         if not copies:
             return bool(wanted)

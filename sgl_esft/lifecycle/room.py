@@ -97,8 +97,7 @@ class Room:
 
     def _may_read_ahead(self, num_bytes: int) -> bool:
         """What waits for a slot or a name may be in host memory beside all others."""
-        budget = self._limits.budget_bytes
-        return budget is None or num_bytes + sum(e.num_bytes for e in self._entries("")) <= budget
+        return _fits(self._entries(""), num_bytes, HostLimits(self._limits.budget_bytes))
 
     async def _somebody_leaves(self) -> None:
         """Until then, or for a moment."""

@@ -48,7 +48,7 @@ from sgl_esft.lifecycle.ranks import Ranks
 from sgl_esft.lifecycle.registry import AdapterGoneError, Registry
 from sgl_esft.lifecycle.room import HostLimits, LoadTimeouts, Room
 from sgl_esft.lifecycle.tenants import Tenants, log_failure, start
-from sgl_esft.lifecycle.transfer import Reading, transfer
+from sgl_esft.lifecycle.transfer import Reading, reading_of, transfer
 from sgl_esft.observe.tier_metrics import EngineCounters
 
 logger = logging.getLogger(__name__)
@@ -208,28 +208,17 @@ class SglangEngine:
             content = await asyncio.to_thread(read_content, manifest)
             on_progress(LoadPhase.VALIDATING, 1.0)
             ref = sglang_api.make_adapter_ref(name, str(content.folder), pinned)
-            await self._take_in(Reading(self._ranks, ref), manifest, content, on_progress)
+            async with (
+                reading_of(self._ranks, ref) as reading,
+                self._room.taken_by(name, content.num_bytes, reading.begin),
+            ):
+                await self._admit(reading, manifest, content, on_progress)
         except BaseException:
             self._counters.num_failed_loads += 1
             raise
         self._counters.num_loads += 1
         self._counters.load_seconds += time.monotonic() - started
         return self._tenants.described(ref, Counter())
-
-    async def _take_in(
-        self,
-        reading: Reading,
-        manifest: AdapterManifest,
-        content: AdapterContent,
-        on_progress: OnProgress,
-    ) -> None:
-        room = self._room.taken_by(reading.ref.lora_name, content.num_bytes, reading.begin)
-        try:
-            async with room:
-                await self._admit(reading, manifest, content, on_progress)
-        except BaseException:
-            await reading.give_up()
-            raise
 
     async def _admit(
         self,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,16 @@ class Reading:
         if self._has_begun:
             self.end()
             await _logged(self.ranks.drop(self.ref.lora_id), self.ref)
+
+
+@asynccontextmanager
+async def reading_of(ranks: Ranks, ref: Any) -> AsyncIterator[Reading]:
+    """The ranks keep nothing of what they have read and not taken in by the end of the context."""
+    reading = Reading(ranks, ref)
+    try:
+        yield reading
+    finally:
+        await reading.give_up()
 
 
 async def transfer(

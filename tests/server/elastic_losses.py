@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.elasticmoe.load import Stream
+from bench.elasticmoe.traffic import tokens_in
 from sgl_esft import zoo
 from tests.server.elastic_faults import HANG_S, SOON_S, Elastic, recoveries
 from tests.server.fault_cells import check_processes, is_idle
@@ -108,13 +109,11 @@ class Ground:
         every = range(self.num_devices)
         left = [d for d in every if d != loss.device_id or loss.kind == "rank"]
         assert elastic.placement()["device_ids"] == left
-        rates = [self._rate(streams, began_s) for began_s in (killed_s - self.window_s, settled_s)]
-        return Lived(longest_silence_s(streams, killed_s), rates[1] / max(rates[0], 1e-9))
-
-    def _rate(self, streams: Sequence[Stream], began_s: float) -> float:
-        """Tokens within a window."""
-        ended_s = began_s + self.window_s
-        return sum(began_s <= at < ended_s for stream in streams for at in stream.token_s)
+        before, after = (
+            tokens_in(streams, began_s, began_s + self.window_s)
+            for began_s in (killed_s - self.window_s, settled_s)
+        )
+        return Lived(longest_silence_s(streams, killed_s), after / max(before, 1e-9))
 
 
 def kill(elastic: Elastic, loss: Loss) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -343,14 +345,21 @@ async def test_what_has_just_come_stays_for_a_turn(root: Path, manager: FakeMana
         assert [each.name for each in engine.loaded()] == ["pinned", "used", "law"]
 
 
-async def test_one_that_leaves_for_another_can_be_unloaded(
-    root: Path, manager: FakeManager
-) -> None:
+@asynccontextmanager
+async def three_in_use(root: Path, manager: FakeManager) -> AsyncIterator[SglangEngine]:
+    """Each of three slots is an adapter's that a request uses, until the context ends."""
     manager.is_resident = True
     engine = make_engine(manager, root / "base", room_timeout_s=5)
     for name in ("one", "two", "three"):
         await load(engine, root / "math", name=name)
     async with manager.request("one"), manager.request("two"), manager.request("three"):
+        yield engine
+
+
+async def test_one_that_leaves_for_another_can_be_unloaded(
+    root: Path, manager: FakeManager
+) -> None:
+    async with three_in_use(root, manager) as engine:
         coming = asyncio.create_task(load(engine, root / "law"))
         await until(engine.draining)
         unloading = asyncio.create_task(engine.unload("one"))
@@ -361,11 +370,7 @@ async def test_one_that_leaves_for_another_can_be_unloaded(
 
 
 async def test_what_waits_for_a_slot_is_read_meanwhile(root: Path, manager: FakeManager) -> None:
-    manager.is_resident = True
-    engine = make_engine(manager, root / "base", room_timeout_s=5)
-    for name in ("one", "two", "three"):
-        await load(engine, root / "math", name=name)
-    async with manager.request("one"), manager.request("two"), manager.request("three"):
+    async with three_in_use(root, manager) as engine:
         coming = asyncio.create_task(load(engine, root / "law"))
         await until(engine.draining)
         await until(lambda: manager.staged)
