@@ -1,20 +1,22 @@
 """Does an instance serve as much after a scale as one of its size that was started fresh?
 
-    servers on 1 and on 2 devices --[load, a window]--> Served of the fresh instance
-    the same servers --[scale to the other's size, settle, load, a window]--> Served of the scaled
-    Served of each round --[rows_of]--> elasticmoe_after.json: scaled over fresh of the same size
+    a server of a size, and one of the other size --[scale]--> two of one size
+    both, in turns --[load, a window]--> Served of the scaled and of the fresh one, side by side
+    Pairs of each round --[rows_of]--> elasticmoe_after.json: scaled over fresh of the same size
 
-Both hold the same: a standby of the other size is parked and nothing is being started while a
-window runs. Each round has both directions; the order of its servers alternates. Beside tokens a
-second stands the processor time of each token, of all of the server's processes, which other work
-on the machine disturbs less.
+Both hold the same: a standby of the other size is parked, and nothing is being started while a
+window runs; the one whose turn it is not is idle. A shared machine drifts by more than what is
+looked for, within a minute: so windows are short, neighbours are compared, and who goes first
+alternates. Beside tokens a second stands the processor time of each token, of all of the server's
+processes, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,34 +37,50 @@ from bench.elasticmoe.rounds import (
 )
 from bench.elasticmoe.traffic import Served, served
 
-SMALL, LARGE = 1, 2  # devices
+DIRECTIONS = ((1, 2), (2, 1))  # devices
 NUM_STREAMS = 16
 ROUNDS = 5
-WINDOW_S = 40.0
+PAIRS = 4  # of windows in a round, for each direction
+WINDOW_S = 12.0
+WARM_S = 4.0  # before each window
 QUICK_WINDOW_S = 5.0
 # The least that a scaled instance is to serve of a fresh one's tokens a second.
 WANTED = 0.97
 
 
 @dataclass(frozen=True)
-class Walk:
-    """One server: started on so many devices, then scaled to the other size."""
+class Pair:
+    """Two windows, one after the other."""
 
-    fresh: Served
     scaled: Served
+    fresh: Served
 
 
-def one_walk(model: Model, num_old: int, num_new: int, window_s: float) -> Walk:
-    """A fresh server, and what a scale makes of it. Raises ValueError without its standby."""
+@dataclass(frozen=True)
+class Servers:
+    """Two URLs, of servers of one size."""
+
+    scaled: str
+    fresh: str
+
+
+@contextmanager
+def two_servers(
+    model: Model, num_old: int, num_new: int, *, fresh_first: bool
+) -> Iterator[Servers]:
+    """One that was scaled, and one that was started so large. Raises ValueError: no standby."""
     flags = flags_of(ELASTIC, max(num_old, num_new))
-    with elastic_server(flags, num_old, FEW_TOKENS, model) as url:
-        park(url, num_new)
-        fresh = asyncio.run(served(url, asks_of(model), NUM_STREAMS, window_s))
-        asyncio.run(measured_scale(url, num_old, num_new))
-        park(url, num_old)
-        scaled = asyncio.run(served(url, asks_of(model), NUM_STREAMS, window_s))
-    print(f"  fresh {num_old}: {fresh}\n  {num_old} -> {num_new}: {scaled}", flush=True)
-    return Walk(fresh, scaled)
+    sizes = (num_new, num_old) if fresh_first else (num_old, num_new)
+    with (
+        elastic_server(flags, sizes[0], FEW_TOKENS, model) as first,
+        elastic_server(flags, sizes[1], FEW_TOKENS, model) as second,
+    ):
+        found = Servers(second, first) if fresh_first else Servers(first, second)
+        park(found.scaled, num_new)
+        asyncio.run(measured_scale(found.scaled, num_old, num_new))
+        for url in (found.scaled, found.fresh):
+            park(url, num_old)
+        yield found
 
 
 def park(url: str, num_ranks: int) -> None:
@@ -71,26 +89,67 @@ def park(url: str, num_ranks: int) -> None:
         raise ValueError(f"no standby of {num_ranks} ranks was parked in time")
 
 
-def rows_of(rounds: Sequence[Mapping[int, Walk]]) -> list[dict[str, Any]]:
-    """A row a direction; rounds[i] has the walk of each size at its start."""
+def pair_of(servers: Servers, model: Model, window_s: float, *, fresh_first: bool) -> Pair:
+    """One window of each."""
+
+    def window(url: str) -> Served:
+        return asyncio.run(served(url, asks_of(model), NUM_STREAMS, window_s, WARM_S))
+
+    if fresh_first:
+        fresh = window(servers.fresh)
+        return Pair(window(servers.scaled), fresh)
+    return Pair(window(servers.scaled), window(servers.fresh))
+
+
+def one_direction(
+    model: Model, direction: tuple[int, int], window_s: float, number: int
+) -> list[Pair]:
+    """A round of one direction; `number` alternates who is started and asked first."""
+    with two_servers(model, *direction, fresh_first=number % 2 == 0) as servers:
+        pair_of(servers, model, QUICK_WINDOW_S, fresh_first=True)  # both are warm
+        pairs = [
+            pair_of(servers, model, window_s, fresh_first=(number + turn) % 2 == 0)
+            for turn in range(PAIRS)
+        ]
+    for pair in pairs:
+        print(f"  {direction[0]} -> {direction[1]}: {pair}", flush=True)
+    return pairs
+
+
+def ratio_of(pairs: Sequence[Pair]) -> float:
+    """Tokens of a round's windows, scaled over fresh."""
+    return sum(p.scaled.tokens_per_s for p in pairs) / sum(p.fresh.tokens_per_s for p in pairs)
+
+
+def cpu_ratio_of(pairs: Sequence[Pair]) -> float:
+    """The same of the processor time of a token."""
+    ours, theirs = (
+        sum(each.cpu_s_per_token for each in side)
+        for side in ([p.scaled for p in pairs], [p.fresh for p in pairs])
+    )
+    return ours / theirs
+
+
+def rows_of(rounds: Sequence[Mapping[str, Sequence[Pair]]]) -> list[dict[str, Any]]:
+    """A row a direction; a value a round."""
     return [
         {
-            "step": f"{old} -> {new}",
-            "scaled_over_fresh": over(
-                [walks[old].scaled.tokens_per_s for walks in rounds],
-                [walks[new].fresh.tokens_per_s for walks in rounds],
+            "step": step,
+            "scaled_over_fresh": spread([ratio_of(each[step]) for each in rounds]),
+            "cpu_over_fresh": spread([cpu_ratio_of(each[step]) for each in rounds]),
+            "pairs_over_fresh": over(
+                [pair.scaled.tokens_per_s for each in rounds for pair in each[step]],
+                [pair.fresh.tokens_per_s for each in rounds for pair in each[step]],
             ),
-            "cpu_over_fresh": over(
-                [walks[old].scaled.cpu_s_per_token for walks in rounds],
-                [walks[new].fresh.cpu_s_per_token for walks in rounds],
+            "tokens_per_s": spread(
+                [pair.scaled.tokens_per_s for each in rounds for pair in each[step]]
             ),
-            "tokens_per_s": spread([walks[old].scaled.tokens_per_s for walks in rounds]),
         }
-        for old, new in ((SMALL, LARGE), (LARGE, SMALL))
+        for step in rounds[0]
     ]
 
 
-def write(rounds: Sequence[Mapping[int, Walk]], options: argparse.Namespace) -> None:
+def write(rounds: Sequence[Mapping[str, Sequence[Pair]]], options: argparse.Namespace) -> None:
     """The result, with the rounds so far."""
     figures = {
         "what": "What an instance serves after a scale, over a fresh one of its size",
@@ -110,12 +169,14 @@ def main() -> None:
     options.rounds = 1 if options.quick else options.rounds
     window_s = QUICK_WINDOW_S if options.quick else WINDOW_S
     model = MODELS[options.model]()
-    rounds: list[dict[int, Walk]] = []
+    rounds: list[dict[str, list[Pair]]] = []
     for number in range(options.rounds):
         print(f"round {number + 1}", flush=True)
-        sizes = (SMALL, LARGE) if number % 2 == 0 else (LARGE, SMALL)
-        walks = {old: one_walk(model, old, SMALL + LARGE - old, window_s) for old in sizes}
-        rounds.append(walks)
+        found = {
+            f"{old} -> {new}": one_direction(model, (old, new), window_s, number)
+            for old, new in DIRECTIONS
+        }
+        rounds.append(found)
         write(rounds, options)
 
 

@@ -4,7 +4,7 @@
     static server of each size, autoscaled server --[run_day]--> Ran: answers, scale operations
     Ran by name --[rows_of]--> attainment, device-seconds, scales, wrong and failed answers
     static runs --[hindsight]--> the best schedule    rows --[claims_of]--> what holds, what not
-    --> elasticmoe_day.json, of a whole run only
+    --> elasticmoe_day.json, of a run that is to be whole
 
 A round is a seed. A request is in time by the definition of sgl_elastic/autoscale/slo.py, as its
 client sees it; one that fails is not. Targets and rates are multiples of what the smallest size
@@ -278,6 +278,7 @@ def figures_of(
     return {
         "what": "A day's load with the autoscaler, with static sizes, and in hindsight",
         "model": options.model,
+        "is_complete": len(rounds) == len(options.seeds),
         "seconds": options.seconds,
         "policy": options.policy,
         "targets": vars(offered.known.targets),
@@ -352,7 +353,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure round by round; write bench/results/elasticmoe_day.json if the run was whole."""
+    """Measure; write bench/results/elasticmoe_day.json after each round of a whole run."""
     options = parsed()
     end_on_sigterm()  # servers go with the bench
     offered = offer(MODELS[options.model](), options.sizes.min_devices)
@@ -361,11 +362,11 @@ def main() -> None:
     for number, seed in enumerate(options.seeds):
         turn = runs if number % 2 == 0 else runs[::-1]
         rounds.append(one_round(seed, turn, offered, options))
-    figures = figures_of(rounds, offered, options)
-    show_claims(figures)
-    if is_whole(options):
-        write_result(result_name("elasticmoe_day", options.model), figures, folder=options.out)
-    else:
+        figures = figures_of(rounds, offered, options)
+        show_claims(figures)
+        if is_whole(options):
+            write_result(result_name("elasticmoe_day", options.model), figures, folder=options.out)
+    if not is_whole(options):
         print(f"Not written: a result takes {SECONDS:g} s and {len(SEEDS)} seeds.")
 
 

@@ -122,10 +122,20 @@ def targets(result: Any) -> str:
 def after(result: Any) -> str:
     """A row a direction."""
     rows = [
-        [row["step"], ratio(row["scaled_over_fresh"]), ratio(row["cpu_over_fresh"])]
+        [
+            row["step"],
+            *(ratio(row[f"{name}_over_fresh"]) for name in ("scaled", "pairs", "cpu")),
+            str(row["pairs_over_fresh"]["runs"]),
+        ]
         for row in result["rows"]
     ]
-    header = ["devices", "tokens a second", "processor time of a token"]
+    header = [
+        "devices",
+        "tokens a second",
+        "window by window",
+        "processor time of a token",
+        "pairs",
+    ]
     return result_table(result, header, rows)
 
 

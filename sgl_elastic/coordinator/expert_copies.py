@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sgl_elastic.errors import ElasticError
@@ -51,6 +52,20 @@ class CopyInstances(Protocol):
     def place_copies(self, copies: Copies) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """Copies that had no room, where that was."""
+
+    placement: Placement | None = None
+    adapters: tuple[AdapterEntry, ...] = ()
+    refused: frozenset[ExpertCopy] = frozenset()
+
+    def on(self, placement: Placement, adapters: tuple[AdapterEntry, ...]) -> frozenset[ExpertCopy]:
+        """Nothing of another placement, or with other adapters: there may be room."""
+        is_there = (placement, adapters) == (self.placement, self.adapters)
+        return self.refused if is_there else frozenset()
+
+
 class RedundantExperts:
     """`num_copies` expert slots more in each layer, over all devices.
 
@@ -68,6 +83,7 @@ class RedundantExperts:
         self._memory = memory
         self._instances = instances
         self._copies: Copies = ()
+        self._without_room = _Tried()
         self.on_change = on_change
 
     def drop(self) -> None:
@@ -112,10 +128,10 @@ class RedundantExperts:
     def _choose(self, placement: Placement) -> Copies:
         heat, memory = self._heat(), self._memory
         copies = self._best(heat, placement)
-        free_pages = memory.free_pages(placement)
-        return fitting_copies(
-            memory.shape(), placement, copies, memory.adapters(), free_pages, heat
-        )
+        free_pages, adapters = memory.free_pages(placement), memory.adapters()
+        found = fitting_copies(memory.shape(), placement, copies, adapters, free_pages, heat)
+        self._without_room = _Tried(placement, adapters, frozenset(copies).difference(found))
+        return found
 
     def _best(self, heat: Heat, placement: Placement) -> Copies:
         """Whether or not there is room for them."""
@@ -134,10 +150,14 @@ class RedundantExperts:
         }
 
     def is_due(self) -> bool:
-        """Whether other copies would leave less imbalance by what is worth a stop of the ranks."""
+        """Whether other copies would leave less imbalance by what is worth a stop of the ranks.
+
+        Those that had no room are not tried again before devices or adapters have changed.
+        """
         placement = self._instances.serving()[1]
         heat = self._heat()
-        wanted = self._best(heat, placement)
+        refused = self._without_room.on(placement, self._memory.adapters())
+        wanted = tuple(copy for copy in self._best(heat, placement) if copy not in refused)
         copies = self._copies_of(placement)
         if not copies:
             return bool(wanted)

@@ -20,10 +20,11 @@ from typing import Any, Final, TextIO
 
 from sgl_esft import env
 
-# How messages begin that say the same at every start on a machine without CUDA.
+# How messages begin that say the same of every server, or of every one without CUDA.
 WARNINGS: Final = (
     "Only CUDA, HIP and XPU support AWQ",
     "Only CUDA, MUSA and NPU support GGUF",
+    "ORJSONResponse is deprecated",
     "Triton is not supported on current platform",
 )
 # Logger -> how its lines begin, as its source has them.

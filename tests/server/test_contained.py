@@ -24,6 +24,9 @@ pytestmark = pytest.mark.server
 LAUNCHER = (sys.executable, "-m", "sgl_esft.launch_server")
 OVERFLOWS = "overflows"
 UNFIT_ENDS = "the engine cannot take this request (OverflowError): it was ended alone"
+GREEDY = {"temperature": 0}
+CUT = {"temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1}
+GRAMMAR = {"temperature": 0, "regex": "[a-z]{4,8}"}
 NOT_FINITE = "LogitsNotFiniteError: the model's logits for this request are not finite"
 
 
@@ -82,19 +85,22 @@ def ended_by(server: Server, body: dict[str, Any]) -> str:
     return str(reason["message"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_what_cannot_be_taken_in(server: Server, stream: bool) -> None:
     assert UNFIT_ENDS in ended_by(server, {"input_ids": UNFIT, "stream": stream})
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "stream"),
     [
-        {"temperature": 0},
-        {"temperature": 1.0},
-        {"temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
-        {"temperature": 0, "regex": "[a-z]{4,8}"},
+        (GREEDY, False),
+        pytest.param(GREEDY, True, marks=pytest.mark.full),
+        pytest.param({"temperature": 1.0}, False, marks=pytest.mark.full),
+        pytest.param({"temperature": 1.0}, True, marks=pytest.mark.full),
+        (CUT, True),
+        pytest.param(CUT, False, marks=pytest.mark.full),
+        (GRAMMAR, True),
+        pytest.param(GRAMMAR, False, marks=pytest.mark.full),
     ],
 )
 def test_logits_that_are_not_finite(server: Server, sampling: Any, stream: bool) -> None:

@@ -7,7 +7,6 @@ comes from memory. What is right is what a static server answers.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import shutil
 import time
@@ -26,6 +25,7 @@ from bench.elasticmoe.load import Ask, Stream, differences, make_asks, scale, st
 from sgl_esft import zoo
 from tests.repo.docs import session
 from tests.repo.docs.blocks import pages_run_with, run_blocks
+from tests.server.scaling import wait_until_idle
 from tests.support import browser as browsers
 from tests.support.browser import Dashboard
 from tests.support.processes import assert_gone, command_line, family
@@ -354,10 +354,8 @@ def test_an_adapter_loaded_at_one_size_is_there_at_another(
 def test_the_documents_commands(elastic: Server, page: str, tmp_path: Path) -> None:
     steps = session.steps_of(run_blocks(page))
     assert session.run(steps, tmp_path, f"127.0.0.1:{elastic.port}") == []
-    deadline = time.monotonic() + 60
-    while (shown := requests.get(f"{elastic.url}/v1/scale", timeout=30).json())["running"]:
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.1)
+    wait_until_idle(elastic)
+    shown = requests.get(f"{elastic.url}/v1/scale?limit=1", timeout=30).json()
     assert shown["operations"][0]["state"] == "succeeded", shown["operations"][0]
     assert asyncio.run(scale(elastic.url, {"dp_size": 1}))["state"] == "succeeded"
 
@@ -469,14 +467,6 @@ async def scale_twice(server: Server, ask: Ask) -> SecondScale:
         error=second.json().get("error", {}),
         was_running_after=newest["state"] in ("pending", "running"),
     )
-
-
-def wait_until_idle(server: Server) -> None:
-    for _ in itertools.repeat(None, 600):
-        if requests.get(f"{server.url}/v1/scale", timeout=30).json()["running"] is None:
-            return
-        time.sleep(0.1)
-    raise AssertionError("a scale does not end")
 
 
 def test_a_dry_run_changes_nothing_and_nonsense_is_refused(elastic: Server) -> None:

@@ -19,6 +19,7 @@ import requests
 
 from bench.elasticmoe.load import Ask, differences, make_asks, scale, steady
 from sgl_esft import zoo
+from tests.server.scaling import SCALE_S, wait_until_idle
 from tests.support.servers import Server, ServerSpec
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
@@ -26,7 +27,6 @@ pytestmark = [pytest.mark.server, pytest.mark.full]
 LATER = "sum"  # loaded while there are copies
 FIRST = tuple(name for name in zoo.adapter_paths() if name != LATER)[:2]
 NUM_COPIES = 2
-SCALE_S = 240.0
 
 Expected = Mapping[Ask, tuple[int, ...]]
 
@@ -100,13 +100,6 @@ def scaled(server: Server, size: int) -> None:
     wait_until_idle(server)
     operation = asyncio.run(scale(server.url, {"dp_size": size}))
     assert operation["state"] == "succeeded", (operation, server.log())
-
-
-def wait_until_idle(server: Server) -> None:
-    deadline = time.monotonic() + SCALE_S
-    while requests.get(f"{server.url}/v1/scale", timeout=30).json()["running"] is not None:
-        assert time.monotonic() < deadline, server.log()
-        time.sleep(0.1)
 
 
 def num_layers(server: Server) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import requests
 
 from sgl_esft.ports import pick_free_port
 from tests.server.ending import ELASTIC
@@ -34,8 +35,9 @@ class Printed(NamedTuple):
 
 
 def printed_by(folder: Path, *args: str) -> Printed:
-    """Started, asked to end by SIGINT as soon as it has said all of its start."""
-    command = [sys.executable, "-m", "sgl_esft.launch_server", "--port", str(pick_free_port())]
+    """Started; once it has said all of its start asked for its models, and to end by SIGINT."""
+    port = str(pick_free_port())
+    command = [sys.executable, "-m", "sgl_esft.launch_server", "--port", port]
     environment = {**os.environ, "TMPDIR": str(folder)}  # not another server's remains
     log = folder / "log"
     with log.open("wb") as to:
@@ -49,6 +51,8 @@ def printed_by(folder: Path, *args: str) -> Printed:
         )
     try:
         start = wait_for_start(log, process)
+        models = requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=END_TIMEOUT_S)
+        assert models.status_code == 200, models.text
         process.send_signal(signal.SIGINT)
         status = process.wait(END_TIMEOUT_S)
     finally:

@@ -32,7 +32,7 @@ from tests.support.request_fuzz.run import Outcome, Run, Size
 
 pytestmark = pytest.mark.server
 
-SHORT_S = 60.0
+SHORT_S = 30.0
 HOUR_S = 3600.0
 WARM_UP_S = 300.0  # caches fill, threads of pools start
 # The allocator keeps what long prompts once took.

@@ -207,6 +207,7 @@ class Traffic(threading.Thread):
             self.failure = error
 
 
+@pytest.mark.full
 def test_a_random_life(merged_texts: Texts, server_pool: ServerPool, tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     root.mkdir()

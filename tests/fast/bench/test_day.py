@@ -307,6 +307,7 @@ def test_the_result_says_days_rows_and_claims(figures: dict[str, Any]) -> None:
     assert len(figures["days"][0]["rate"]) == bench.NUM_WINDOWS
     assert sum(figures["days"][0]["windows_sent"]) == 4
     assert {each["seed"] for each in figures["claims"]} == {1}
+    assert not figures["is_complete"], "one round of three"
 
 
 def test_the_table_has_each_row_and_each_claim(figures: dict[str, Any]) -> None:

@@ -205,12 +205,17 @@ def test_throughput_has_the_same_windows_for_all() -> None:
 
 
 def test_after_a_scale_is_compared_with_a_fresh_instance_of_that_size() -> None:
-    up = after.Walk(fresh=traffic.Served(50.0, 0.02), scaled=traffic.Served(90.0, 0.033))
-    down = after.Walk(fresh=traffic.Served(100.0, 0.03), scaled=traffic.Served(45.0, 0.03))
-    rows = after.rows_of([{1: up, 2: down}])
+    served = traffic.Served
+    up = [
+        after.Pair(scaled=served(80.0, 0.02), fresh=served(100.0, 0.02)),
+        after.Pair(scaled=served(100.0, 0.04), fresh=served(100.0, 0.02)),
+    ]
+    down = [after.Pair(scaled=served(45.0, 0.03), fresh=served(50.0, 0.02))]
+    rows = after.rows_of([{"1 -> 2": up, "2 -> 1": down}])
     assert [row["step"] for row in rows] == ["1 -> 2", "2 -> 1"]
     assert [row["scaled_over_fresh"]["median"] for row in rows] == [0.9, 0.9]
-    assert [row["cpu_over_fresh"]["median"] for row in rows] == pytest.approx([1.1, 1.5])
+    assert [row["cpu_over_fresh"]["median"] for row in rows] == pytest.approx([1.5, 1.5])
+    assert (rows[0]["pairs_over_fresh"]["runs"], rows[0]["pairs_over_fresh"]["min"]) == (2, 0.8)
     assert traffic.tokens_in([stream(0.0, 1.0, 2.0, 3.0), stream(0.0, 2.5)], 2.0, 3.0) == 2
 
 

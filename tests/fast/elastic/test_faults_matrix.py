@@ -70,8 +70,8 @@ def processes_of(*kinds: str) -> list[tuple[str, int, str]]:
     ]
 
 
-def sample(cells: list[Cell], every: int = 3) -> list[Cell | ParameterSet]:
-    """All cells, of which only every third is run outside `make test-full`."""
+def sample(cells: list[Cell], every: int = 5) -> list[Cell | ParameterSet]:
+    """All cells, of which only every fifth is run outside `make test-full`."""
     return [
         cell if i % every == 0 else pytest.param(*cell, marks=pytest.mark.full)
         for i, cell in enumerate(cells)

@@ -56,7 +56,7 @@ def search(name: str, seconds: int, seed: int, folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_search(name: str, tmp_path: Path) -> None:
-    assert search(name, 8, seed=1, folder=tmp_path) > 200
+    assert search(name, 4, seed=1, folder=tmp_path) > 200
 
 
 @pytest.mark.soak

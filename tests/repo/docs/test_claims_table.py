@@ -38,9 +38,10 @@ def tiers_of(test: str) -> set[str]:
     if file.startswith("full/"):
         return {"test-full"}
     marks = _marks_of(tree, name) if name else ""
-    if "pytest.mark.soak" in marks + _marks_of_all(tree):
+    of_module = _marks_of_module(tree)
+    if "pytest.mark.soak" in marks + of_module:
         return {"test-soak"}
-    if "pytest.mark.full" in _marks_of_module(tree):
+    if "pytest.mark.full" in of_module:
         return {"test-full"}
     if "pytest.mark.full" not in marks:
         return {"test"}
@@ -50,11 +51,6 @@ def tiers_of(test: str) -> set[str]:
 def _marks_of(tree: ast.Module, name: str) -> str:
     found = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
     return "\n".join(f"@{ast.unparse(mark)}" for mark in found[name].decorator_list)
-
-
-def _marks_of_all(tree: ast.Module) -> str:
-    values = [each.value for each in tree.body if isinstance(each, ast.Assign)]
-    return "\n".join(ast.unparse(value) for value in values if "pytest.mark" in ast.unparse(value))
 
 
 def _marks_of_module(tree: ast.Module) -> str:

@@ -19,6 +19,7 @@ from tests.support.servers import ServerPool, ServerSpec
 WITH_OWN_SERVER = pages_run_with("own server")
 WITH_SERVER = [page for page in pages_run_with("server") if page not in WITH_OWN_SERVER]
 WITH_ELASTIC_SERVER = pages_run_with("elastic server")
+LONG = {"docs/guide_adapters.md"}  # a minute: it trains an adapter
 WITHOUT_SERVER = [
     page
     for page in pages_run_with("shell")
@@ -32,7 +33,10 @@ def test_documents_without_a_server(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("page", WITH_SERVER)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.full if page in LONG else ()) for page in WITH_SERVER],
+)
 def test_documents_with_the_shared_server(
     page: str, tmp_path: Path, server_pool: ServerPool
 ) -> None:

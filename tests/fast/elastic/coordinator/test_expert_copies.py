@@ -25,13 +25,14 @@ class Fake:
     placement: Placement = TWO
     free: int = 1000
     fails: str = ""
+    loaded: tuple[AdapterEntry, ...] = ()
     calls: list[tuple[str, Copies]] = field(default_factory=list)
 
     def shape(self) -> MemoryShape:
-        return make_shape(layers=(1,))
+        return make_shape(layers=(1,), adapters=(1, 1))
 
     def adapters(self) -> tuple[AdapterEntry, ...]:
-        return ()
+        return self.loaded
 
     def free_pages(self, placement: Placement) -> dict[int, int]:
         return dict.fromkeys(placement.device_ids, self.free)
@@ -141,6 +142,24 @@ def test_it_is_due_when_other_copies_would_do_better() -> None:
     assert copies.is_due()
     report = copies.report()
     assert report["imbalance"] == pytest.approx(2 * 1003.5 / 1007, abs=0.01)
+
+
+def test_what_has_no_room_is_not_due_before_something_changes() -> None:
+    """Each try is a scale, and stops the ranks."""
+    fake = Fake({1: HOT_FIRST}, free=0)
+    copies = RedundantExperts(1, fake, fake)
+    assert copies.is_due()
+    copies.renew()
+    assert not copies.is_due()
+    fake.loaded = (AdapterEntry("id", "a0", "/a0", 0, False, {1: (0,)}),)
+    assert copies.is_due(), "adapters have changed"
+    copies.renew()
+    assert not copies.is_due()
+    fake.placement = Placement((2, 3), (2, 2, 2, 2, 3, 3, 3, 3), (10, 10))
+    assert copies.is_due(), "devices have changed"
+    copies.renew()
+    fake.counted = {1: HOT_LAST}
+    assert copies.is_due(), "others are wanted"
 
 
 def test_between_a_loss_and_its_end_former_copies_are_none() -> None:
