@@ -11,6 +11,7 @@ from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import (
     DEFAULT_HEAT_EVERY,
     DEFAULT_MAX_OVERTAKES,
+    DEFAULT_SLOT_OVERTAKES,
     EXPERT_MEMORY_KINDS,
     REROUTE_KINDS,
     ExpertMemoryKind,
@@ -161,7 +162,8 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
         metavar="B",
         help="requests of adapters that run already may go ahead of waiting ones, of which each is "
         "overtaken by at most B requests that came later (default: "
-        f"{DEFAULT_MAX_OVERTAKES}; 0: first come, first served)",
+        f"{DEFAULT_MAX_OVERTAKES}, {DEFAULT_SLOT_OVERTAKES} of one that waits for an adapter's slot; "
+        "0: first come, first served)",
     )
     group.add_argument(
         "--adapter-root",

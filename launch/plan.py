@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_esft import env, platform, zoo
-from sgl_esft.config import DEFAULT_MAX_OVERTAKES, EsftConfig
+from sgl_esft.config import DEFAULT_MAX_OVERTAKES, DEFAULT_SLOT_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError, UserError
 from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
 from sgl_esft.formats.finite import check_weights
@@ -243,6 +243,7 @@ def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) ->
         adapter_host_bytes=flags.adapter_host_bytes,
         reroute=flags.reroute,
         max_overtakes=_given(flags.max_overtakes, DEFAULT_MAX_OVERTAKES),
+        slot_overtakes=_given(flags.max_overtakes, DEFAULT_SLOT_OVERTAKES),
         heat_every=flags.heat_every,
         adapter_root=None
         if flags.adapter_root is None

@@ -16,7 +16,10 @@ from sgl_esft import env
 from sgl_esft.errors import ConfigError
 
 ExpertMemoryKind = Literal["virtual", "padded"]
-DEFAULT_MAX_OVERTAKES = 32  # docs/batching.md: what more and fewer give
+# docs/batching.md: what more and fewer give. Who waits for an adapter's slot may be overtaken more
+# often: each turn on a slot costs copies of a whole adapter.
+DEFAULT_MAX_OVERTAKES = 2
+DEFAULT_SLOT_OVERTAKES = 32
 DEFAULT_HEAT_EVERY = 16
 MAX_PAGE_BYTES = 2 << 20
 MIN_PAGE_BYTES = 4 << 10
@@ -40,6 +43,7 @@ class EsftConfig:
     reroute: str = "fused"
     adapter_root: str | None = None  # adapters may only lie below; None = anywhere
     max_overtakes: int = DEFAULT_MAX_OVERTAKES  # B of adapter_batching; 0 = first come first served
+    slot_overtakes: int = DEFAULT_SLOT_OVERTAKES  # the same of who waits for an adapter's slot
     heat_every: int = DEFAULT_HEAT_EVERY  # experts are counted in every so many steps; 0 = never
 
     def __post_init__(self) -> None:

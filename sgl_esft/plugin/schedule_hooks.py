@@ -35,7 +35,9 @@ def prefer_running_adapters(
     """After SGLang has ordered the queue first come, first served. Other orders stand."""
     composer = getattr(policy, "esft_composer", None)
     if composer is None:
-        composer = policy.esft_composer = Composer(max_overtakes_for(policy), _metrics())
+        bound = max_overtakes_for(policy)
+        slot_bound = required_config().slot_overtakes
+        composer = policy.esft_composer = Composer(bound, _metrics(), slot_bound)
     composer.reorder(waiting_queue, () if running_batch is None else running_batch.reqs)
 
 
@@ -73,12 +75,18 @@ def refuse_unknown_adapter(original: Callable[..., bool], scheduler: Any, req: A
 class Composer:
     """One scheduler's order, and what it has to remember from step to step."""
 
-    def __init__(self, max_overtakes: int, metrics: BatchingMetrics | None) -> None:
-        """max_overtakes: 0 leaves every queue as it is."""
+    def __init__(
+        self,
+        max_overtakes: int,
+        metrics: BatchingMetrics | None,
+        slot_overtakes: int = 0,
+    ) -> None:
+        """max_overtakes: 0 leaves every queue as it is. slot_overtakes: fewer are as many."""
         self._max_overtakes = max_overtakes
+        self._slot_overtakes = max(max_overtakes, slot_overtakes)
         self._metrics = metrics
         self._book = ArrivalBook()
-        self.next_adapter: AdapterId = None  # of a request that has no overtakes left, if any
+        self.next_adapter: AdapterId = None  # of a request that gets the next slot, if any
 
     def reorder(self, waiting_queue: list[Any], running: Any) -> None:
         """Put SGLang's `Req`s into the order to admit them in, in place.
@@ -98,7 +106,7 @@ class Composer:
             waiting.append(Waiting(by_key[key].lora_id, num_overtakes))
         order = adapter_batching.plan_order(waiting, num_running, self._max_overtakes)
         waiting_queue[:] = [requests[index] for index in order]
-        is_next = bool(waiting) and waiting[0].num_overtakes >= self._max_overtakes
+        is_next = bool(waiting) and waiting[0].num_overtakes >= self._slot_overtakes
         self.next_adapter = waiting[0].adapter_id if is_next else None
         if self._metrics is not None:
             self._metrics.set(self._book.num_admissions_that_overtook)

@@ -123,6 +123,9 @@ def test_overtakes(make: Make) -> None:
         return make(f"--model-path BASE {line}").config.max_overtakes
 
     assert overtakes("") == DEFAULT_MAX_OVERTAKES
+    given = make("--model-path BASE --max-overtakes 5").config
+    assert (given.max_overtakes, given.slot_overtakes) == (5, 5)
+    assert make("--model-path BASE").config.slot_overtakes > DEFAULT_MAX_OVERTAKES
     assert overtakes("--max-overtakes 0") == 0
     assert overtakes("--max-overtakes 5 --schedule-policy fcfs") == 5
     assert overtakes("--schedule-policy lpm") == DEFAULT_MAX_OVERTAKES, "the hook steps back"

@@ -237,6 +237,17 @@ def test_a_retracted_request_arrives_anew() -> None:
     assert [req.rid for req in queue] == ["old", "back"]
 
 
+def test_who_waits_for_a_slot_is_overtaken_more_often() -> None:
+    """Each turn on a slot costs copies of an adapter: not for two requests."""
+    composer, running = Composer(1, None, 3), [Req("x", "a")]
+    oldest = Req("0", "b")
+    for number in range(3):
+        composer.reorder([oldest, Req(str(number + 1), "a")], running)
+        assert composer.next_adapter is None, number
+    composer.reorder([oldest], running)
+    assert composer.next_adapter == "b"
+
+
 def test_two_requests_with_one_id_are_both_kept() -> None:
     first, second = Req("0", "b"), Req("0", "a")
     queue = [first, second]
