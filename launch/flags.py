@@ -162,8 +162,8 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
         metavar="B",
         help="requests of adapters that run already may go ahead of waiting ones, of which each is "
         "overtaken by at most B requests that came later (default: "
-        f"{DEFAULT_MAX_OVERTAKES}, {DEFAULT_SLOT_OVERTAKES} of one that waits for an adapter's slot; "
-        "0: first come, first served)",
+        f"{DEFAULT_MAX_OVERTAKES}, and {DEFAULT_SLOT_OVERTAKES} where it waits for an adapter's "
+        "slot; 0: first come, first served)",
     )
     group.add_argument(
         "--adapter-root",
