@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from bench.common.record import spread, write_result
@@ -92,13 +93,11 @@ def park(url: str, num_ranks: int) -> None:
 def pair_of(servers: Servers, model: Model, window_s: float, *, fresh_first: bool) -> Pair:
     """One window of each."""
 
-    def window(url: str) -> Served:
-        return asyncio.run(served(url, asks_of(model), NUM_STREAMS, window_s, WARM_S))
-
-    if fresh_first:
-        fresh = window(servers.fresh)
-        return Pair(window(servers.scaled), fresh)
-    return Pair(window(servers.scaled), window(servers.fresh))
+    urls = (servers.fresh, servers.scaled) if fresh_first else (servers.scaled, servers.fresh)
+    found = {
+        url: asyncio.run(served(url, asks_of(model), NUM_STREAMS, window_s, WARM_S)) for url in urls
+    }
+    return Pair(scaled=found[servers.scaled], fresh=found[servers.fresh])
 
 
 def one_direction(
@@ -116,18 +115,10 @@ def one_direction(
     return pairs
 
 
-def ratio_of(pairs: Sequence[Pair]) -> float:
-    """Tokens of a round's windows, scaled over fresh."""
-    return sum(p.scaled.tokens_per_s for p in pairs) / sum(p.fresh.tokens_per_s for p in pairs)
-
-
-def cpu_ratio_of(pairs: Sequence[Pair]) -> float:
-    """The same of the processor time of a token."""
-    ours, theirs = (
-        sum(each.cpu_s_per_token for each in side)
-        for side in ([p.scaled for p in pairs], [p.fresh for p in pairs])
-    )
-    return ours / theirs
+def ratio_of(pairs: Sequence[Pair], figure: str) -> float:
+    """A figure of Served, of a round's windows: scaled over fresh."""
+    of = attrgetter(figure)
+    return float(sum(of(p.scaled) for p in pairs) / sum(of(p.fresh) for p in pairs))
 
 
 def rows_of(rounds: Sequence[Mapping[str, Sequence[Pair]]]) -> list[dict[str, Any]]:
@@ -135,8 +126,8 @@ def rows_of(rounds: Sequence[Mapping[str, Sequence[Pair]]]) -> list[dict[str, An
     return [
         {
             "step": step,
-            "scaled_over_fresh": spread([ratio_of(each[step]) for each in rounds]),
-            "cpu_over_fresh": spread([cpu_ratio_of(each[step]) for each in rounds]),
+            "scaled_over_fresh": spread([ratio_of(each[step], "tokens_per_s") for each in rounds]),
+            "cpu_over_fresh": spread([ratio_of(each[step], "cpu_s_per_token") for each in rounds]),
             "pairs_over_fresh": over(
                 [pair.scaled.tokens_per_s for each in rounds for pair in each[step]],
                 [pair.fresh.tokens_per_s for each in rounds for pair in each[step]],

@@ -64,8 +64,8 @@ def may_join(
 ) -> bool:
     """Whether a request of `adapter_id` may join the batch while one of `oldest` has to be next.
 
-    oldest: the adapter of the request that has no overtakes left; None if there is none, or if it
-    is the base's, which needs no slot. fits: whether these adapters have slots at the same time.
+    oldest: the adapter of the request that is to have the next slot; None if there is none, or if
+    it is the base's, which needs no slot. fits: whether these adapters have slots at the same time.
 
     Requests of the running adapters would keep all slots for ever. So nobody takes or keeps a slot
     that the oldest lacks; it waits for the requests that run now, and not for later ones.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
-
 import requests
 
 from tests.support.servers import Server
+from tests.support.waiting import wait_until
 
 SCALE_S = 240.0  # a scale with nothing ready, on two cores that others use too
 
 
 def wait_until_idle(server: Server) -> None:
     """Until no scale runs; one that renews copies of experts is one too."""
-    deadline = time.monotonic() + SCALE_S
-    while requests.get(f"{server.url}/v1/scale", timeout=30).json()["running"] is not None:
-        assert time.monotonic() < deadline, server.log()
-        time.sleep(0.1)
+
+    def is_idle() -> bool:
+        running = requests.get(f"{server.url}/v1/scale", timeout=30).json()["running"]
+        return running is None
+
+    wait_until(is_idle, SCALE_S)

@@ -25,8 +25,10 @@ LAUNCHER = (sys.executable, "-m", "sgl_esft.launch_server")
 OVERFLOWS = "overflows"
 UNFIT_ENDS = "the engine cannot take this request (OverflowError): it was ended alone"
 GREEDY = {"temperature": 0}
+RANDOM = {"temperature": 1.0}
 CUT = {"temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1}
 GRAMMAR = {"temperature": 0, "regex": "[a-z]{4,8}"}
+QUICK = ((GREEDY, False), (CUT, True), (GRAMMAR, True))  # of `make test`
 NOT_FINITE = "LogitsNotFiniteError: the model's logits for this request are not finite"
 
 
@@ -93,14 +95,11 @@ def test_what_cannot_be_taken_in(server: Server, stream: bool) -> None:
 @pytest.mark.parametrize(
     ("sampling", "stream"),
     [
-        (GREEDY, False),
-        pytest.param(GREEDY, True, marks=pytest.mark.full),
-        pytest.param({"temperature": 1.0}, False, marks=pytest.mark.full),
-        pytest.param({"temperature": 1.0}, True, marks=pytest.mark.full),
-        (CUT, True),
-        pytest.param(CUT, False, marks=pytest.mark.full),
-        (GRAMMAR, True),
-        pytest.param(GRAMMAR, False, marks=pytest.mark.full),
+        pytest.param(
+            sampling, stream, marks=() if (sampling, stream) in QUICK else pytest.mark.full
+        )
+        for sampling in (GREEDY, RANDOM, CUT, GRAMMAR)
+        for stream in (False, True)
     ],
 )
 def test_logits_that_are_not_finite(server: Server, sampling: Any, stream: bool) -> None:
