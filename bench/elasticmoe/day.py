@@ -74,7 +74,7 @@ AUTOSCALE, SMALLEST, LARGEST = "autoscale", "static smallest", "static largest"
 HINDSIGHT = "best schedule in hindsight"
 _STATIC_FLAGS = ("--standby-ranks", "0", "--spare-ranks", "0")
 _NUM_WARM = 8  # requests, before the day begins
-MAX_ERRORS = 5  # different ones of a run that are written down
+_MAX_ERRORS = 5  # different ones of a run that are written down
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def row_of(name: str, found: Round, offered: Offered) -> dict[str, Any]:
         "scales_failed": len(states) - states.count("succeeded"),
         "wrong": len(differences(ran.streams, offered.expected)),
         "failed": sum(bool(each.error) for each in ran.streams),
-        "errors": sorted({each.error for each in ran.streams if each.error})[:MAX_ERRORS],
+        "errors": sorted({each.error for each in ran.streams if each.error})[:_MAX_ERRORS],
         "windows_met": found.windows_met(name, targets),
         "devices": devices_over_time(held, ran.began_s, ended_s),
     }
