@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from sgl_esft.fields.repeats import patterns_in, repeat_depth
 
-LONG = 16 << 10
+TEXT_SIZES = (2 << 10, 16 << 10)  # characters; what reads once costs 8 times as much
+MAX_GROWTH = 24.0  # what reads again from every place costs 64 times as much
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """A collection costs what all tests of the process left behind, not what one calls."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def cpu_seconds(text: str) -> float:
+    """Of the calling thread, at best of five: what else the machine does only adds to it."""
+
+    def once() -> float:
+        started = time.thread_time()
+        repeat_depth(text)
+        list(patterns_in(text))
+        return time.thread_time() - started
+
+    return min(once() for _ in range(5))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +69,7 @@ def test_patterns_of_a_schema_are_found_wherever_they_stand() -> None:
 @pytest.mark.parametrize(
     "piece", ["[", "(", '"', "\\", "{1", "[^", "{1,", "{ ", "{1, ", '"pattern":"']
 )
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_hostile_texts_are_read_once(piece: str) -> None:
-    text = piece * (LONG // len(piece))
-    started = time.thread_time()
-    repeat_depth(text)
-    list(patterns_in(text))
-    assert time.thread_time() - started < 0.5
+    short, long = (cpu_seconds(piece * (size // len(piece))) for size in TEXT_SIZES)
+    assert long < MAX_GROWTH * short

@@ -110,7 +110,11 @@ def test_a_loop_without_a_board_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_beat_costs_next_to_nothing() -> None:
     slot = HeartbeatTable.create().slot(rank_slot(0))
-    began = time.perf_counter()
-    for _ in range(10_000):
-        slot.beat()
-    assert time.perf_counter() - began < 1.0  # 100 us each, on a machine that is very busy
+
+    def seconds_of_a_thousand() -> float:
+        began = time.thread_time()
+        for _ in range(1000):
+            slot.beat()
+        return time.thread_time() - began
+
+    assert min(seconds_of_a_thousand() for _ in range(5)) < 0.1  # 100 us each
