@@ -17,4 +17,4 @@ def wait_until_idle(server: Server) -> None:
         running = requests.get(f"{server.url}/v1/scale", timeout=30).json()["running"]
         return running is None
 
-    wait_until(is_idle, SCALE_S)
+    wait_until(is_idle, SCALE_S, every_s=0.1, why=server.log)
