@@ -56,7 +56,7 @@ from bench.elasticmoe.traffic import (
 from sgl_elastic.autoscale.policy import AutoscalePolicy, parse_policy
 
 SECONDS = 600.0
-# Not those by which the policy's waits were chosen.
+# Not those by which the policy was chosen.
 SEEDS = (7, 8, 9)
 NUM_WINDOWS = 60
 # Of what the smallest size serves when it is busy. At 1.0 a burst at noon is beyond what two sizes

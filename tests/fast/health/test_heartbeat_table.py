@@ -112,9 +112,9 @@ def test_a_beat_costs_next_to_nothing() -> None:
     slot = HeartbeatTable.create().slot(rank_slot(0))
 
     def seconds_of_a_thousand() -> float:
-        began = time.thread_time()
+        began = time.perf_counter()
         for _ in range(1000):
             slot.beat()
-        return time.thread_time() - began
+        return time.perf_counter() - began
 
     assert min(seconds_of_a_thousand() for _ in range(5)) < 0.1  # 100 us each
