@@ -40,6 +40,7 @@ from bench.elasticmoe.rounds import (
 from bench.elasticmoe.traffic import Calibration, arrivals, calibrate, play, share_met, windows
 from sgl_elastic.baselines.strategies import ScaleStrategy, devices_needed
 
+ROUNDS = 3
 WIDTH_S = 5.0
 GOAL = 0.9  # the paper's target for the share of requests in time
 
@@ -131,7 +132,7 @@ async def prepared(url: str, strategy: str, num_new: int) -> None:
 
 
 async def measure_step(
-    url: str, strategy: str, step: Step, plan: Plan, offered: Offered
+    url: str, strategy: str, step: Step, plan: Plan, offered: Offered, seed: int
 ) -> list[dict[str, Any]]:
     """One strategy's part of figure 9, for one load step."""
     await prepared(url, strategy, step.num_new)
@@ -140,20 +141,20 @@ async def measure_step(
         (plan.before_s, step.rate_before * served),
         (plan.after_s, step.rate_after * served),
     ]
-    times = arrivals(spans, seed=1)
+    times = arrivals(spans, seed=seed)
     sizes = (step.num_old, step.num_new)
     played = await play_and_scale(url, offered.asks, times, plan.before_s, sizes)
     return figure9_rows(strategy, step, played, offered.known)
 
 
 async def measure_rates(
-    url: str, strategy: str, plan: Plan, offered: Offered
+    url: str, strategy: str, plan: Plan, offered: Offered, seed: int
 ) -> list[dict[str, Any]]:
     """One strategy's part of figure 10: a scale 1 -> 2 at each rate, and back again."""
     rows = []
     for rate in plan.rates:
         await prepared(url, strategy, 2)
-        times = arrivals([(plan.rate_s, rate * offered.known.requests_per_s)], seed=2)
+        times = arrivals([(plan.rate_s, rate * offered.known.requests_per_s)], seed=seed)
         played = await play_and_scale(url, offered.asks, times, plan.scale_at_s, (1, 2))
         share = share_met(played.streams, offered.known.targets)
         rows.append({"strategy": strategy, "rate": rate, "requests": len(times), "share": share})
@@ -169,16 +170,20 @@ def offer(model: Model) -> Offered:
 
 
 def measure(
-    strategy: str, plan: Plan, offered: Offered
+    strategy: str, plan: Plan, offered: Offered, number: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A strategy's rows of figures 9 and 10; a server for each load step, and one for all rates."""
+    """A strategy's rows of figures 9 and 10 in one round, whose arrivals are all strategies'.
+
+    There is a server for each load step, and one for all rates.
+    """
+    figure9_seed, figure10_seed = 2 * number + 1, 2 * number + 2
     over_time: list[dict[str, Any]] = []
     for step in plan.steps:
         flags = flags_of(strategy, step.num_new)
         with elastic_server(flags, step.num_old, FEW_TOKENS, offered.model) as url:
-            over_time += asyncio.run(measure_step(url, strategy, step, plan, offered))
+            over_time += asyncio.run(measure_step(url, strategy, step, plan, offered, figure9_seed))
     with elastic_server(flags_of(strategy, 2), 1, FEW_TOKENS, offered.model) as url:
-        return over_time, asyncio.run(measure_rates(url, strategy, plan, offered))
+        return over_time, asyncio.run(measure_rates(url, strategy, plan, offered, figure10_seed))
 
 
 def write(name: str, what: str, rows: list[dict[str, Any]], common: Mapping[str, Any]) -> None:
@@ -189,9 +194,10 @@ def write(name: str, what: str, rows: list[dict[str, Any]], common: Mapping[str,
 
 
 def main() -> None:
-    """Measure and write both results, after each strategy."""
-    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], 1, has_models=True)
+    """Measure and write both results, after each round."""
+    options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS, has_models=True)
     plan = QUICK if options.quick else Plan()
+    options.rounds = 1 if options.quick else options.rounds
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
     offered = offer(MODELS[options.model]())
     common = {
@@ -204,12 +210,13 @@ def main() -> None:
     }
     over_time: list[dict[str, Any]] = []
     by_rate: list[dict[str, Any]] = []
-    for name in names:
-        print(name, flush=True)
-        more_over_time, more_by_rate = measure(name, plan, offered)
-        over_time += more_over_time
-        by_rate += more_by_rate
-        done = {**common, "is_complete": name == names[-1]}
+    for number in range(options.rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            print(f"round {number + 1}: {name}", flush=True)
+            more_over_time, more_by_rate = measure(name, plan, offered, number)
+            over_time += [{"round": number, **row} for row in more_over_time]
+            by_rate += [{"round": number, **row} for row in more_by_rate]
+        done = {**common, "rounds": number + 1, "is_complete": number + 1 == options.rounds}
         write("elasticmoe_figure9", "Requests in time around a load step", over_time, done)
         write("elasticmoe_figure10", "Requests in time by request rate", by_rate, done)
 

@@ -6,6 +6,7 @@ bench/results/elasticmoe_*.json --> [latency, gap, figure8, .., day] --> plots.D
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -116,12 +117,17 @@ def figure10(result: Result) -> Figure:
 
 
 def _lines(axes: Axes, rows: Sequence[Result], x: str, y: str) -> None:
+    """A line a strategy through the median of all rounds."""
     for place, (strategy, label) in enumerate(LABELS.items()):
-        chosen = [row for row in rows if row["strategy"] == strategy]
-        if chosen:
+        found: dict[float, list[float]] = {}
+        for row in rows:
+            if row["strategy"] == strategy:
+                found.setdefault(row[x], []).append(row[y])
+        if found:
+            places = sorted(found)
             axes.plot(
-                [row[x] for row in chosen],
-                [row[y] for row in chosen],
+                places,
+                [median(found[each]) for each in places],
                 color=COLOURS[place],
                 marker=MARKERS[place],
                 label=label,

@@ -5,7 +5,8 @@ bench/results/elasticmoe_*.json --> [a function each] --> readme_tables.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from bench.report.markdown import percent, ratio, result_table
@@ -61,11 +62,11 @@ def breakdown(result: Any) -> str:
 def over_time(result: Any) -> str:
     """Figure 9: before, in the 30 seconds after the command, and later."""
     rows = []
+    spans = [lambda t: t < 0, lambda t: 0 <= t < _SOON_S, lambda t: t >= _SOON_S]
     keys = dict.fromkeys((row["step"], row["strategy"]) for row in result["rows"])
     for step, strategy in keys:
         chosen = [r for r in result["rows"] if (r["step"], r["strategy"]) == (step, strategy)]
-        spans = [lambda t: t < 0, lambda t: 0 <= t < _SOON_S, lambda t: t >= _SOON_S]
-        cells = [percent(_share([r for r in chosen if span(r["at_s"])])) for span in spans]
+        cells = [_shares([r for r in chosen if span(r["at_s"])]) for span in spans]
         rows.append([step, _words(strategy), *cells])
     header = ["scale", "strategy", "before, %", f"first {_SOON_S:g} s, %", "later, %"]
     return result_table(result, header, rows)
@@ -74,8 +75,18 @@ def over_time(result: Any) -> str:
 _SOON_S = 30.0
 
 
-def _share(rows: list[Mapping[str, Any]]) -> float | None:
-    """Of all requests of some windows; None without any."""
+def _shares(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Percent of all requests of some windows, by round: the median, and the extremes."""
+    rounds = sorted({row.get("round", 0) for row in rows})
+    found = [_share([row for row in rows if row.get("round", 0) == each]) for each in rounds]
+    shares = [share for share in found if share is not None]
+    if len(shares) < 2:
+        return percent(shares[0] if shares else None)
+    return f"{percent(median(shares))} ({percent(min(shares))} to {percent(max(shares))})"
+
+
+def _share(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of all requests of some windows of a round; None without any."""
     total = sum(row["requests"] for row in rows)
     return sum(row["share"] * row["requests"] for row in rows) / total if total else None
 
@@ -83,9 +94,13 @@ def _share(rows: list[Mapping[str, Any]]) -> float | None:
 def by_rate(result: Any) -> str:
     """Figure 10."""
     rates = list(dict.fromkeys(row["rate"] for row in result["rows"]))
-    strategies = list(dict.fromkeys(row["strategy"] for row in result["rows"]))
-    found = {(row["strategy"], row["rate"]): row["share"] for row in result["rows"]}
-    rows = [[_words(s), *(percent(found.get((s, rate))) for rate in rates)] for s in strategies]
+    found: dict[str, dict[float, list[Mapping[str, Any]]]] = {}
+    for row in result["rows"]:
+        found.setdefault(row["strategy"], {}).setdefault(row["rate"], []).append(row)
+    rows = [
+        [_words(strategy), *(_shares(by_rate.get(rate, [])) for rate in rates)]
+        for strategy, by_rate in found.items()
+    ]
     return result_table(result, ["strategy", *(f"rate {rate:g}, %" for rate in rates)], rows)
 
 

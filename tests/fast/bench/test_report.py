@@ -136,6 +136,16 @@ def test_windows_are_weighed_by_their_requests() -> None:
     assert "| up | elastic | 100.0 | 55.0 | - |" in text
 
 
+def test_of_several_rounds_the_median_and_the_extremes_are_said() -> None:
+    by_round = (0.5, 1.0, 0.8)
+    step = {"strategy": "elastic", "step": "up", "at_s": 2.5, "rate": 0.5, "requests": 10}
+    rows = [{**step, "round": each, "share": share} for each, share in enumerate(by_round)]
+    figures = ("elasticmoe_figure9", "elasticmoe_figure10")
+    over_time, by_rate = (TABLES[name][1]({**measured(name), "rows": rows}) for name in figures)
+    assert "| up | elastic | - | 80.0 (50.0 to 100.0) | - |" in over_time
+    assert "| elastic | 80.0 (50.0 to 100.0) |" in by_rate
+
+
 def test_ids_are_the_same_whatever_the_processor_rounds() -> None:
     text = '<g clip-path="url(#p{0})"/><use xlink:href="#m0123456789"/><clipPath id="p{0}"/>#{0}'
     one, other = (
