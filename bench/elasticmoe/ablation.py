@@ -21,6 +21,7 @@ from bench.elasticmoe.rounds import (
     Scaled,
     elastic_server,
     has_standbys,
+    in_turn,
     options_of,
     over,
     walk,
@@ -81,10 +82,10 @@ def main() -> None:
     sizes = QUICK_SIZES if options.quick else SIZES
     names = [ALL, *(n for n in ABLATIONS if n != ALL)]
     if options.quick:
-        options.rounds, names = 1, [ALL, names[2]]
+        names = [ALL, names[2]]
     walks: dict[str, list[list[Scaled]]] = {name: [] for name in names}
     for number in range(options.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in in_turn(names, number):
             walks[name].append(one_walk(name, sizes))
         write(walks, number + 1, options)
 

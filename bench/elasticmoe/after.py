@@ -157,7 +157,6 @@ def write(rounds: Sequence[Mapping[str, Sequence[Pair]]], options: argparse.Name
 def main() -> None:
     """Measure and write, after each round."""
     options = options_of(__doc__.partition("\n")[0], ROUNDS, has_models=True)
-    options.rounds = 1 if options.quick else options.rounds
     window_s = QUICK_WINDOW_S if options.quick else WINDOW_S
     model = MODELS[options.model]()
     rounds: list[dict[str, list[Pair]]] = []

@@ -185,7 +185,6 @@ def main() -> None:
     """Walk, measure, write; after each round."""
     options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS)
     sizes = QUICK_WALK if options.quick else WALK
-    options.rounds = 1 if options.quick else options.rounds
     found: list[tuple[Seen, Gaps]] = []
     num_streams = failed = 0
     for number in range(options.rounds):

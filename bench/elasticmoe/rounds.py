@@ -347,5 +347,12 @@ def options_of(description: str, rounds: int, *, has_models: bool = False) -> ar
     parser.add_argument("--strategies", nargs="+", help="only these (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.quick:
+        options.rounds = 1
     end_on_sigterm()  # servers go with the bench
     return options
+
+
+def in_turn(names: Sequence[str], number: int) -> Iterable[str]:
+    """The order of round `number`: every other one backwards, so that nobody is always first."""
+    return names if number % 2 == 0 else reversed(names)

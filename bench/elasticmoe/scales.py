@@ -27,6 +27,7 @@ from bench.elasticmoe.rounds import (
     Scaled,
     elastic_server,
     has_standbys,
+    in_turn,
     options_of,
     over,
     walk,
@@ -144,11 +145,9 @@ def main() -> None:
     """Measure and write the four results, after each round."""
     options = options_of(__doc__.partition("\n")[0], ROUNDS)
     names = options.strategies or ([ELASTIC, COLD] if options.quick else list(FLAGS))
-    if options.quick:
-        options.rounds = 1
     rounds = Rounds()
     for number in range(options.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in in_turn(names, number):
             for sizes in [(1, 2, 1)] if options.quick else WALKS.get(name, [WALK]):
                 rounds.add(name, one_walk(name, sizes))
         write(rounds, number + 1, options)

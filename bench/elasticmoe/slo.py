@@ -32,6 +32,7 @@ from bench.elasticmoe.rounds import (
     elastic_server,
     flags_of,
     has_standbys,
+    in_turn,
     measured_scale,
     options_of,
     result_name,
@@ -197,7 +198,6 @@ def main() -> None:
     """Measure and write both results, after each round."""
     options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS, has_models=True)
     plan = QUICK if options.quick else Plan()
-    options.rounds = 1 if options.quick else options.rounds
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
     offered = offer(MODELS[options.model]())
     common = {
@@ -211,7 +211,7 @@ def main() -> None:
     over_time: list[dict[str, Any]] = []
     by_rate: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in in_turn(names, number):
             print(f"round {number + 1}: {name}", flush=True)
             more_over_time, more_by_rate = measure(name, plan, offered, number)
             over_time += [{"round": number, **row} for row in more_over_time]

@@ -33,6 +33,7 @@ from bench.elasticmoe.rounds import (
     elastic_server,
     flags_of,
     has_standbys,
+    in_turn,
     measured_scale,
     options_of,
     over,
@@ -120,13 +121,12 @@ def main() -> None:
     """Measure and write bench/results/elasticmoe_table1.json, after each round."""
     options: argparse.Namespace = options_of(__doc__.partition("\n")[0], ROUNDS, has_models=True)
     names = options.strategies or ([ELASTIC] if options.quick else list(STRATEGIES))
-    options.rounds = 1 if options.quick else options.rounds
     before_s, after_s = (15.0, 20.0) if options.quick else (60.0, 90.0)
     model = MODELS[options.model]()
     rounds: list[dict[str, Run]] = []
     for number in range(options.rounds):
         runs: dict[str, Run] = {}
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in in_turn(names, number):
             print(name, flush=True)
             flags = flags_of(name, SIZES[1])
             with elastic_server(flags, SIZES[0], FEW_TOKENS, model) as url:

@@ -23,6 +23,7 @@ from bench.elasticmoe.rounds import (
     check_streams,
     demo_asks,
     elastic_server,
+    in_turn,
     options_of,
     over,
     scaled_of,
@@ -111,9 +112,9 @@ def main() -> None:
     targets = dict(list(TARGETS.items())[:2]) if options.quick else TARGETS
     names = [COLD, *(name for name in options.strategies or READY if name != COLD)]
     rounds: list[dict[str, dict[str, dict[str, float]]]] = []
-    for number in range(1 if options.quick else options.rounds):
+    for number in range(options.rounds):
         found = {}
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in in_turn(names, number):
             print(name, flush=True)
             with elastic_server(READY[name], 1, SOME_KV) as url:
                 found[name] = asyncio.run(walk(url, targets))

@@ -77,9 +77,10 @@ _SOON_S = 30.0
 
 def _shares(rows: Sequence[Mapping[str, Any]]) -> str:
     """Percent of all requests of some windows, by round: the median, and the extremes."""
-    rounds = sorted({row.get("round", 0) for row in rows})
-    found = [_share([row for row in rows if row.get("round", 0) == each]) for each in rounds]
-    shares = [share for share in found if share is not None]
+    by_round: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_round.setdefault(row.get("round", 0), []).append(row)
+    shares = [share for each in by_round.values() if (share := _share(each)) is not None]
     if len(shares) < 2:
         return percent(shares[0] if shares else None)
     return f"{percent(median(shares))} ({percent(min(shares))} to {percent(max(shares))})"
