@@ -18,9 +18,10 @@ from sgl_esft.config import (
 )
 from sgl_esft.env import LogFormat
 from sgl_esft.errors import ConfigError
-from sgl_esft_launch import access, health
+from sgl_esft_launch import access, health, tiers
 from sgl_esft_launch.access import AccessFlags
 from sgl_esft_launch.health import HealthFlags
+from sgl_esft_launch.tiers import TierFlags
 
 DEFAULT_PORT = 30000
 DEFAULT_HOST = "127.0.0.1"
@@ -66,6 +67,7 @@ class LaunchFlags:
     log_format: str
     verbose: bool
     health: HealthFlags
+    tiers: TierFlags | None = None  # None = no --expert-cache
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the versions of sgl-esft, SGLang and torch, and the device, and exit",
     )
     _add_esft_flags(parser.add_argument_group("ESFT"))
+    tiers.add_flags(parser.add_argument_group("experts in tiers"))
     access.add_flags(parser.add_argument_group("access"))
     _add_observe_flags(parser.add_argument_group("to be seen"))
     health.add_flags(parser.add_argument_group("health"))
@@ -241,6 +244,7 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
         raise ConfigError("--no-esft and --esft-adapters exclude each other")
     found.access = access.read_flags(found)
     found.health = health.read_flags(found)
+    found.tiers = tiers.read_flags(found)
     found.esft_adapters = tuple(found.esft_adapters)
     found.weave = not found.no_esft
     found.expert_page_bytes = _bytes_of("--expert-page-size", found.expert_page_size)

@@ -132,7 +132,9 @@ def run(
     add_routes(app, (*models.routes_of(names), observe.VERSION))
     pages.add_routes(app)
     service = health.install(app, launch.health, heartbeats, tokenizer_manager, engine)
-    pads = launch.config is None or launch.config.expert_memory != "virtual"
+    pads = launch.config is None or (
+        launch.config.expert_memory != "virtual" and launch.config.tiers is None
+    )
     http_stack.install(
         app,
         http_stack.Parts(

@@ -238,6 +238,25 @@ def end_request(req: Any, message: str, status: int) -> None:
     kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
     req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
     req.finished_len = len(req.output_ids)
+    req.skip_radix_cache_insert = True  # what made it fail may be in its KV
+
+
+def unread_experts(scheduler: Any) -> str | None:
+    """Why tokens of this rank's last step have no answer; None = all experts were there."""
+    tiers = _tiers(scheduler)
+    failure: str | None = None if tiers is None else tiers.failure
+    return failure
+
+
+def has_tiers(scheduler: Any) -> bool:
+    """Whether experts of this rank are in tiers."""
+    return _tiers(scheduler) is not None
+
+
+def _tiers(scheduler: Any) -> Any:
+    """None also where nothing is woven."""
+    manager = getattr(scheduler.tp_worker.model_runner, "lora_manager", None)
+    return getattr(manager, "tiers", None)
 
 
 def running_requests(scheduler: Any) -> list[Any]:

@@ -20,10 +20,12 @@ from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.lifecycle.rank_command_handler import RankGroup
 from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.metrics import MemoryMetrics
+from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import heat_hooks, runner_core
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
+from sgl_esft.plugin.tiers import Tiers, build_tiers
 from sgl_esft.support import MOE_BACKENDS
 from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.adapter_pages import bound_pages
@@ -50,14 +52,20 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     hook_ledger.verify_required()
     sglang_api.check_decode_graphs()
     spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
-    layers = bind_layers(runner.model, spec)
+    layers = bind_layers(runner.model, spec, config)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
     tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
     device = sglang_api.runner_device(runner)
     max_pages = _adapter_pages(layers, spec, config, device)
     source = page_source.current()
     is_resident = gather is not None or source is not None
-    plane = AdapterPlane(layers, spec, config, is_resident=is_resident, max_pages=max_pages)
+    tiers = None
+    if config.tiers is not None:
+        model_path, _ = sglang_api.served_model()
+        tiers = build_tiers(runner.model, layers, spec, config, model_path)
+    plane = AdapterPlane(
+        layers, spec, config, is_resident=is_resident, max_pages=max_pages, files=tiers
+    )
     publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
     manager = EsftManager(
         plane,
@@ -69,12 +77,13 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         group=RankGroup(sglang_api.tp_rank(), sglang_api.gather_bytes),
         heat=heat_hooks.sampler_of(plane, config, device),
         num_sources=page_source.num_sources(),
+        tiers=tiers,
     )
     if source is None:
         manager.load_initial(sglang_api.initial_adapters())
     else:
         source.woven(manager)
-    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat)
+    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat, tiers)
     sglang_api.hide_lora_from_layers()
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
@@ -86,7 +95,8 @@ def _adapter_pages(
     """The rank's bound on adapters' pages; makes them, where they are not made as needed."""
     initial = (read_manifest(Path(ref.lora_path), spec) for ref in sglang_api.initial_adapters())
     has_limit = device.type != "cpu" or device_memory.budget_bytes() is not None
-    arena = expert_tensor.arena_of(device)
+    # Where experts are in tiers, adapters have no pages of their own.
+    arena = None if config.tiers is not None else expert_tensor.arena_of(device)
     return bound_pages(arena, layers, config, initial, has_limit=has_limit)
 
 
@@ -105,11 +115,15 @@ def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
     return publish
 
 
-def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
+def bind_layers(
+    model: torch.nn.Module, spec: MoeSpec, config: EsftConfig
+) -> dict[int, WovenLayer]:
     """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
     for module in sglang_api.fused_moe_modules(model):
         _check_backend(module)
     kind = WovenLayer if page_source.current() is None else SharedLayer
+    if config.tiers is not None:
+        kind = TieredLayer
     bound = [kind.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
     layers = {layer.layer_id: layer for layer in bound}
     if tuple(sorted(layers)) != spec.moe_layer_ids or len(bound) != len(layers):
@@ -158,6 +172,7 @@ def attach_rerouting(
     tags: BatchTags,
     kind: str,
     heat: HeatSampler | None = None,
+    tiers: Tiers | None = None,
 ) -> None:
     """From now on these layers reroute, as `--reroute kind` says.
 
@@ -175,7 +190,8 @@ def attach_rerouting(
             rerouters[layer_id] = Rerouter(layer.expert_map, tags, reroute, counted)
     for module in sglang_api.fused_moe_modules(model):
         layout = layers[module.layer_id].layout
-        runner_core.install(module, layout, rerouters.get(module.layer_id))
+        inner = None if tiers is None else tiers.inner(module.layer_id)
+        runner_core.install(module, layout, rerouters.get(module.layer_id), inner)
         sglang_api.check_dispatcher(module.dispatcher)
         # The expert map's rows contain this rank's part of SGLang's own mapping.
         module.dispatcher.skip_local_expert_mapping = True

@@ -138,11 +138,16 @@ def inner_core(
     )
 
 
-def install(module: Any, layout: SlotLayout, reroute: Reroute | None) -> None:
-    """From now on the layer's experts run in a woven core. Raises UnsupportedModelError."""
+def install(
+    module: Any, layout: SlotLayout, reroute: Reroute | None, inner: Inner | None = None
+) -> None:
+    """From now on the layer's experts run in a woven core: in `inner`, if given.
+
+    Raises UnsupportedModelError.
+    """
     if platform.is_active():
         operators.check_registered(module.quant_method)
-    inner = inner_core(module, layout)
+    inner = inner or inner_core(module, layout)
     known = module.quant_method.runner.config
     of_sglang = {field.name: getattr(known, field.name) for field in fields(known)}
     config = WovenRunnerConfig(**of_sglang, inner=inner, reroute=reroute)

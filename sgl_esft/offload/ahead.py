@@ -1,0 +1,70 @@
+"""Looking ahead: from what a router said to the loads that are worth starting. Pure.
+
+    StepTokens, embeddings, router distributions -> predictor -> expert ids of each token
+        -> its adapter's slots -> decisions.expect -> [Ahead] -> decisions.prefetches
+
+The same calls in the same order by the server's thread (tier.py) and by the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sgl_esft.offload.decisions import Decisions, Load
+from sgl_esft.offload.predictors.base import Predictor
+from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
+
+# (layer, adapter slot or -1, [n] expert ids) -> [n] virtual slots, -1 for another rank's
+SlotsOf = Callable[[int, int, Ints], Ints]
+
+MAX_TOKENS = 8  # from some more requests on everything is touched (offload_notes, section 5)
+
+
+class Ahead:
+    """One rank's predictor, or only the budget where a policy streams without one."""
+
+    def __init__(
+        self, decisions: Decisions, predictor: Predictor | None, slots_of: SlotsOf
+    ) -> None:
+        self._decisions = decisions
+        self._predictor = predictor
+        self._slots_of = slots_of
+        self._tokens: StepTokens | None = None
+        self._has_begun = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the pass at hand is predicted."""
+        return self._predictor is not None and self._tokens is not None
+
+    def begin(self, tokens: StepTokens | None) -> None:
+        """A forward pass begins."""
+        few = tokens is not None and 0 < len(tokens.request_ids) <= MAX_TOKENS
+        self._tokens = tokens if few else None
+        self._has_begun = False
+
+    def embedded(self, embeddings: Floats) -> tuple[Load, ...]:
+        """Before the first MoE layer: by the tokens' embeddings."""
+        if self._predictor is None or self._tokens is None:
+            return ()
+        tokens = replace(self._tokens, embeddings=embeddings)
+        self._expect(self._predictor.begin_step(tokens))
+        self._has_begun = True
+        return self._decisions.prefetches(-1)
+
+    def routed(self, layer: int, probs: Floats | None, num_missed: int) -> tuple[Load, ...]:
+        """While MoE layer `layer` is computed: by what its router said, [num_tokens, J]."""
+        if self._predictor is not None and self._has_begun and probs is not None:
+            self._expect(self._predictor.observe(layer, probs))
+            if layer == self._decisions.num_layers - 1:
+                self._predictor.end_step()
+        return self._decisions.prefetches(layer, num_missed)
+
+    def _expect(self, predictions: Sequence[Prediction]) -> None:
+        assert self._tokens is not None
+        for each in predictions:
+            adapter_slot = self._tokens.adapter_slots[each.token]
+            slots = self._slots_of(each.layer, adapter_slot, each.expert_ids)
+            is_ours = slots >= 0
+            self._decisions.expect(each.layer, slots[is_ours], each.probs[is_ours])

@@ -1,0 +1,306 @@
+"""Experts in tiers, put together for one rank of SGLang.
+
+    woven layers, TierConfig -> [build_tiers] -> Tiers: what brings experts (offload/tier.py)
+    a batch is tagged --[Tiers.begin]--> tokens to predict for
+    a woven layer's dispatch --[Tiers.inner]--> experts, computed as they arrive
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+from sgl_esft import sglang_api
+from sgl_esft.config import EsftConfig, TierConfig
+from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.formats.manifest import AdapterManifest
+from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.offload.ahead import Ahead
+from sgl_esft.offload.decisions import Decisions
+from sgl_esft.offload.loader import LoadJob, Loader, LoadPriority
+from sgl_esft.offload.policies import AUTO, Policy, auto_policy, policy_of
+from sgl_esft.offload.predictors.base import Predictor
+from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
+from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.reader import ExpertReader
+from sgl_esft.offload.routing import Floats, Ints, StepTokens
+from sgl_esft.offload.source import ExpertPlace, ExpertSource
+from sgl_esft.offload.tier import ExpertTier, TierLayer, probabilities
+from sgl_esft.offload.tiered_layer import TieredLayer
+from sgl_esft.offload.trace import rounded
+from sgl_esft.platform import moe
+from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
+
+logger = logging.getLogger(__name__)
+
+# Tokens are compared by their embeddings cut to so many numbers (a fixed random projection keeps
+# their angles): searching is faster, and a recorded trace holds what was searched for.
+EMBEDDING_SIZE = 64
+_PROJECTION_SEED = 20251
+_MEASURED_LOADS = 8  # at start
+
+
+@dataclass
+class Tiers:
+    """What the manager and the layers of a rank ask."""
+
+    tier: ExpertTier
+    source: ExpertSource
+    index_of: Mapping[int, int]  # layer id -> number among the MoE layers
+    scoring: Mapping[int, str]  # layer id -> softmax or sigmoid, where the router's scores are read
+    predicts: bool  # whether distributions are worth computing
+    projection: torch.Tensor | None = None  # [H, EMBEDDING_SIZE]
+    _num_tokens: int = field(default=0)
+
+    @property
+    def failure(self) -> str | None:
+        """Why tokens of the forward pass at hand have no answer; None = they have."""
+        return self.tier.failure
+
+    # ---- AdapterFiles, for weave/plane.py ----
+
+    def register(
+        self, adapter_id: str, manifest: AdapterManifest, shards: Mapping[int, ExpertShard]
+    ) -> Mapping[int, Mapping[int, ExpertPlace]]:
+        """Raises AdapterFormatError when the files are not what was validated."""
+        self.source.register(adapter_id, manifest)
+        return {
+            layer_id: {
+                expert_id: self.source.place(adapter_id, layer_id, expert_id)
+                for expert_id in expert_ids
+                if expert_id in shards[layer_id].expert_ids
+            }
+            for layer_id, expert_ids in manifest.experts.items()
+        }
+
+    def forget(self, adapter_id: str) -> None:
+        self.source.forget(adapter_id)
+
+    # ---- forward ----
+
+    def begin(self, forward_batch: Any, adapter_slots: Sequence[int]) -> None:
+        """A batch was tagged. Prompts are not predicted for: their layers touch most experts."""
+        tokens = None
+        if self.predicts and forward_batch.forward_mode.is_decode():
+            ids = tuple(_number_of(rid) for rid in forward_batch.rids or ())
+            if len(ids) == len(adapter_slots):
+                tokens = StepTokens(ids, tuple(adapter_slots))
+        self._num_tokens = len(tokens.request_ids) if tokens is not None else 0
+        self.tier.begin(tokens)
+
+    def embedded(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        """A forward hook of the model's embedding layer."""
+        if self._num_tokens and self.projection is not None:
+            rows = output[: self._num_tokens].float() @ self.projection
+            self.tier.embedded(rounded(rows.cpu().numpy()))
+
+    def inner(self, layer_id: int) -> Callable[[Any, Any], Any]:
+        """What runs a layer's experts (plugin/runner_core.py)."""
+        index, scoring = self.index_of[layer_id], self.scoring.get(layer_id, "softmax")
+
+        def run(dispatch_output: Any, weights: Any) -> Any:
+            topk = dispatch_output.topk_output
+            output = moe.moe_forward(
+                dispatch_output.hidden_states,
+                weights.w13_weight,
+                weights.w2_weight,
+                topk.topk_weights,
+                topk.topk_ids,
+                partial(
+                    self.tier.arrivals, index, probs=self._probabilities(topk, scoring)
+                ),
+            )
+            return StandardCombineInput(hidden_states=output)
+
+        return run
+
+    def _probabilities(self, topk: Any, scoring: str) -> Floats | None:
+        if not self._num_tokens:
+            return None
+        return rounded(probabilities(topk.router_logits[: self._num_tokens], scoring))
+
+
+def _number_of(rid: str) -> int:
+    """A request's number: the same in all of its steps, and on every rank."""
+    return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=7).digest(), "little")
+
+
+def build_tiers(
+    model: torch.nn.Module,
+    layers: Mapping[int, WovenLayer],
+    spec: MoeSpec,
+    config: EsftConfig,
+    model_path: str,
+) -> Tiers:
+    """Where experts lie, threads that read them, and who decides.
+
+    Raises ConfigError, UnsupportedModelError.
+    """
+    assert config.tiers is not None
+    tiered = [layer for layer in layers.values() if isinstance(layer, TieredLayer)]
+    first = tiered[0]
+    _check_dtype(first.w13, spec)
+    source = ExpertSource(
+        Path(model_path), None if config.tiers.pack_file is None else Path(config.tiers.pack_file)
+    )
+    reader = ExpertReader(
+        first.shard.intermediate,
+        first.is_up_first,
+        first.w13.dtype,
+        throttle_bytes_per_s=config.tiers.read_bytes_per_s,
+    )
+    rows = [TierLayer(layer.layer_id, layer.w13, layer.w2) for layer in tiered]
+    loads_per_layer = config.tiers.loads_per_layer
+    if loads_per_layer is None:
+        loads_per_layer = measured_loads_per_layer(first, source, reader, config.tiers)
+    policy = _policy(config.tiers, loads_per_layer)
+    decisions = Decisions(
+        len(rows),
+        first.layout.num_slots,
+        first.w13.shape[0],
+        policy,
+        num_base=first.layout.num_base,
+        loads_per_layer=loads_per_layer,
+    )
+    predictor = _predictor(policy, config.tiers, spec, first.layout.num_routed)
+    looks = predictor is not None or policy.streams
+    ahead = Ahead(decisions, predictor, partial(_slots_of, tiered)) if looks else None
+    tier = ExpertTier(
+        rows,
+        decisions,
+        lambda run: Loader(config.tiers.read_threads, run),  # type: ignore[union-attr]
+        lambda job, w13, w2: reader.read(job.place, w13, w2),
+        ahead,
+    )
+    for index, layer in enumerate(tiered):
+        layer.join(tier, index, _base_places(layer, source))
+    tiers = Tiers(
+        tier,
+        source,
+        {layer.layer_id: index for index, layer in enumerate(tiered)},
+        {module.layer_id: str(topk.scoring_func) for topk, module in sglang_api.routers(model)},
+        predicts=predictor is not None,
+    )
+    if predictor is not None:
+        tiers.projection = projection(spec.hidden_size)
+        _embedding_of(model).register_forward_hook(tiers.embedded)
+    logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
+    return tiers
+
+
+def _check_dtype(w13: torch.Tensor, spec: MoeSpec) -> None:
+    served = str(w13.dtype).removeprefix("torch.")
+    if served != spec.dtype:
+        raise ConfigError(
+            f"--expert-cache: experts are read as the checkpoint has them, in {spec.dtype}, and "
+            f"this server computes in {served}: use --dtype {spec.dtype}"
+        )
+
+
+def _policy(config: TierConfig, loads_per_layer: float) -> Policy:
+    if config.policy == AUTO:
+        return auto_policy(loads_per_layer, can_predict=not sglang_api.is_dp_attention())
+    policy = policy_of(config.policy)
+    if policy.predictor is not None and sglang_api.is_dp_attention():
+        raise ConfigError(
+            f"--expert-policy {policy.name}: under DP attention a rank does not know the requests "
+            "of the others' tokens, so nothing is predicted: use lfu, lru, static, stream or auto"
+        )
+    return policy
+
+
+def _predictor(
+    policy: Policy, config: TierConfig, spec: MoeSpec, num_experts: int
+) -> Predictor | None:
+    if policy.predictor is None:
+        return None
+    if policy.predictor != "finemoe":
+        raise ConfigError(f"--expert-policy {policy.name}: in the simulator only, so far")
+    num_layers = len(spec.moe_layer_ids)
+    distance = min(config.prefetch_distance, num_layers)
+    store = MapStore(
+        num_layers, spec.num_experts, EMBEDDING_SIZE, distance, config.map_store_bytes
+    )
+    return FineMoEPredictor(store, config.top_k, distance)
+
+
+def _slots_of(
+    layers: Sequence[TieredLayer], layer: int, adapter_slot: int, expert_ids: Ints
+) -> Ints:
+    """By the layer's expert map, whose last row is the base's."""
+    found: Ints = layers[layer].expert_map.table[adapter_slot].numpy()[expert_ids].astype(np.int64)
+    return found
+
+
+def _base_places(layer: TieredLayer, source: ExpertSource) -> dict[int, ExpertPlace]:
+    """By slot: this rank's part of the base, in the order of its expert ids."""
+    ids = sorted(layer.shard.expert_ids)
+    return {slot: source.place(None, layer.layer_id, e) for slot, e in enumerate(ids)}
+
+
+def _embedding_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Raises UnsupportedModelError for a model that does not name its embedding layer."""
+    for name, module in model.named_modules():
+        if name.endswith("embed_tokens"):
+            return module
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no embed_tokens: use --expert-policy lfu"
+    )
+
+
+def projection(hidden_size: int) -> torch.Tensor:
+    """[hidden_size, EMBEDDING_SIZE] float32, the same everywhere."""
+    random = torch.Generator().manual_seed(_PROJECTION_SEED)
+    found = torch.randn((hidden_size, EMBEDDING_SIZE), generator=random)
+    return found / EMBEDDING_SIZE**0.5
+
+
+def measured_loads_per_layer(
+    layer: TieredLayer, source: ExpertSource, reader: ExpertReader, config: TierConfig
+) -> float:
+    """Experts that can be read while one token's experts of a layer are computed.
+
+    The rest of a layer is left out, so a little less is fetched ahead than could be.
+    """
+    places = list(_base_places(layer, source).values())[:_MEASURED_LOADS]
+    loader = Loader(config.read_threads, lambda job: _read_into(layer, reader, job))
+    try:
+        began = time.perf_counter()
+        tickets = [
+            loader.submit(
+                LoadJob(0, n, n % layer.w13.shape[0], LoadPriority.ON_DEMAND, place)
+            )
+            for n, place in enumerate(places)
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        load_s = (time.perf_counter() - began) / len(places)
+    finally:
+        loader.close()
+    return _compute_seconds(layer, config.top_k) / max(load_s, 1e-9)
+
+
+def _read_into(layer: TieredLayer, reader: ExpertReader, job: LoadJob) -> None:
+    reader.read(job.place, layer.w13[job.row], layer.w2[job.row])
+
+
+def _compute_seconds(layer: TieredLayer, top_k: int) -> float:
+    """Of one token's experts; the second time, so that nothing is touched first."""
+    hidden = torch.zeros((1, layer.w13.shape[2]), dtype=layer.w13.dtype)
+    ids = torch.arange(top_k, dtype=torch.int32).remainder(layer.w13.shape[0]).view(1, -1)
+    weights = torch.ones((1, top_k), dtype=torch.float32)
+    for _ in range(2):
+        began = time.perf_counter()
+        moe.moe_forward(hidden, layer.w13, layer.w2, weights, ids)
+        seconds = time.perf_counter() - began
+    return seconds
