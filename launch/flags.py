@@ -15,6 +15,7 @@ from sgl_esft.config import (
     EXPERT_MEMORY_KINDS,
     REROUTE_KINDS,
     ExpertMemoryKind,
+    RecordConfig,
 )
 from sgl_esft.env import LogFormat
 from sgl_esft.errors import ConfigError
@@ -68,6 +69,7 @@ class LaunchFlags:
     verbose: bool
     health: HealthFlags
     tiers: TierFlags | None = None  # None = no --expert-cache
+    record: RecordConfig | None = None  # None = no --record-routing
 
 
 class Parser(argparse.ArgumentParser):
@@ -179,6 +181,7 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_observe_flags(group: argparse._ArgumentGroup) -> None:
+    tiers.add_record_flags(group)
     group.add_argument(
         "--heat-every",
         type=int,
@@ -245,6 +248,7 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     found.access = access.read_flags(found)
     found.health = health.read_flags(found)
     found.tiers = tiers.read_flags(found)
+    found.record = tiers.read_record(found)
     found.esft_adapters = tuple(found.esft_adapters)
     found.weave = not found.no_esft
     found.expert_page_bytes = _bytes_of("--expert-page-size", found.expert_page_size)

@@ -259,6 +259,7 @@ def _weaving(
         tiers=None
         if flags.tiers is None
         else tiers.plan_tiers(flags.tiers, model_path, spec, flags.tp_size, sglang_argv),
+        record=flags.record,
         adapter_root=None
         if flags.adapter_root is None
         else str(Path(flags.adapter_root).resolve()),
@@ -288,9 +289,7 @@ def base_spec(model_path: str) -> MoeSpec:
     return MoeSpec.from_config(config)
 
 
-def _max_experts_needed(
-    adapters: Mapping[str, Path], spec: MoeSpec, *, reads_weights: bool
-) -> int:
+def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec, *, reads_weights: bool) -> int:
     """Every first adapter is checked in full, weights too: no process is started in vain."""
     needed = []
     for name, path in adapters.items():

@@ -1,6 +1,6 @@
 """Flags of experts in tiers, and what they come to for one model.
 
-    --expert-cache ... -> TierFlags -> [plan_tiers] -> TierConfig -> every rank
+--expert-cache ... -> TierFlags -> [plan_tiers] -> TierConfig -> every rank
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sgl_esft.config import (
     DEFAULT_MAP_STORE_BYTES,
     DEFAULT_PREFETCH_DISTANCE,
     DEFAULT_READ_THREADS,
+    RecordConfig,
     TierConfig,
 )
 from sgl_esft.errors import ConfigError, UnsupportedModelError
@@ -100,6 +101,33 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="keep expert maps here across restarts (default: they are learned anew)",
     )
+
+
+def add_record_flags(group: argparse._ArgumentGroup) -> None:
+    """Of a trace of the routing, with and without tiers."""
+    group.add_argument(
+        "--record-routing",
+        metavar="DIR",
+        help="write which experts each step was routed to into a new folder, for `sgl-esft "
+        "offload`: no text and no token ids, but somebody who has the model can tell decoded "
+        "tokens by it (default: nothing is recorded)",
+    )
+    group.add_argument(
+        "--record-routing-limit",
+        metavar="SIZE",
+        help="stop recording after so many bytes (default: 1GiB)",
+    )
+
+
+def read_record(found: argparse.Namespace) -> RecordConfig | None:
+    """Raises ConfigError."""
+    if found.record_routing is None:
+        if found.record_routing_limit is not None:
+            raise ConfigError("--record-routing-limit without --record-routing: leave it out")
+        return None
+    limit = found.record_routing_limit or "1GiB"
+    folder = str(Path(found.record_routing).resolve())
+    return RecordConfig(folder, parse_bytes(limit, "--record-routing-limit"))
 
 
 def read_flags(found: argparse.Namespace) -> TierFlags | None:

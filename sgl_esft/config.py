@@ -64,6 +64,14 @@ class TierConfig:
 
 
 @dataclass(frozen=True)
+class RecordConfig:
+    """A trace of the routing, as configured at launch (`--record-routing`)."""
+
+    folder: str
+    max_bytes: int
+
+
+@dataclass(frozen=True)
 class EsftConfig:
     """Weaving, as configured at launch."""
 
@@ -79,6 +87,7 @@ class EsftConfig:
     slot_overtakes: int = DEFAULT_SLOT_OVERTAKES  # the same of who waits for an adapter's slot
     heat_every: int = DEFAULT_HEAT_EVERY  # experts are counted in every so many steps; 0 = never
     tiers: TierConfig | None = None  # None = every expert is on the device
+    record: RecordConfig | None = None  # None = the routing is not recorded
 
     def __post_init__(self) -> None:
         _check_at_least(1, "--max-adapters", self.max_adapters)
@@ -100,6 +109,8 @@ class EsftConfig:
         _check_choice("--reroute", self.reroute, REROUTE_KINDS)
         if self.tiers is not None:
             self._check_tiers()
+        if self.record is not None and self.reroute == "router":
+            raise ConfigError("--reroute router knows no expert ids to record: use --reroute fused")
 
     def _check_tiers(self) -> None:
         if self.reroute == "router":
@@ -123,8 +134,12 @@ class EsftConfig:
         """Raises ConfigError if `text` is not what `export` writes."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            tiers = fields.pop("tiers", None)
-            return cls(**fields, tiers=None if tiers is None else TierConfig(**tiers))
+            tiers, record = fields.pop("tiers", None), fields.pop("record", None)
+            return cls(
+                **fields,
+                tiers=None if tiers is None else TierConfig(**tiers),
+                record=None if record is None else RecordConfig(**record),
+            )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{env.CONFIG} is not a configuration: {error}") from error
 

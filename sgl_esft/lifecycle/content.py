@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_esft.errors import AdapterFormatError, InvariantError
 from sgl_esft.config import current_config
+from sgl_esft.errors import AdapterFormatError, InvariantError
 from sgl_esft.formats.manifest import (
     AdapterManifest,
     content_digest,

@@ -1,1 +1,1 @@
-"""Experts in tiers: device rows, host memory, the checkpoint; prefetched by expert maps (FineMoE)."""
+"""Experts in tiers: rows of the device, host memory, the checkpoint; what is fetched ahead."""

@@ -153,12 +153,18 @@ class Decisions:
         `present`: slot -> row.
         """
         of = self._layers[layer]
-        lent = [s for s in self._by_value(of, np.array([*present], dtype=np.int64)) if s not in of.pinned]
+        lent = [
+            s
+            for s in self._by_value(of, np.array([*present], dtype=np.int64))
+            if s not in of.pinned
+        ]
         num_lent = max(0, min(len(lent), WAVE_ROWS - len(free)))
         first = lent[:num_lent]  # computed first, and gone then
         pool = [*free, *(present[slot] for slot in first)]
         if not pool:
-            raise InvariantError(f"layer {layer}: every row is pinned, and {len(missing)} must load")
+            raise InvariantError(
+                f"layer {layer}: every row is pinned, and {len(missing)} must load"
+            )
         loads = []
         for index, slot in enumerate(missing.tolist()):
             row = pool[index % len(pool)]

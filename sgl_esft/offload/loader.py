@@ -130,7 +130,8 @@ _Row = tuple[int, int]  # layer, row
 class Loader:
     """Runs jobs by `read` in `num_threads` threads, until `close`. Its methods are for any thread.
 
-    `read` fills the job's row; what it raises is in the ticket, and ends no thread.
+    `read` fills the job's row; what it raises is in the ticket, and ends no thread. Of one
+    priority, the first that waits for nothing but a thread is the first to begin.
     """
 
     def __init__(self, num_threads: int, read: Callable[[LoadJob], None]) -> None:

@@ -175,9 +175,7 @@ POLICIES: Mapping[str, Policy] = {
             LeastRecentlyUsed,
             "next-gate",
         ),
-        Policy(
-            "learned", "a small trained probe a layer (ProMoE)", LeastFrequentlyUsed, "learned"
-        ),
+        Policy("learned", "a small trained probe a layer (ProMoE)", LeastFrequentlyUsed, "learned"),
         Policy("finemoe", "expert maps of similar tokens (FineMoE)", LeastExpected, "finemoe"),
     )
 }

@@ -59,11 +59,13 @@ class RowTable:
 
     def residents(self) -> Ints:
         """[n] slots that are in rows, by row."""
-        return self.slot_of[self.slot_of != EMPTY]
+        found: Ints = self.slot_of[self.slot_of != EMPTY]
+        return found
 
     def empty_rows(self) -> Ints:
         """[n] rows with nothing in them, ascending."""
-        return np.flatnonzero(self.slot_of == EMPTY)
+        found: Ints = np.flatnonzero(self.slot_of == EMPTY)
+        return found
 
     def check_integrity(self) -> None:
         """Raises InvariantError when the two tables are not each other's inverse."""

@@ -1,8 +1,8 @@
 """A trace replayed: what a cache and a policy would have done, exactly as a server decides.
 
-    read_trace -> [replay]: the calls of tier.py in their order, nothing loaded -> Counts
-                  [Timeline]: when loads and layers would have ended, by r -> stall
-    [belady], [oracle]: what could not be beaten
+read_trace -> [replay]: the calls of tier.py in their order, nothing loaded -> Counts
+              [Timeline]: when loads and layers would have ended, by r -> stall
+[belady], [oracle]: what could not be beaten
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class Timeline:
         wanted = set(needed)
         late = [load for load in self._queue if load.layer == layer and load.slot in wanted]
         self._queue = [load for load in self._queue if load not in late and load.layer > layer]
-        ready = max(
-            (self._lands.pop((layer, slot), 0.0) for slot in wanted), default=self.now
-        )
+        ready = max((self._lands.pop((layer, slot), 0.0) for slot in wanted), default=self.now)
         for load in (*loads, *late):
             ready = max(ready, self._carry(load))
             self._lands.pop((load.layer, load.slot), None)
@@ -150,9 +148,7 @@ def _replay_step(
 def _tokens_of(step: TraceStep) -> StepTokens | None:
     if not step.request_ids:
         return None
-    return StepTokens(
-        step.request_ids, tuple(step.adapter_slots[: len(step.request_ids)].tolist())
-    )
+    return StepTokens(step.request_ids, tuple(step.adapter_slots[: len(step.request_ids)].tolist()))
 
 
 def base_maps(header: TraceHeader) -> Ints:

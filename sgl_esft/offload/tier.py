@@ -27,7 +27,7 @@ import torch
 from sgl_esft.errors import EsftError, ExpertReadError, InvariantError
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Counts, Decisions, Load, Plan
-from sgl_esft.offload.loader import LoadJob, LoadPriority, LoadTicket, Loader
+from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority, LoadTicket
 from sgl_esft.offload.routing import Floats, StepTokens
 from sgl_esft.offload.rows import EMPTY
 from sgl_esft.offload.source import ExpertPlace

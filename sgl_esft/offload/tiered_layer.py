@@ -9,7 +9,7 @@ Placing an adapter moves no weight: its slots are told where its experts lie.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import InvariantError, UnsupportedModelError
+from sgl_esft.offload.rows import NOT_HERE
 from sgl_esft.offload.source import ExpertPlace
 from sgl_esft.offload.tier import ExpertTier
 from sgl_esft.weave import expert_tensor
@@ -53,6 +54,22 @@ class TieredLayer(WovenLayer):
             raise InvariantError(f"{num_slots} virtual slots without rows")
         return len(memory.rows.mapped_slots())
 
+    @property
+    def base_slots(self) -> Collection[int]:
+        """Those that are in rows now."""
+        return self._in_rows(range(self.layout.num_base))
+
+    @property
+    def slots_by_adapter(self) -> Mapping[int, Collection[int]]:
+        """Those that are in rows now."""
+        return {owner: self._in_rows(run) for owner, run in self.adapter_runs.items()}
+
+    def _in_rows(self, slots: range) -> list[int]:
+        if self.tier is None:
+            return []
+        where = self.tier.decisions.where(self.index)
+        return [slot for slot in slots if where[slot] != NOT_HERE]
+
     def join(self, tier: ExpertTier, index: int, base: Mapping[int, ExpertPlace]) -> None:
         """From now on the tier brings its experts; `base`: slot -> place of the base's."""
         self.tier, self.index = tier, index
@@ -84,11 +101,9 @@ class TieredLayer(WovenLayer):
 
     def num_bytes_of(self, adapter_slot: int) -> int:
         """Bytes of the adapter's experts that are in rows now."""
-        run = self.adapter_runs.get(adapter_slot, range(0))
-        if self.tier is None or not run:
-            return 0
-        where = self.tier.decisions.where(self.index)[run.start : run.stop]
-        return int((where >= 0).sum()) * self._bytes_per_slot
+        return len(self._in_rows(self.adapter_runs.get(adapter_slot, range(0)))) * (
+            self._bytes_per_slot
+        )
 
 
 def skip_routed_experts(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,21 +98,26 @@ class TraceWriter:
         self._left_bytes = max_bytes
         self._events: list[TraceEvent] = []
         self._num_parts = 0
+        self._lock = threading.Lock()
         self.is_full = False
 
     def add(self, event: TraceEvent) -> None:
         """Keep an event; a part is written when it has enough of them."""
-        if self.is_full:
-            return
-        self._events.append(event)
-        if len(self._events) >= STEPS_PER_PART:
+        with self._lock:
+            if not self.is_full:
+                self._events.append(event)
+            is_due = len(self._events) >= STEPS_PER_PART
+        if is_due:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is kept."""
-        events, self._events = self._events, []
-        if not events or self.is_full:
-            return
+        """Write what is kept. Any thread may call it."""
+        with self._lock:
+            events, self._events = self._events, []
+            if events and not self.is_full:
+                self._write(events)
+
+    def _write(self, events: Sequence[TraceEvent]) -> None:
         arrays = _arrays_of(events)
         self._left_bytes -= sum(array.nbytes for array in arrays.values())
         if self._left_bytes < 0:

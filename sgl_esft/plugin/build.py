@@ -20,11 +20,13 @@ from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.lifecycle.rank_command_handler import RankGroup
 from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.metrics import MemoryMetrics
-from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
+from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import heat_hooks, runner_core
+from sgl_esft.plugin.decoded_tokens import DecodedTokens
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
+from sgl_esft.plugin.recording import Recorder
 from sgl_esft.plugin.tiers import Tiers, build_tiers
 from sgl_esft.support import MOE_BACKENDS
 from sgl_esft.weave import expert_tensor, page_source
@@ -83,10 +85,27 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         manager.load_initial(sglang_api.initial_adapters())
     else:
         source.woven(manager)
-    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat, tiers)
+    recorder = _recorder(runner.model, plane, tags, spec, config)
+    manager.watchers = tuple(each for each in (tiers, recorder) if each is not None)
+    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat, tiers, recorder)
     sglang_api.hide_lora_from_layers()
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
+
+
+def _recorder(
+    model: torch.nn.Module,
+    plane: AdapterPlane,
+    tags: BatchTags,
+    spec: MoeSpec,
+    config: EsftConfig,
+) -> Recorder | None:
+    """One of the ranks that see the same tokens has one, if the routing is recorded."""
+    if config.record is None or sglang_api.tp_rank() != 0:
+        return None
+    top_k = next(topk.top_k for topk, _ in sglang_api.routers(model))
+    decoded = DecodedTokens(model, spec.hidden_size)
+    return Recorder(config.record, plane, tags, decoded, model, top_k)
 
 
 def _adapter_pages(
@@ -115,9 +134,7 @@ def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
     return publish
 
 
-def bind_layers(
-    model: torch.nn.Module, spec: MoeSpec, config: EsftConfig
-) -> dict[int, WovenLayer]:
+def bind_layers(model: torch.nn.Module, spec: MoeSpec, config: EsftConfig) -> dict[int, WovenLayer]:
     """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
     for module in sglang_api.fused_moe_modules(model):
         _check_backend(module)
@@ -173,6 +190,7 @@ def attach_rerouting(
     kind: str,
     heat: HeatSampler | None = None,
     tiers: Tiers | None = None,
+    recorder: Recorder | None = None,
 ) -> None:
     """From now on these layers reroute, as `--reroute kind` says.
 
@@ -191,7 +209,8 @@ def attach_rerouting(
     for module in sglang_api.fused_moe_modules(model):
         layout = layers[module.layer_id].layout
         inner = None if tiers is None else tiers.inner(module.layer_id)
-        runner_core.install(module, layout, rerouters.get(module.layer_id), inner)
+        watch = None if recorder is None else recorder.watch(module.layer_id)
+        runner_core.install(module, layout, rerouters.get(module.layer_id), inner, watch)
         sglang_api.check_dispatcher(module.dispatcher)
         # The expert map's rows contain this rank's part of SGLang's own mapping.
         module.dispatcher.skip_local_expert_mapping = True

@@ -31,12 +31,8 @@ MakeResult = Callable[[bool, str, dict[str, str]], Any]
 GatherTags = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
-class StepBegins(Protocol):
-    """Experts in tiers, as far as batches concern them (plugin/tiers.py)."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why tokens of the batch at hand have no answer; None = they have."""
+class StepWatcher(Protocol):
+    """Who is told of each batch: experts in tiers, a recorder."""
 
     def begin(self, forward_batch: Any, adapter_slots: Sequence[int]) -> None:
         """A batch was tagged: the adapter slot of each request."""
@@ -69,7 +65,7 @@ class EsftManager:
         group: RankGroup = ALONE,
         heat: HeatSampler | None = None,
         num_sources: int = 1,
-        tiers: StepBegins | None = None,
+        tiers: Any = None,
     ) -> None:
         """gather_tags: given under DP attention, where tokens of `num_dp_ranks` meet in the MoE.
 
@@ -87,7 +83,8 @@ class EsftManager:
         self._source = group.rank if num_sources > 1 else None
         self._num_sources = num_sources
         self.heat = heat  # None = experts are not counted
-        self.tiers = tiers  # None = every expert is on the device
+        self.tiers = tiers  # plugin/tiers.py; None = every expert is on the device
+        self.watchers: tuple[StepWatcher, ...] = ()
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
     @property
@@ -181,8 +178,8 @@ class EsftManager:
             real_tokens = gathered >= BASE
         if self.heat is not None:
             self.heat.begin_step(real_tokens)
-        if self.tiers is not None:
-            self.tiers.begin(forward_batch, slots)
+        for watcher in self.watchers:
+            watcher.begin(forward_batch, slots)
 
     # ---- CUDA graphs ----
 

@@ -1,17 +1,16 @@
 """Experts in tiers, put together for one rank of SGLang.
 
-    woven layers, TierConfig -> [build_tiers] -> Tiers: what brings experts (offload/tier.py)
-    a batch is tagged --[Tiers.begin]--> tokens to predict for
-    a woven layer's dispatch --[Tiers.inner]--> experts, computed as they arrive
+woven layers, TierConfig -> [build_tiers] -> Tiers: what brings experts (offload/tier.py)
+a batch is tagged --[Tiers.begin]--> tokens to predict for
+a woven layer's dispatch --[Tiers.inner]--> experts, computed as they arrive
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,31 +21,28 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
 from sgl_esft import sglang_api
 from sgl_esft.config import EsftConfig, TierConfig
-from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.errors import ConfigError
 from sgl_esft.formats.manifest import AdapterManifest
 from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics, ExpertTierTotals
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
-from sgl_esft.offload.loader import LoadJob, Loader, LoadPriority
+from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
 from sgl_esft.offload.policies import AUTO, Policy, auto_policy, policy_of
 from sgl_esft.offload.predictors.base import Predictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
 from sgl_esft.offload.reader import ExpertReader
-from sgl_esft.offload.routing import Floats, Ints, StepTokens
+from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.source import ExpertPlace, ExpertSource
-from sgl_esft.offload.tier import ExpertTier, TierLayer, probabilities
+from sgl_esft.offload.tier import ExpertTier, TierLayer
 from sgl_esft.offload.tiered_layer import TieredLayer
-from sgl_esft.offload.trace import rounded
 from sgl_esft.platform import moe
+from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE, DecodedTokens, embedding_layer
 from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 
 logger = logging.getLogger(__name__)
 
-# Tokens are compared by their embeddings cut to so many numbers (a fixed random projection keeps
-# their angles): searching is faster, and a recorded trace holds what was searched for.
-EMBEDDING_SIZE = 64
-_PROJECTION_SEED = 20251
 _MEASURED_LOADS = 8  # at start
 
 
@@ -57,10 +53,8 @@ class Tiers:
     tier: ExpertTier
     source: ExpertSource
     index_of: Mapping[int, int]  # layer id -> number among the MoE layers
-    scoring: Mapping[int, str]  # layer id -> softmax or sigmoid, where the router's scores are read
-    predicts: bool  # whether distributions are worth computing
-    projection: torch.Tensor | None = None  # [H, EMBEDDING_SIZE]
-    _num_tokens: int = field(default=0)
+    decoded: DecodedTokens | None  # None = nothing is predicted
+    publish: Callable[[], None] | None = None  # after each forward pass
 
     @property
     def failure(self) -> str | None:
@@ -89,24 +83,20 @@ class Tiers:
     # ---- forward ----
 
     def begin(self, forward_batch: Any, adapter_slots: Sequence[int]) -> None:
-        """A batch was tagged. Prompts are not predicted for: their layers touch most experts."""
-        tokens = None
-        if self.predicts and forward_batch.forward_mode.is_decode():
-            ids = tuple(_number_of(rid) for rid in forward_batch.rids or ())
-            if len(ids) == len(adapter_slots):
-                tokens = StepTokens(ids, tuple(adapter_slots))
-        self._num_tokens = len(tokens.request_ids) if tokens is not None else 0
-        self.tier.begin(tokens)
+        """A batch was tagged."""
+        if self.decoded is not None:
+            self.decoded.begin(forward_batch, adapter_slots)
+        self.tier.begin(None if self.decoded is None else self.decoded.tokens)
 
     def embedded(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
         """A forward hook of the model's embedding layer."""
-        if self._num_tokens and self.projection is not None:
-            rows = output[: self._num_tokens].float() @ self.projection
-            self.tier.embedded(rounded(rows.cpu().numpy()))
+        if self.decoded is not None and self.decoded.num_tokens:
+            self.tier.embedded(self.decoded.embeddings(output))
 
     def inner(self, layer_id: int) -> Callable[[Any, Any], Any]:
         """What runs a layer's experts (plugin/runner_core.py)."""
-        index, scoring = self.index_of[layer_id], self.scoring.get(layer_id, "softmax")
+        index = self.index_of[layer_id]
+        is_last = index == len(self.index_of) - 1
 
         def run(dispatch_output: Any, weights: Any) -> Any:
             topk = dispatch_output.topk_output
@@ -116,23 +106,16 @@ class Tiers:
                 weights.w2_weight,
                 topk.topk_weights,
                 topk.topk_ids,
-                partial(
-                    self.tier.arrivals, index, probs=self._probabilities(topk, scoring)
-                ),
+                partial(self.tier.arrivals, index, probs=self._probabilities(layer_id, topk)),
             )
+            if is_last and self.publish is not None:
+                self.publish()
             return StandardCombineInput(hidden_states=output)
 
         return run
 
-    def _probabilities(self, topk: Any, scoring: str) -> Floats | None:
-        if not self._num_tokens:
-            return None
-        return rounded(probabilities(topk.router_logits[: self._num_tokens], scoring))
-
-
-def _number_of(rid: str) -> int:
-    """A request's number: the same in all of its steps, and on every rank."""
-    return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=7).digest(), "little")
+    def _probabilities(self, layer_id: int, topk: Any) -> Floats | None:
+        return None if self.decoded is None else self.decoded.probabilities(layer_id, topk)
 
 
 def build_tiers(
@@ -179,7 +162,7 @@ def build_tiers(
         rows,
         decisions,
         lambda run: Loader(config.tiers.read_threads, run),  # type: ignore[union-attr]
-        lambda job, w13, w2: reader.read(job.place, w13, w2),
+        reader.read,
         ahead,
     )
     for index, layer in enumerate(tiered):
@@ -188,14 +171,22 @@ def build_tiers(
         tier,
         source,
         {layer.layer_id: index for index, layer in enumerate(tiered)},
-        {module.layer_id: str(topk.scoring_func) for topk, module in sglang_api.routers(model)},
-        predicts=predictor is not None,
+        None if predictor is None else DecodedTokens(model, spec.hidden_size),
+        _publisher(tier, reader) if sglang_api.has_metrics() else None,
     )
     if predictor is not None:
-        tiers.projection = projection(spec.hidden_size)
-        _embedding_of(model).register_forward_hook(tiers.embedded)
+        embedding_layer(model).register_forward_hook(tiers.embedded)
     logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
     return tiers
+
+
+def _publisher(tier: ExpertTier, reader: ExpertReader) -> Callable[[], None]:
+    metrics = ExpertTierMetrics(sglang_api.tp_rank())
+
+    def publish() -> None:
+        metrics.set(ExpertTierTotals.of(tier.totals(), tier.times, reader.counts))
+
+    return publish
 
 
 def _check_dtype(w13: torch.Tensor, spec: MoeSpec) -> None:
@@ -228,9 +219,7 @@ def _predictor(
         raise ConfigError(f"--expert-policy {policy.name}: in the simulator only, so far")
     num_layers = len(spec.moe_layer_ids)
     distance = min(config.prefetch_distance, num_layers)
-    store = MapStore(
-        num_layers, spec.num_experts, EMBEDDING_SIZE, distance, config.map_store_bytes
-    )
+    store = MapStore(num_layers, spec.num_experts, EMBEDDING_SIZE, distance, config.map_store_bytes)
     return FineMoEPredictor(store, config.top_k, distance)
 
 
@@ -248,23 +237,6 @@ def _base_places(layer: TieredLayer, source: ExpertSource) -> dict[int, ExpertPl
     return {slot: source.place(None, layer.layer_id, e) for slot, e in enumerate(ids)}
 
 
-def _embedding_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Raises UnsupportedModelError for a model that does not name its embedding layer."""
-    for name, module in model.named_modules():
-        if name.endswith("embed_tokens"):
-            return module
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has no embed_tokens: use --expert-policy lfu"
-    )
-
-
-def projection(hidden_size: int) -> torch.Tensor:
-    """[hidden_size, EMBEDDING_SIZE] float32, the same everywhere."""
-    random = torch.Generator().manual_seed(_PROJECTION_SEED)
-    found = torch.randn((hidden_size, EMBEDDING_SIZE), generator=random)
-    return found / EMBEDDING_SIZE**0.5
-
-
 def measured_loads_per_layer(
     layer: TieredLayer, source: ExpertSource, reader: ExpertReader, config: TierConfig
 ) -> float:
@@ -277,9 +249,7 @@ def measured_loads_per_layer(
     try:
         began = time.perf_counter()
         tickets = [
-            loader.submit(
-                LoadJob(0, n, n % layer.w13.shape[0], LoadPriority.ON_DEMAND, place)
-            )
+            loader.submit(LoadJob(0, n, n % layer.w13.shape[0], LoadPriority.ON_DEMAND, place))
             for n, place in enumerate(places)
         ]
         for ticket in tickets:

@@ -129,13 +129,11 @@ def test_debug_builds_assert_values(
 
 
 def not_here() -> tuple[tuple[torch.Tensor, ...], torch.Tensor, int]:
-    """A batch, `where` without the expert of its token 2, and that one's slot."""
+    """A batch whose token 2 alone asks for some expert, `where` without it, and its slot."""
     topk_ids, tags, table = Case().make()
     where = where_asked((topk_ids, tags, table))
-    topk_ids[2, 1] = (topk_ids[2] + 1).max() % 64
-    slot = int(table[tags[2], topk_ids[2, 1]])
-    where[slot] = NOT_HERE
-    return (topk_ids, tags, table), where, slot
+    topk_ids[2, 1] = min(set(range(64)) - set(topk_ids.flatten().tolist()))
+    return (topk_ids, tags, table), where, int(table[tags[2], topk_ids[2, 1]])
 
 
 def test_debug_builds_name_an_expert_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,7 @@ def open_rank(
     )
     looks = predictor is not None or POLICIES[policy].streams
     ahead = Ahead(decisions, predictor, slots_of) if looks else None
-    tier = ExpertTier(
-        layers, decisions, lambda run: Loader(2, run), reader.read, ahead
-    )
+    tier = ExpertTier(layers, decisions, lambda run: Loader(2, run), reader.read, ahead)
     for index, layer_id in enumerate(spec.moe_layer_ids):
         tier.add(index, {e: source.place(None, layer_id, e) for e in range(spec.num_experts)})
     w13, w2 = _whole(base)
