@@ -7,7 +7,7 @@ read_trace -> [replay]: the calls of tier.py in their order, nothing loaded -> C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,22 +41,23 @@ class Timeline:
     _link_free: float = 0.0
 
     def __post_init__(self) -> None:
-        self._queue: list[Load] = []  # guesses that have not begun
+        self._queue: list[tuple[Load, float]] = []  # guesses that have not begun, since when
         self._lands: dict[tuple[int, int], float] = {}  # (layer, slot) -> when it is there
 
-    def guess(self, loads: Iterable[Load]) -> None:
-        """Loads ahead of need."""
-        self._queue.extend(loads)
+    def guess(self, loads: Iterable[Load], *, during_layer: bool) -> None:
+        """Loads ahead of need; asked for when the last layer began to compute, or now."""
+        asked = self.now - 1.0 if during_layer else self.now
+        self._queue.extend((load, asked) for load in loads)
 
     def compute(self, layer: int, needed: Iterable[int], loads: Sequence[Load]) -> None:
         """A layer's step: wait for what it needs, compute."""
         self._run_queue()
         wanted = set(needed)
-        late = [load for load in self._queue if load.layer == layer and load.slot in wanted]
-        self._queue = [load for load in self._queue if load not in late and load.layer > layer]
+        late = [load for load, _ in self._queue if load.layer == layer and load.slot in wanted]
+        self._queue = [(load, asked) for load, asked in self._queue if load.layer > layer]
         ready = max((self._lands.pop((layer, slot), 0.0) for slot in wanted), default=self.now)
         for load in (*loads, *late):
-            ready = max(ready, self._carry(load))
+            ready = max(ready, self._carry(load, self.now))
             self._lands.pop((load.layer, load.slot), None)
         self.stall += max(0.0, ready - self.now)
         self.now = max(self.now, ready) + 1.0
@@ -64,11 +65,10 @@ class Timeline:
     def _run_queue(self) -> None:
         """Guesses begin while the link is free, up to now."""
         while self._queue and self._link_free < self.now:
-            self._carry(self._queue.pop(0))
+            self._carry(*self._queue.pop(0))
 
-    def _carry(self, load: Load) -> float:
-        begin = max(self._link_free, self.now - 1.0)  # at the earliest when it was asked for
-        self._link_free = begin + self.load_time
+    def _carry(self, load: Load, asked: float) -> float:
+        self._link_free = max(self._link_free, asked) + self.load_time
         self._lands[load.layer, load.slot] = self._link_free
         return self._link_free
 
@@ -128,13 +128,12 @@ def _replay_step(
     timeline: Timeline | None,
 ) -> None:
     decisions.begin()
-    guess: Callable[[Iterable[Load]], None] = (
-        (lambda loads: None) if timeline is None else timeline.guess
-    )
     if ahead is not None:
         ahead.begin(_tokens_of(step))
         if ahead.is_on:
-            guess(ahead.embedded(step.embeddings))
+            loads = ahead.embedded(step.embeddings)
+            if timeline is not None:
+                timeline.guess(loads, during_layer=False)
     for layer in range(len(step.topk_ids)):
         needed = needed_slots(maps[layer], step.topk_ids[layer], step.adapter_slots)
         plan = decisions.step(layer, needed)
@@ -142,7 +141,9 @@ def _replay_step(
             timeline.compute(layer, needed.tolist(), plan.loads)
         if ahead is not None:
             probs = step.probs[layer] if step.request_ids else None
-            guess(ahead.routed(layer, probs, len(plan.loads)))
+            loads = ahead.routed(layer, probs, len(plan.loads))
+            if timeline is not None:
+                timeline.guess(loads, during_layer=True)
 
 
 def _tokens_of(step: TraceStep) -> StepTokens | None:
