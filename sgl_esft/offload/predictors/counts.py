@@ -94,12 +94,14 @@ class RequestCountsPredictor:
         return found
 
     def end_step(self) -> None:
-        """The step's experts belong to its requests from now on."""
-        if self._num_seen == self._store.num_layers:
+        """The step's experts belong to its requests from now on; nothing the second time."""
+        if self._request_ids and self._num_seen == self._store.num_layers:
             self._counts.update(zip(self._request_ids, self._now, strict=True))
+        self._request_ids = ()
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """The requests' matrices enter the store, for the requests to come."""
+        self.end_step()  # theirs may be the step at hand, and would come back with it
         known = [self._counts.pop(request) for request in request_ids if request in self._counts]
         if known:
             self.remember(np.stack(known))

@@ -95,6 +95,21 @@ def test_a_request_enters_when_it_ends_with_all_its_tokens() -> None:
     ]
 
 
+def test_a_step_that_is_ended_late_brings_no_request_back() -> None:
+    maps = random_maps(1, 1)
+    late, at_once = (RequestCountsPredictor(LAYERS, EXPERTS, TOP_K) for _ in range(2))
+    late.begin_step(tokens_of(7))
+    for layer in range(LAYERS):
+        late.observe(layer, maps[:, layer])
+    late.forget([7])
+    late.end_step()
+    at_once.remember(counted(maps)[None])
+    # Were 7 still known, its next step would be predicted from its first layer on.
+    assert late.begin_step(tokens_of(7)) == []
+    mine, theirs = (run(each, maps, tokens_of(8)) for each in (late, at_once))
+    assert [len(found) for found in mine] == [len(found) for found in theirs] == [0, 3, 2, 1, 0]
+
+
 def test_a_step_that_was_cut_short_counts_for_nothing() -> None:
     predictor, maps = RequestCountsPredictor(LAYERS, EXPERTS, TOP_K), random_maps(1, 1)
     predictor.begin_step(tokens_of(1))
