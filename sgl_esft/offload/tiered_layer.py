@@ -99,6 +99,18 @@ class TieredLayer(WovenLayer):
             self.tier.remove(self.index, run)
             self.memory.unmap(run)
 
+    @property
+    def max_kept(self) -> int | None:
+        """Half of the rows: all experts that are not kept go through the others."""
+        return int(self.w13.shape[0]) // 2
+
+    def keep(self, adapter_slot: int, kept: bool) -> None:
+        """Once in their rows, the experts of an adapter that is kept do not leave for others."""
+        run = self.adapter_runs.get(adapter_slot)
+        if run and self.tier is not None:
+            change = self.tier.decisions.pin if kept else self.tier.decisions.unpin
+            change(self.index, run)
+
     def num_bytes_of(self, adapter_slot: int) -> int:
         """Bytes of the adapter's experts that are in rows now."""
         return len(self._in_rows(self.adapter_runs.get(adapter_slot, range(0)))) * (

@@ -166,6 +166,14 @@ class WovenLayer:
             wait_for_readers(self.w13.device)
             self.memory.unmap(run)
 
+    @property
+    def max_kept(self) -> int | None:
+        """The most experts that may be kept here for good; None = all that have slots."""
+        return None
+
+    def keep(self, adapter_slot: int, kept: bool) -> None:
+        """Whether the adapter's experts stay on the device: here they do until it is displaced."""
+
     def num_bytes_of(self, adapter_slot: int) -> int:
         """Bytes of the experts in an adapter slot, on this rank."""
         return len(self.adapter_runs.get(adapter_slot, ())) * self._bytes_per_slot

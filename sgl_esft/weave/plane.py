@@ -20,6 +20,7 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.errors import (
     EsftError,
     InvariantError,
+    NoFreeSlotError,
     OutOfExpertMemoryError,
     UnknownAdapterError,
 )
@@ -179,6 +180,8 @@ class AdapterPlane:
         """
         num_pages = pages_needed(adapter.manifest, self.layers)
         self._check_room(source.name, num_pages, pinned=source.pinned)
+        if source.pinned:
+            self._check_kept(source.name, adapter.manifest)
         if self._files is not None:
             shards = {layer_id: layer.shard for layer_id, layer in self.layers.items()}
             places = self._files.register(source.adapter_id, adapter.manifest, shards)
@@ -222,6 +225,18 @@ class AdapterPlane:
         if slot is not None:
             self._placer.displace(slot)
 
+    def _check_kept(self, name: str, manifest: AdapterManifest) -> None:
+        """Where experts are in tiers, pinned ones must leave rows for all others."""
+        pinned = [self._loaded[adapter_id].manifest for adapter_id in self._pinned]
+        for layer_id, layer in self.layers.items():
+            num_kept = sum(len(each.experts.get(layer_id, ())) for each in (*pinned, manifest))
+            if layer.max_kept is not None and num_kept > layer.max_kept:
+                raise NoFreeSlotError(
+                    f"adapter {name!r} cannot be pinned: pinned experts would take {num_kept} rows "
+                    f"of layer {layer_id}, and may have {layer.max_kept}: pin fewer, or raise "
+                    "--expert-cache"
+                )
+
     def _check_room(self, name: str, num_pages: int, *, pinned: bool) -> None:
         slots = self._slots
         room = AdapterRoom(
@@ -262,12 +277,14 @@ class AdapterPlane:
         if not pinned:
             self._pinned.discard(adapter_id)
             self._slots.unpin(adapter_id)
+            self._keep(adapter_id, False)
             return
         if adapter_id in self._pinned:
             return
+        adapter = self._loaded[adapter_id]
+        self._check_kept(adapter.name, adapter.manifest)
         if not self.is_resident:
-            adapter, num_pages = self._loaded[adapter_id], self._pages[adapter_id]
-            self._check_room(adapter.name, num_pages, pinned=True)
+            self._check_room(adapter.name, self._pages[adapter_id], pinned=True)
         self._pinned.add(adapter_id)
 
     def placements(self) -> dict[str, tuple[int, int]]:
@@ -331,8 +348,14 @@ class AdapterPlane:
             raise UnknownAdapterError(f"adapter ids {sorted(unknown)} are not loaded")
         adapters = {adapter_id: self._loaded[adapter_id] for adapter_id in wanted}
         self._placer.bring(adapters, may_evict=not self.is_resident)
-        for adapter_id in wanted & self._pinned:
+        for adapter_id in wanted & self._pinned - self._slots.pinned:
             self._slots.pin(adapter_id)
+            self._keep(adapter_id, True)
+
+    def _keep(self, adapter_id: str, kept: bool) -> None:
+        slot = self._slots.slot_of(adapter_id)
+        for layer in self.layers.values() if slot is not None else ():
+            layer.keep(slot, kept)
 
     def slot_of(self, adapter_id: str) -> int:
         """The adapter slot to tag tokens with. Raises InvariantError if it has none."""
