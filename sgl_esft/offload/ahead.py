@@ -8,6 +8,7 @@ The same calls in the same order by the server's thread (tier.py) and by the sim
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
 # (layer, adapter slot or -1, [n] expert ids) -> [n] virtual slots, -1 for another rank's
 SlotsOf = Callable[[int, int, Ints], Ints]
 
+STEPS_UNTIL_ENDED = 64  # that decode, without a request: it has ended, or waits for very long
 MAX_TOKENS = 8  # from some more requests on everything is touched (offload_notes, section 5)
 
 
@@ -32,6 +34,8 @@ class Ahead:
         self._slots_of = slots_of
         self._tokens: StepTokens | None = None
         self._has_begun = False
+        self._step = 0
+        self._last_step: OrderedDict[int, int] = OrderedDict()  # by request, longest ago first
 
     @property
     def is_on(self) -> bool:
@@ -43,6 +47,19 @@ class Ahead:
         few = tokens is not None and 0 < len(tokens.request_ids) <= MAX_TOKENS
         self._tokens = tokens if few else None
         self._has_begun = False
+        if tokens is not None and self._predictor is not None:
+            self._predictor.forget(self._ended(tokens.request_ids))
+
+    def _ended(self, request_ids: Sequence[int]) -> list[int]:
+        """Requests that were in none of the last passes: nobody says when one has ended."""
+        self._step += 1
+        for request_id in request_ids:
+            self._last_step[request_id] = self._step
+            self._last_step.move_to_end(request_id)
+        ended = []
+        while next(iter(self._last_step.values()), self._step) < self._step - STEPS_UNTIL_ENDED:
+            ended.append(self._last_step.popitem(last=False)[0])
+        return ended
 
     def embedded(self, embeddings: Floats) -> tuple[Load, ...]:
         """Before the first MoE layer: by the tokens' embeddings."""

@@ -216,11 +216,11 @@ class Decisions:
 
         layer: -1 before the first. Priority is probability over distance (FineMoE section 4.3);
         what the link cannot carry is left out: it would only displace. After a miss nothing is
-        fetched ahead, so that what is missing has the link.
+        fetched ahead, so that what is missing has the link; only streaming goes on.
         """
         self._credit += self.loads_per_layer
         self._credit = min(self._credit, MAX_CREDIT_LAYERS * max(1.0, self.loads_per_layer))
-        if num_missed or self._credit < 1.0:
+        if (num_missed and not self.policy.streams) or self._credit < 1.0:
             return ()
         loads = []
         for target, slot in self._urgent(layer):
@@ -252,11 +252,15 @@ class Decisions:
             self._layers[layer].wanted = dict.fromkeys(range(self.num_base), 1.0)
 
     def _row_ahead(self, layer: int) -> int | None:
-        """A row that a guess may have: never one of a live entry (offload_notes, pitfall 13)."""
+        """A row that a guess may have: never one of a live entry (offload_notes, pitfall 13).
+
+        What streams expects everything of every layer, so there only what came in last is live.
+        """
         of = self._layers[layer]
         if len(of.ahead) >= max(1, of.rows.num_rows // 2):
             return None
-        rows = self._rows_to_take(of, set(of.wanted) | set(of.ahead))
+        kept = set(of.ahead) if self.policy.streams else {*of.wanted, *of.ahead}
+        rows = self._rows_to_take(of, kept)
         return rows[0] if rows else None
 
     # ---- who may be here at all ----

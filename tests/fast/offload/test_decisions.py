@@ -269,3 +269,18 @@ def test_a_row_table_refuses_to_hold_a_slot_twice() -> None:
     table.slot_of[1] = 2
     with pytest.raises(InvariantError):
         table.check_integrity()
+
+
+def test_streaming_goes_on_where_every_layer_misses() -> None:
+    """It is what it is compared with: always the next layer, whatever was there."""
+    decisions, rows = make(4, "stream", loads_per_layer=2.0), [Rows(4) for _ in range(3)]
+    for number in range(30):
+        layer = number % 3
+        if layer == 0:
+            decisions.begin()
+        plan = decisions.step(layer, slots(*range(8)))
+        rows[layer].carry_out(plan)
+        for load in decisions.prefetches(layer, len(plan.loads)):
+            rows[load.layer].land(load)
+    assert decisions.counts(1).num_prefetches >= 9
+    assert decisions.counts(1).num_useful == decisions.counts(1).num_prefetches
