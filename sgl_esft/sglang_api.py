@@ -18,7 +18,10 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.layers.dp_attention import dp_gather_replicate, dp_slot_in
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
+from sglang.srt.layers.moe.token_dispatcher.standard import (
+    StandardCombineInput,
+    StandardDispatcher,
+)
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import (
@@ -50,6 +53,8 @@ from sgl_esft.memory.report import KvMemory
 make_topk_output = StandardTopKOutput
 # (gathered [num_global, ...], local rows, forward batch): all ranks' rows, as hidden states lie
 dp_gather = dp_gather_replicate
+# (hidden states) -> what a MoE layer's experts hand to the dispatcher's combine
+make_combine_input = StandardCombineInput
 # () -> SGLang's request that all ranks end
 make_shutdown_request = ShutdownReq
 

@@ -27,11 +27,11 @@ import numpy as np
 
 from bench.common.record import RESULTS, write_result
 from bench.finemoe.traces import NUM_EXPERTS, Trace, read_trace, split, tasks_of
-from sgl_esft.offload.predictors.base import Predictor
 from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import train
 from sgl_esft.offload.predictors.map_store import MapStore, RunningSearch, entry_bytes
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
 
 ANY_BATCH = 1 << 20  # judged tokens are predicted for many at a time, which changes nothing

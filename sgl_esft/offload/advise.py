@@ -18,7 +18,7 @@ from sgl_esft.errors import ConfigError
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
-from sgl_esft.offload.policies import LeastFrequentlyUsed, Policy, auto_policy
+from sgl_esft.offload.policies import ExpertPolicy, LeastFrequentlyUsed, auto_policy
 from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.simulate import replay
 from sgl_esft.offload.source import ExpertSource
@@ -138,7 +138,7 @@ def _advice(
     machine: Machine,
     memory_bytes: int,
     trace: tuple[TraceHeader, Sequence[TraceEvent]] | None,
-    policy: Policy,
+    policy: ExpertPolicy,
     num_rows: int,
 ) -> Advice:
     num_layers = len(spec.moe_layer_ids)
@@ -164,7 +164,7 @@ def _replayed(
     header: TraceHeader, events: Iterable[TraceEvent], num_rows: int
 ) -> tuple[float, float]:
     """(hit rate, loads a token) by frequency alone, adapters' experts among them."""
-    policy = Policy("lfu", "", LeastFrequentlyUsed)
+    policy = ExpertPolicy("lfu", "", LeastFrequentlyUsed)
     decisions = Decisions(
         header.num_layers, header.num_slots, num_rows, policy, num_base=header.num_base
     )

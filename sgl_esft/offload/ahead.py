@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sgl_esft.offload.decisions import Decisions, Load
-from sgl_esft.offload.predictors.base import Predictor
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
 
 # (layer, adapter slot or -1, [n] expert ids) -> [n] virtual slots, -1 for another rank's

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sgl_esft.errors import InvariantError
-from sgl_esft.offload.policies import Eviction, Policy, Values
+from sgl_esft.offload.policies import Eviction, ExpertPolicy, Values
 from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.rows import EMPTY, NOT_HERE, RowTable
 
@@ -72,6 +72,23 @@ class _Layer:
     wanted: dict[int, float] = field(default_factory=dict)  # candidates -> priority
     counts: Counts = field(default_factory=Counts)
 
+    def by_value(self, slots: Ints) -> list[int]:
+        """Slots, the least worth keeping first."""
+        slots = np.sort(slots)
+        order = np.argsort(self.eviction.values(slots), kind="stable")
+        found: list[int] = slots[order].tolist()
+        return found
+
+    def rows_to_take(self, kept: set[int]) -> list[int]:
+        """Rows that slots outside `kept` may leave: empty ones, then by value.
+
+        What was fetched ahead for this very step and is not needed is worth no more than others.
+        """
+        kept = kept | self.pinned
+        others = [slot for slot in self.rows.residents().tolist() if slot not in kept]
+        leaving = self.by_value(np.array(others, dtype=np.int64))
+        return [*self.rows.empty_rows().tolist(), *self.rows.where[leaving].tolist()]
+
 
 class Decisions:
     """All MoE layers of one rank, numbered from 0.
@@ -84,7 +101,7 @@ class Decisions:
         num_layers: int,
         num_slots: int,
         num_rows: int,
-        policy: Policy,
+        policy: ExpertPolicy,
         *,
         num_base: int,
         loads_per_layer: float = 0.0,
@@ -138,7 +155,7 @@ class Decisions:
         found = dict(zip(present.tolist(), of.rows.where[present].tolist(), strict=True))
         if not len(missing):
             return Plan(layer, tuple(found.items()), ())
-        free = self._rows_to_take(of, set(needed.tolist()))
+        free = of.rows_to_take(set(needed.tolist()))
         if len(missing) > len(free):
             return self._in_waves(layer, found, missing, free)
         slots = zip(missing.tolist(), free, strict=False)
@@ -153,11 +170,7 @@ class Decisions:
         `present`: slot -> row.
         """
         of = self._layers[layer]
-        lent = [
-            s
-            for s in self._by_value(of, np.array([*present], dtype=np.int64))
-            if s not in of.pinned
-        ]
+        lent = [s for s in of.by_value(np.array([*present], dtype=np.int64)) if s not in of.pinned]
         num_lent = max(0, min(len(lent), WAVE_ROWS - len(free)))
         first = lent[:num_lent]  # computed first, and gone then
         pool = [*free, *(present[slot] for slot in first)]
@@ -179,23 +192,6 @@ class Decisions:
         of.rows.put(slot, row)
         of.eviction.entered(slot)
         return Load(layer, slot, row, after)
-
-    def _rows_to_take(self, of: _Layer, kept: set[int]) -> list[int]:
-        """Rows that slots outside `kept` may leave: empty ones, then by value; fetched ones last.
-
-        What was fetched ahead for this very step and is not needed is worth no more than others.
-        """
-        empty = of.rows.empty_rows().tolist()
-        others = [s for s in of.rows.residents().tolist() if s not in kept and s not in of.pinned]
-        leaving = self._by_value(of, np.array(others, dtype=np.int64))
-        return [*empty, *(int(of.rows.where[slot]) for slot in leaving)]
-
-    def _by_value(self, of: _Layer, slots: Ints) -> list[int]:
-        """Slots, the least worth keeping first."""
-        slots = np.sort(slots)
-        order = np.argsort(of.eviction.values(slots), kind="stable")
-        found: list[int] = slots[order].tolist()
-        return found
 
     # ---- ahead of a layer's step ----
 
@@ -260,7 +256,7 @@ class Decisions:
         if len(of.ahead) >= max(1, of.rows.num_rows // 2):
             return None
         kept = set(of.ahead) if self.policy.streams else {*of.wanted, *of.ahead}
-        rows = self._rows_to_take(of, kept)
+        rows = of.rows_to_take(kept)
         return rows[0] if rows else None
 
     # ---- who may be here at all ----

@@ -1,6 +1,6 @@
 """Who leaves a layer's rows for others, and what is fetched before it is asked for: one table.
 
-    --expert-policy NAME -> POLICIES -> Policy -> eviction (here), predictor (predictors/)
+    --expert-policy NAME -> POLICIES -> ExpertPolicy -> eviction (here), predictor (predictors/)
     decisions.py --used, predicted--> [Eviction] --values: the lowest leaves first-->
 
 Nothing here reads a clock: time is counted in a layer's steps, so that a trace decides the same
@@ -146,7 +146,7 @@ MakeEviction = Callable[[int, Values | None], Eviction]
 
 
 @dataclass(frozen=True)
-class Policy:
+class ExpertPolicy:
     """One way to keep and to fetch experts."""
 
     name: str
@@ -156,27 +156,31 @@ class Policy:
     streams: bool = False  # the next layer's experts are fetched in order, all of them
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: Mapping[str, ExpertPolicy] = {
     each.name: each
     for each in (
-        Policy("stream", "layer after layer, all experts in order", FirstIn, streams=True),
-        Policy("static", "the most popular experts stay", MostPopular),
-        Policy("lru", "the least recently used leaves", LeastRecentlyUsed),
-        Policy("lfu", "the least frequently used leaves", LeastFrequentlyUsed),
-        Policy(
+        ExpertPolicy("stream", "layer after layer, all experts in order", FirstIn, streams=True),
+        ExpertPolicy("static", "the most popular experts stay", MostPopular),
+        ExpertPolicy("lru", "the least recently used leaves", LeastRecentlyUsed),
+        ExpertPolicy("lfu", "the least frequently used leaves", LeastFrequentlyUsed),
+        ExpertPolicy(
             "request-counts",
             "experts of the most similar earlier request (MoE-Infinity)",
             LeastFrequentlyUsed,
             "request-counts",
         ),
-        Policy(
+        ExpertPolicy(
             "next-gate",
             "the next layer's gate on this layer's hidden states (Mixtral-Offloading, FATE)",
             LeastRecentlyUsed,
             "next-gate",
         ),
-        Policy("learned", "a small trained probe a layer (ProMoE)", LeastFrequentlyUsed, "learned"),
-        Policy("finemoe", "expert maps of similar tokens (FineMoE)", LeastExpected, "finemoe"),
+        ExpertPolicy(
+            "learned", "a small trained probe a layer (ProMoE)", LeastFrequentlyUsed, "learned"
+        ),
+        ExpertPolicy(
+            "finemoe", "expert maps of similar tokens (FineMoE)", LeastExpected, "finemoe"
+        ),
     )
 }
 AUTO = "auto"
@@ -186,14 +190,16 @@ POLICY_NAMES: tuple[str, ...] = (AUTO, *POLICIES)
 MIN_LOADS_TO_PREDICT = 0.5  # a layer; below it nothing can be hidden (offload_notes, section 5)
 
 
-def auto_policy(loads_per_layer: float, *, can_predict: bool) -> Policy:
+def auto_policy(loads_per_layer: float, *, can_predict: bool) -> ExpertPolicy:
     """What `auto` is where the link carries so many experts while a layer is computed."""
     if can_predict and loads_per_layer >= MIN_LOADS_TO_PREDICT:
-        return Policy("auto: finemoe", "expert maps, frequency", LeastFrequentlyUsed, "finemoe")
-    return Policy("auto: lfu", "frequency alone", LeastFrequentlyUsed)
+        return ExpertPolicy(
+            "auto: finemoe", "expert maps, frequency", LeastFrequentlyUsed, "finemoe"
+        )
+    return ExpertPolicy("auto: lfu", "frequency alone", LeastFrequentlyUsed)
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> ExpertPolicy:
     """Raises ConfigError for a name that is not in the table."""
     if name not in POLICIES:
         raise ConfigError(f"--expert-policy {name!r}: choose one of {', '.join(POLICY_NAMES)}")

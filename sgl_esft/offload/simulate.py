@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Counts, Decisions, Load
-from sgl_esft.offload.predictors.base import Predictor
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.routing import Ints, StepTokens
 from sgl_esft.offload.trace import SlotChange, TraceEvent, TraceHeader, TraceStep
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
 from sgl_esft import sglang_api
 from sgl_esft.config import EsftConfig, TierConfig
@@ -28,10 +27,10 @@ from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics, ExpertTierTo
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
-from sgl_esft.offload.policies import AUTO, Policy, auto_policy, policy_of
-from sgl_esft.offload.predictors.base import Predictor
+from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.source import ExpertPlace, ExpertSource
@@ -110,7 +109,7 @@ class Tiers:
             )
             if is_last and self.publish is not None:
                 self.publish()
-            return StandardCombineInput(hidden_states=output)
+            return sglang_api.make_combine_input(hidden_states=output)
 
         return run
 
@@ -198,7 +197,7 @@ def _check_dtype(w13: torch.Tensor, spec: MoeSpec) -> None:
         )
 
 
-def _policy(config: TierConfig, loads_per_layer: float) -> Policy:
+def _policy(config: TierConfig, loads_per_layer: float) -> ExpertPolicy:
     if config.policy == AUTO:
         return auto_policy(loads_per_layer, can_predict=not sglang_api.is_dp_attention())
     policy = policy_of(config.policy)
@@ -211,7 +210,7 @@ def _policy(config: TierConfig, loads_per_layer: float) -> Policy:
 
 
 def _predictor(
-    policy: Policy, config: TierConfig, spec: MoeSpec, num_experts: int
+    policy: ExpertPolicy, config: TierConfig, spec: MoeSpec, num_experts: int
 ) -> Predictor | None:
     if policy.predictor is None:
         return None

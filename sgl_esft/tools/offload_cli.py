@@ -24,11 +24,11 @@ from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.formats.strict_json import read_object
 from sgl_esft.offload.advise import Advice, Machine, advise, measure_machine
 from sgl_esft.offload.decisions import Decisions
-from sgl_esft.offload.policies import POLICIES, Policy, policy_of
-from sgl_esft.offload.predictors.base import Predictor
+from sgl_esft.offload.policies import POLICIES, ExpertPolicy, policy_of
 from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.simulate import Replayed, Timeline, belady_hits, needs_of, replay
 from sgl_esft.offload.trace import TraceHeader, read_header_of, read_trace
 
@@ -130,7 +130,7 @@ def _simulate(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _replayed(
-    arguments: argparse.Namespace, header: TraceHeader, policy: Policy, cache: int
+    arguments: argparse.Namespace, header: TraceHeader, policy: ExpertPolicy, cache: int
 ) -> Replayed:
     if cache < header.top_k:
         raise ConfigError(f"--cache {cache}: one token needs {header.top_k} experts of a layer")
@@ -148,7 +148,7 @@ def _replayed(
 
 
 def _predictor(
-    arguments: argparse.Namespace, header: TraceHeader, policy: Policy
+    arguments: argparse.Namespace, header: TraceHeader, policy: ExpertPolicy
 ) -> Predictor | None:
     distance = min(arguments.prefetch_distance, header.num_layers)
     if policy.predictor == "finemoe":

@@ -34,7 +34,6 @@ ALLOWED: dict[str, str] = {
     "sgl_esft/health/engine_processes.py": "imports SGLang's processes, which only they need",
     "sgl_esft/http/tokenizing.py": "knows tokenizers, and nothing of SGLang's classes",
     "sgl_esft/platform/kv_pools.py": "must be imported after SGLang, cpu.py while it is",
-    "sgl_esft/platform/moe.py": "the MoE layer of the CPU, which benches compute with too",
     "sgl_esft/plugin/hook_table.py": "every place of SGLang's that is hooked, in one table",
     "sgl_esft/weave/plane.py:AdapterPlane": "a verb for each change of what is loaded and placed",
 }

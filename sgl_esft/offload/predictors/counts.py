@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sgl_esft.offload.predictors.base import check_distance, check_order, check_top_k
 from sgl_esft.offload.predictors.map_store import MapStore, entry_bytes, nearest
-from sgl_esft.offload.predictors.select import most_likely, rank
+from sgl_esft.offload.predictors.predictor import check_distance, check_order, check_top_k
+from sgl_esft.offload.predictors.selection import most_likely, rank
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
 
 _ALL_STORED = 256  # matrices; MoE-Infinity keeps some hundreds

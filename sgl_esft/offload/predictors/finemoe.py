@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from sgl_esft.errors import InvariantError
-from sgl_esft.offload.predictors.base import check_distance, check_order, check_top_k
 from sgl_esft.offload.predictors.map_store import (
     NO_ENTRY,
     NO_OWNER,
@@ -23,7 +22,8 @@ from sgl_esft.offload.predictors.map_store import (
     Matches,
     RunningSearch,
 )
-from sgl_esft.offload.predictors.select import predictions, rank, reaching, thresholds
+from sgl_esft.offload.predictors.predictor import check_distance, check_order, check_top_k
+from sgl_esft.offload.predictors.selection import predictions, rank, reaching, thresholds
 from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
 
 

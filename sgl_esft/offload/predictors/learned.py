@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from sgl_esft.errors import ConfigError
-from sgl_esft.offload.predictors.base import (
+from sgl_esft.offload.predictors.predictor import (
     Arrays,
     check_distance,
     check_order,
@@ -25,7 +25,7 @@ from sgl_esft.offload.predictors.base import (
     read_arrays,
     write_arrays,
 )
-from sgl_esft.offload.predictors.select import most_likely, rank
+from sgl_esft.offload.predictors.selection import most_likely, rank
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
 
 _REMEDY = "give probes that were trained on traces of this model"

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_esft.errors import ConfigError, InvariantError
-from sgl_esft.offload.predictors.base import Arrays, check_distance, read_arrays, write_arrays
+from sgl_esft.offload.predictors.predictor import Arrays, check_distance, read_arrays, write_arrays
 from sgl_esft.offload.routing import Floats, Ints
 
 NO_ENTRY: Final = -1

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sgl_esft.errors import ConfigError, InvariantError
-from sgl_esft.offload.predictors.base import check_top_k
-from sgl_esft.offload.predictors.select import most_likely
+from sgl_esft.offload.predictors.predictor import check_top_k
+from sgl_esft.offload.predictors.selection import most_likely
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
 
 

@@ -12,9 +12,9 @@ from sgl_esft.errors import ConfigError, InvariantError
 from sgl_esft.offload.decisions import WAVE_ROWS, Decisions, Load, Plan
 from sgl_esft.offload.policies import (
     POLICIES,
+    ExpertPolicy,
     LeastExpected,
     LeastFrequentlyUsed,
-    Policy,
     auto_policy,
     policy_of,
 )
@@ -256,7 +256,7 @@ def test_auto_predicts_only_where_something_can_be_hidden() -> None:
 def test_unknown_policy_is_named() -> None:
     with pytest.raises(ConfigError, match="--expert-policy 'best': choose one of auto, stream"):
         policy_of("best")
-    assert isinstance(policy_of("lru"), Policy)
+    assert isinstance(policy_of("lru"), ExpertPolicy)
 
 
 def test_a_row_table_refuses_to_hold_a_slot_twice() -> None:

@@ -8,7 +8,7 @@ import pytest
 from sgl_esft.errors import ConfigError, InvariantError
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore, entry_bytes
-from sgl_esft.offload.predictors.select import (
+from sgl_esft.offload.predictors.selection import (
     most_likely,
     predictions,
     rank,

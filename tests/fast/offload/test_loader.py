@@ -396,7 +396,8 @@ def run_jobs(loader: Loader, num_jobs: int) -> int:
     return num_ended
 
 
-def check_nothing_is_left(num_jobs: int) -> None:
+def test_nothing_is_left_of_very_many_jobs() -> None:
+    num_jobs = 100_000
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with Loader(4, fails) as loader:
         run_jobs(loader, 1000)
@@ -409,12 +410,3 @@ def check_nothing_is_left(num_jobs: int) -> None:
         assert loader._num_on_demand == 0
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
-
-
-def test_nothing_is_left_of_many_jobs() -> None:
-    check_nothing_is_left(2_000)
-
-
-@pytest.mark.full
-def test_nothing_is_left_of_very_many_jobs() -> None:
-    check_nothing_is_left(100_000)

@@ -376,7 +376,7 @@ def test_a_write_that_fails_leaves_the_old_file(
         target.write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr("sgl_esft.offload.predictors.base.save_file", half)
+    monkeypatch.setattr("sgl_esft.offload.predictors.predictor.save_file", half)
     with pytest.raises(OSError, match="no space"):
         filled(5).save(path)
     assert path.read_bytes() == before

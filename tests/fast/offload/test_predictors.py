@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from sgl_esft.errors import ConfigError, InvariantError
-from sgl_esft.offload.predictors.base import Predictor
 from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import LearnedPredictor, Probes, train
 from sgl_esft.offload.predictors.map_store import MapStore
 from sgl_esft.offload.predictors.next_gate import NextGatePredictor
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
 
 LAYERS, EXPERTS, WIDTH, TOP_K = 4, 12, 6, 2

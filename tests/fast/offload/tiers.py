@@ -17,7 +17,7 @@ from sgl_esft.offload.ahead import Ahead, SlotsOf
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.loader import Loader
 from sgl_esft.offload.policies import POLICIES
-from sgl_esft.offload.predictors.base import Predictor
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader, Preadv
 from sgl_esft.offload.source import ExpertSource
 from sgl_esft.offload.tier import ExpertTier, TierLayer
