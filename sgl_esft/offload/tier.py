@@ -168,8 +168,14 @@ class ExpertTier:
         """These slots have none from now on; what is on its way to them lands in vain."""
         self._beside.join()
         self.decisions.forget(layer, slots)
-        for slot in slots:
+        gone = set(slots)
+        for slot in gone:
             self.layers[layer].places.pop(slot, None)
+        # A ticket holds its place, and that keeps an adapter's files open.
+        ended = [k for k, t in self._last.items() if t.job.slot in gone and t.is_finished]
+        for key in ended:
+            if key[0] == layer:
+                del self._last[key]
 
     def totals(self) -> Counts:
         """Counts of all layers together."""

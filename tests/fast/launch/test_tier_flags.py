@@ -107,9 +107,7 @@ def test_a_base_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 def test_devices_that_come_and_go_are_refused(family: Family) -> None:
     argv = ["--model-path", str(family.base), "--expert-cache", "4", "--max-devices", "2"]
-    with pytest.raises(
-        elastic.ElasticConfigError, match="--expert-cache: that devices come and go"
-    ):
+    with pytest.raises(elastic.ElasticConfigError, match="--expert-cache: that devices come"):
         elastic.plan_elastic([*argv, "--port", str(pick_free_port())])
 
 
@@ -117,9 +115,7 @@ def test_an_accelerator_is_refused_until_it_was_shown(
     planned: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "device_type", lambda: "cuda")
-    with pytest.raises(
-        ConfigError, match="--expert-cache on cuda: experts in tiers were not shown"
-    ):
+    with pytest.raises(ConfigError, match="--expert-cache on cuda: experts in tiers"):
         planned("--expert-cache", "6")
 
 

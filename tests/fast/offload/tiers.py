@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from sgl_esft.formats.checkpoint import open_checkpoint
 from sgl_esft.formats.model_spec import MoeSpec
@@ -102,13 +103,10 @@ def open_rank(
 
 def _whole(base: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """By another way than the reader's: safetensors' own."""
-    from safetensors import safe_open
-
     checkpoint = open_checkpoint(base)
     tensors: dict[str, torch.Tensor] = {}
     for shard in checkpoint.shards:
-        with safe_open(shard, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+        tensors |= load_file(shard)
     spec = checkpoint.spec
 
     def of(layer_id: int, proj: str) -> torch.Tensor:
