@@ -133,7 +133,7 @@ class EsftConfig:
     def from_json(cls, text: str) -> Self:
         """Raises ConfigError if `text` is not what `export` writes."""
         try:
-            fields: dict[str, Any] = json.loads(text)
+            fields: dict[str, Any] = dict(json.loads(text))
             tiers, record = fields.pop("tiers", None), fields.pop("record", None)
             return cls(
                 **fields,
