@@ -45,8 +45,8 @@ DEMO = ZooSize(128, 256, 64, 3, 16, "float32")
 #   routers          12 * 32 * 64                                            24,576
 #   attention        13 * (64 * 192 + 64 * 80 + 64 * 256 + 128 * 64)        545,792
 #   the rest         embeddings 2 * 128 * 64, dense 3 * 64 * 128, norms      43,520
-# 3.05 million in bfloat16: 6.1 MB. An adapter of 8 experts a layer has 12 * 8 * 12,288 B = 1.2 MB.
-# Two of them: 8.5 MB. A projection is 64 * 32 * 2 B = one page of 4096, as packed files align.
+# 3,046,912 in bfloat16, and names: 6.2 MB. An adapter of 8 experts a layer has 12 * 8 * 12,288 B =
+# 1.2 MB. With two: 8.6 MB. A projection is 64 * 32 * 2 B, one page, to which packed files align.
 DEEP = ZooSize(64, 128, 32, 12, 32, "bfloat16")
 
 
