@@ -39,6 +39,7 @@ class TierFlags:
     prefetch_distance: int
     map_store_bytes: int
     map_store_file: str | None
+    probe_file: str | None
     pack_file: str | None
     read_bytes_per_s: int | None
 
@@ -102,6 +103,12 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         help="keep expert maps here across restarts (default: they are learned anew)",
     )
 
+    group.add_argument(
+        "--expert-probe",
+        metavar="FILE",
+        help="for --expert-policy learned: what `sgl-esft offload train` made of a trace",
+    )
+
 
 def add_record_flags(group: argparse._ArgumentGroup) -> None:
     """Of a trace of the routing, with and without tiers."""
@@ -146,6 +153,7 @@ def read_flags(found: argparse.Namespace) -> TierFlags | None:
         if map_bytes is None
         else parse_bytes(map_bytes, "--expert-map-memory"),
         map_store_file=found.expert_map_file,
+        probe_file=found.expert_probe,
         pack_file=found.expert_pack,
         read_bytes_per_s=None
         if bandwidth is None
@@ -164,6 +172,7 @@ def _refuse_alone(found: argparse.Namespace) -> None:
         "--prefetch-distance": found.prefetch_distance != DEFAULT_PREFETCH_DISTANCE,
         "--expert-map-memory": found.expert_map_memory is not None,
         "--expert-map-file": found.expert_map_file is not None,
+        "--expert-probe": found.expert_probe is not None,
     }
     alone = [flag for flag, is_given in given.items() if is_given]
     if alone:
@@ -197,6 +206,7 @@ def plan_tiers(
         prefetch_distance=flags.prefetch_distance,
         map_store_bytes=flags.map_store_bytes,
         map_store_file=_absolute(flags.map_store_file),
+        probe_file=_absolute(flags.probe_file),
         pack_file=_absolute(flags.pack_file),
         read_bytes_per_s=flags.read_bytes_per_s,
     )

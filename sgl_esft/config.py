@@ -47,6 +47,7 @@ class TierConfig:
     prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE  # layers
     map_store_bytes: int = DEFAULT_MAP_STORE_BYTES
     map_store_file: str | None = None  # kept across restarts
+    probe_file: str | None = None  # of `sgl-esft offload train`, for the policy `learned`
     pack_file: str | None = None  # of `sgl-esft pack`; None = the checkpoint's own files
     read_bytes_per_s: int | None = None  # at most; None = what the storage gives
 
@@ -54,6 +55,8 @@ class TierConfig:
         _check_at_least(1, "--expert-read-threads", self.read_threads)
         _check_at_least(1, "--prefetch-distance", self.prefetch_distance)
         _check_at_least(1, "--expert-map-memory", self.map_store_bytes)
+        if self.probe_file is not None and self.policy != "learned":
+            raise ConfigError("--expert-probe is for --expert-policy learned: leave it out")
         if self.num_rows < self.top_k:
             raise ConfigError(
                 f"--expert-cache: {self.num_rows} experts of a layer, and one token needs "

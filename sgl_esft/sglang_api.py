@@ -86,6 +86,15 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
             yield found[0], experts[0]
 
 
+def gates(model: torch.nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
+    """(layer id, router weights [J, H]) of each routed-expert layer whose block has a `gate`."""
+    for block in model.modules():
+        weight = getattr(getattr(block, "gate", None), "weight", None)
+        experts = [child for child in block.children() if isinstance(child, FusedMoE)]
+        if isinstance(weight, torch.Tensor) and len(experts) == 1:
+            yield int(experts[0].layer_id), weight
+
+
 def records_experts() -> bool:
     """Whether SGLang was asked to report or record the experts that it routes to."""
     return (

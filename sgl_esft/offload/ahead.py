@@ -70,10 +70,22 @@ class Ahead:
         self._has_begun = True
         return self._decisions.prefetches(-1)
 
-    def routed(self, layer: int, probs: Floats | None, num_missed: int) -> tuple[Load, ...]:
-        """While MoE layer `layer` is computed: by what its router said, [num_tokens, J]."""
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the pass at hand is predicted by hidden states."""
+        return self.is_on and self._predictor is not None and self._predictor.wants_hidden
+
+    def routed(
+        self, layer: int, probs: Floats | None, num_missed: int, hidden: Floats | None = None
+    ) -> tuple[Load, ...]:
+        """While MoE layer `layer` is computed: by what its router said, [num_tokens, J].
+
+        hidden: [num_tokens, H], what the router was given, where it is wanted.
+        """
         if self._predictor is not None and self._has_begun and probs is not None:
             self._expect(self._predictor.observe(layer, probs))
+            if hidden is not None:
+                self._expect(self._predictor.observe_hidden(layer, hidden))
             if layer == self._decisions.num_layers - 1:
                 self._predictor.end_step()
         return self._decisions.prefetches(layer, num_missed)

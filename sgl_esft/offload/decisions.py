@@ -138,7 +138,6 @@ class Decisions:
             of.eviction.used(needed)
         of.ahead.clear()
         of.wanted.clear()
-        self._credit = max(0.0, self._credit - len(missing))
         return plan
 
     def _count(self, of: _Layer, needed: Ints, present: Ints, missing: Ints) -> None:
@@ -211,13 +210,12 @@ class Decisions:
         """What to load ahead while MoE layer `layer` is computed, the most urgent first.
 
         layer: -1 before the first. Priority is probability over distance (FineMoE section 4.3);
-        what the link cannot carry is left out: it would only displace. After a miss nothing is
-        fetched ahead, so that what is missing has the link; only streaming goes on.
+        what the link cannot carry beside the layer's `num_missed` own loads is left out: it would
+        only displace, and what is missing now has the link first. Streaming goes on at misses.
         """
-        self._credit += self.loads_per_layer
+        missed = 0 if self.policy.streams else num_missed
+        self._credit += max(0.0, self.loads_per_layer - missed)
         self._credit = min(self._credit, MAX_CREDIT_LAYERS * max(1.0, self.loads_per_layer))
-        if (num_missed and not self.policy.streams) or self._credit < 1.0:
-            return ()
         loads = []
         for target, slot in self._urgent(layer):
             if self._credit < 1.0:

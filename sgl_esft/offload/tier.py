@@ -102,29 +102,41 @@ class ExpertTier:
         if ahead is not None and ahead.is_on:
             self._beside.start(lambda: self._fetch(ahead.embedded(embeddings)))
 
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `arrivals` has use for hidden states in the pass at hand."""
+        return self._ahead is not None and self._ahead.wants_hidden
+
     def arrivals(
-        self, layer: int, slots: Sequence[int], probs: Floats | None = None
+        self,
+        layer: int,
+        slots: Sequence[int],
+        probs: Floats | None = None,
+        hidden: Floats | None = None,
     ) -> Iterator[tuple[int, int]]:
         """`platform.moe.Arrivals` of one layer.
 
-        probs: [num_tokens, J] of the router for the tokens of `begin`, for what looks ahead.
+        probs: [num_tokens, J] of the router for the tokens of `begin`, for what looks ahead;
+        hidden: [num_tokens, H], what the router was given, where it is wanted.
         """
         self._beside.join()
         plan = self.decisions.step(layer, np.array(slots, dtype=np.int64))
         step = _Step(self, plan)
         try:
             step.begin()
-            self._look_ahead(layer, probs, len(plan.loads))
+            self._look_ahead(layer, probs, len(plan.loads), hidden)
             yield from step.run()
         finally:
             self._beside.join()
             for slot in step.unfinished():
                 self.decisions.forget(layer, (slot,))
 
-    def _look_ahead(self, layer: int, probs: Floats | None, num_missed: int) -> None:
+    def _look_ahead(
+        self, layer: int, probs: Floats | None, num_missed: int, hidden: Floats | None
+    ) -> None:
         ahead = self._ahead
         if ahead is not None:
-            self._beside.start(lambda: self._fetch(ahead.routed(layer, probs, num_missed)))
+            self._beside.start(lambda: self._fetch(ahead.routed(layer, probs, num_missed, hidden)))
 
     def _fetch(self, loads: Sequence[Load]) -> None:
         for load in loads:

@@ -60,6 +60,11 @@ class DecodedTokens:
         logits = topk_output.router_logits[: self.num_tokens]
         return rounded(probabilities(logits, self._scoring.get(layer_id, "softmax")))
 
+    def hidden(self, hidden_states: torch.Tensor) -> Floats:
+        """[n, H] float32 of what a MoE layer is given."""
+        found: Floats = hidden_states[: self.num_tokens].float().cpu().numpy()
+        return found
+
 
 def _number_of(rid: str) -> int:
     """A request's number: the same in all of its steps, and on every rank."""

@@ -28,16 +28,14 @@ from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
 from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
-from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
-from sgl_esft.offload.predictors.map_store import MapStore
-from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.source import ExpertPlace, ExpertSource
 from sgl_esft.offload.tier import ExpertTier, TierLayer
 from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.platform import moe
-from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE, DecodedTokens, embedding_layer
+from sgl_esft.plugin.decoded_tokens import DecodedTokens, embedding_layer
+from sgl_esft.plugin.tier_predictors import make_predictor
 from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 
 logger = logging.getLogger(__name__)
@@ -105,7 +103,12 @@ class Tiers:
                 weights.w2_weight,
                 topk.topk_weights,
                 topk.topk_ids,
-                partial(self.tier.arrivals, index, probs=self._probabilities(layer_id, topk)),
+                partial(
+                    self.tier.arrivals,
+                    index,
+                    probs=self._probabilities(layer_id, topk),
+                    hidden=self._hidden(dispatch_output.hidden_states),
+                ),
             )
             if is_last and self.publish is not None:
                 self.publish()
@@ -115,6 +118,11 @@ class Tiers:
 
     def _probabilities(self, layer_id: int, topk: Any) -> Floats | None:
         return None if self.decoded is None else self.decoded.probabilities(layer_id, topk)
+
+    def _hidden(self, hidden_states: torch.Tensor) -> Floats | None:
+        if self.decoded is None or not self.tier.wants_hidden:
+            return None
+        return self.decoded.hidden(hidden_states)
 
 
 def build_tiers(
@@ -154,7 +162,7 @@ def build_tiers(
         num_base=first.layout.num_base,
         loads_per_layer=loads_per_layer,
     )
-    predictor = _predictor(policy, config.tiers, spec, first.layout.num_routed)
+    predictor = make_predictor(policy, config.tiers, spec, model)
     looks = predictor is not None or policy.streams
     ahead = Ahead(decisions, predictor, partial(_slots_of, tiered)) if looks else None
     tier = ExpertTier(
@@ -207,19 +215,6 @@ def _policy(config: TierConfig, loads_per_layer: float) -> ExpertPolicy:
             "of the others' tokens, so nothing is predicted: use lfu, lru, static, stream or auto"
         )
     return policy
-
-
-def _predictor(
-    policy: ExpertPolicy, config: TierConfig, spec: MoeSpec, num_experts: int
-) -> Predictor | None:
-    if policy.predictor is None:
-        return None
-    if policy.predictor != "finemoe":
-        raise ConfigError(f"--expert-policy {policy.name}: in the simulator only, so far")
-    num_layers = len(spec.moe_layer_ids)
-    distance = min(config.prefetch_distance, num_layers)
-    store = MapStore(num_layers, spec.num_experts, EMBEDDING_SIZE, distance, config.map_store_bytes)
-    return FineMoEPredictor(store, config.top_k, distance)
 
 
 def _slots_of(

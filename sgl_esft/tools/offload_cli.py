@@ -32,6 +32,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "the same code. Stall is in layers' computing times, for a load that takes R of one.",
     )
     _add_simulate(simulate)
+    train = commands.add_parser(
+        "train",
+        help="train a probe a layer from a trace, for --expert-policy learned",
+        description="Least squares from a layer's router to that of a layer further on, by the "
+        "decoded tokens of a trace.",
+    )
+    _add_train(train)
     advised = commands.add_parser(
         "advise",
         help="measure this machine, and propose a cache and a policy for a base",
@@ -62,6 +69,18 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-map-memory", metavar="SIZE", help="default: 64MiB")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(report="simulate_lines")
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="folder of --record-routing")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to make")
+    parser.add_argument(
+        "--prefetch-distance", type=int, default=DEFAULT_PREFETCH_DISTANCE, metavar="D"
+    )
+    parser.add_argument(
+        "--ridge", type=float, default=1e-4, help="penalty of weights (default: %(default)s)"
+    )
+    parser.set_defaults(report="train_lines")
 
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from sgl_esft.byte_size import gigabytes, parse_bytes
 from sgl_esft.config import DEFAULT_MAP_STORE_BYTES
 from sgl_esft.errors import ConfigError, UnsupportedModelError
@@ -23,10 +25,11 @@ from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.policies import ExpertPolicy, policy_of
 from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
+from sgl_esft.offload.predictors.learned import train
 from sgl_esft.offload.predictors.map_store import MapStore
 from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.simulate import Replayed, Timeline, belady_hits, needs_of, replay
-from sgl_esft.offload.trace import TraceHeader, read_header_of, read_trace
+from sgl_esft.offload.trace import TraceHeader, TraceStep, read_header_of, read_trace
 
 
 def simulate_lines(arguments: argparse.Namespace) -> Iterator[str]:
@@ -78,7 +81,9 @@ def _predictor(
         )
         return FineMoEPredictor(store, header.top_k, distance)
     if policy.predictor == "request-counts":
-        return RequestCountsPredictor(header.num_layers, header.num_experts, header.top_k)
+        return RequestCountsPredictor(
+            header.num_layers, header.num_experts, header.top_k, reach=distance
+        )
     return None
 
 
@@ -108,6 +113,19 @@ def _as_json(name: str, cache: int, found: Replayed, best: dict[int, float]) -> 
         "stall_layers": found.stall_layers,
         "belady_hit_rate": best[cache],
     }
+
+
+def train_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    """Raises ConfigError for a trace without decoded tokens."""
+    header = read_header_of(arguments.trace)
+    steps = (event for event in read_trace(arguments.trace) if isinstance(event, TraceStep))
+    maps = [step.probs.swapaxes(0, 1) for step in steps if step.request_ids]
+    if not maps:
+        raise ConfigError(f"{arguments.trace} has no decoded tokens: record a server that answers")
+    every = np.concatenate(maps)
+    distance = min(arguments.prefetch_distance, header.num_layers - 1)
+    train(every, distance, arguments.ridge, top_k=header.top_k).save(arguments.out)
+    yield f"trained {header.num_layers - distance} probes on {len(every):,} tokens: {arguments.out}"
 
 
 def advise_lines(arguments: argparse.Namespace) -> Iterator[str]:

@@ -9,12 +9,21 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests as http
 
+from sgl_esft.config import DEFAULT_MAP_STORE_BYTES, DEFAULT_PREFETCH_DISTANCE
+from sgl_esft.offload.decisions import Decisions
+from sgl_esft.offload.policies import policy_of
+from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
+from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.simulate import replay
+from sgl_esft.offload.trace import read_header_of, read_trace
+from sgl_esft.plugin.recording import FLUSH_PERIOD_S
 from tests.server.test_equality import BATCH, CHUNKED
 from tests.support.families import Families, Family
 from tests.support.references import NUM_NEW_TOKENS, reference_of
@@ -60,11 +69,11 @@ def test_answers_in_tiers_equal_merged(
     policy: str,
     families: Families,
     server_pool: ServerPool,
+    traces: Path,
 ) -> None:
     family = families.get(architecture)
-    flags = (*LAYOUTS[layout], "--expert-cache", rows, "--expert-policy", policy, *AHEAD)
     reference = reference_of(family, server_pool)
-    server = server_pool.get(ServerSpec(family.base, family.named, flags))
+    server = server_pool.get(spec_of(family, (architecture, layout, rows, policy), traces))
     requests = [(name, i) for name in reference.answers for i in range(len(reference.prompts))]
     random.Random(f"{layout} {policy}").shuffle(requests)
     wrong = []
@@ -76,14 +85,68 @@ def test_answers_in_tiers_equal_merged(
         expected = [reference.answers[name][i] for name, i in batch]
         wrong += [r for r, a, e in zip(batch, answers, expected, strict=True) if a != e]
     assert wrong == []
-    assert _loads(server) > 0, "every expert was there: nothing was shown"
+    assert counter(server, "expert_loads", 'why="demand"'), "every expert was there"
 
 
-def _loads(server: Server) -> float:
-    """Experts that were read on demand, of all ranks."""
+def spec_of(family: Family, case: tuple[str, ...], traces: Path) -> ServerSpec:
+    _, layout, rows, policy = case
+    flags = (*LAYOUTS[layout], "--expert-cache", rows, "--expert-policy", policy, *AHEAD)
+    if case == QUICK:
+        flags += ("--record-routing", str(traces / "quick"))
+    return ServerSpec(family.base, family.named, flags)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+def counter(server: Server, name: str, label: str = "") -> int:
+    """Of all ranks."""
     text = http.get(f"{server.url}/metrics", timeout=30).text
-    lines = [line for line in text.splitlines() if line.startswith("sgl_esft:expert_loads_total")]
-    return sum(float(line.split()[-1]) for line in lines if 'why="demand"' in line)
+    lines = [line for line in text.splitlines() if line.startswith(f"sgl_esft:{name}_total")]
+    assert lines, name
+    return int(sum(float(line.split()[-1]) for line in lines if label in line))
+
+
+def test_the_simulator_counts_what_the_server_counted(
+    families: Families, server_pool: ServerPool, traces: Path
+) -> None:
+    """After all that was asked of it: the trace alone, decided again."""
+    family = families.get(QUICK[0])
+    server = server_pool.get(spec_of(family, QUICK, traces))
+    prompt = "again and again"
+    server.token_ids([prompt] * 3, [None, "a1", "a2"], NUM_NEW_TOKENS)
+    time.sleep(3 * FLUSH_PERIOD_S)  # it is idle meanwhile
+    header = read_header_of(traces / "quick")
+    decisions = Decisions(
+        header.num_layers,
+        header.num_slots,
+        int(QUICK[2]),
+        policy_of(QUICK[3]),
+        num_base=header.num_base,
+        loads_per_layer=float(AHEAD[1]),
+    )
+    distance = min(DEFAULT_PREFETCH_DISTANCE, header.num_layers)
+    store = MapStore(
+        header.num_layers,
+        header.num_experts,
+        header.embedding_size,
+        distance,
+        DEFAULT_MAP_STORE_BYTES,
+    )
+    predictor = FineMoEPredictor(store, header.top_k, distance)
+    found = replay(header, read_trace(traces / "quick"), decisions, predictor).counts
+    assert found.num_prefetches > 0
+    assert found.num_useful > 0
+    assert vars(found) == {
+        "num_asked": counter(server, "expert_requests"),
+        "num_hits": counter(server, "expert_hits"),
+        "num_loads": counter(server, "expert_loads", 'why="demand"'),
+        "num_prefetches": counter(server, "expert_loads", 'why="prefetch"'),
+        "num_useful": counter(server, "expert_prefetches", 'was="useful"'),
+        "num_wasted": counter(server, "expert_prefetches", 'was="wasted"'),
+    }
 
 
 @pytest.fixture

@@ -93,6 +93,12 @@ class RequestCountsPredictor:
             found += most_likely(target, tokens, shares * decay, self._top_k)
         return found
 
+    wants_hidden = False
+
+    def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
+        """Nothing: hidden states are not asked for."""
+        return []
+
     def end_step(self) -> None:
         """The step's experts belong to its requests from now on; nothing the second time."""
         if self._request_ids and self._num_seen == self._store.num_layers:

@@ -106,6 +106,12 @@ class FineMoEPredictor:
         counts = reaching(ranked, thresholds(matches.scores[tokens]), self._top_k)
         return predictions(layer, tokens, ranked, counts)
 
+    wants_hidden = False
+
+    def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
+        """Nothing: hidden states are not asked for."""
+        return []
+
     def end_step(self) -> None:
         """Keep the step's maps, if all layers were observed."""
         step, self._step = self._step, None

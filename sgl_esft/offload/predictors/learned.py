@@ -73,6 +73,12 @@ class LearnedPredictor:
         target = layer + probes.distance
         return most_likely(target, np.arange(len(rows)), shares, probes.top_k)
 
+    wants_hidden = False
+
+    def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
+        """Nothing: hidden states are not asked for."""
+        return []
+
     def end_step(self) -> None:
         """Nothing is learned while serving."""
 

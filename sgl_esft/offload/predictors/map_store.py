@@ -10,6 +10,7 @@ layer. Nothing here loops over entries: a search is one matrix product a layer f
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -81,6 +82,7 @@ class MapStore:
         self._norms = np.zeros((num_layers, self.capacity), np.float32)  # [l]: of rows 0..l as one
         self._owners = np.full(self.capacity, NO_OWNER, np.int64)
         self._has_embedding = np.zeros(self.capacity, np.bool_)
+        self._writing = threading.Lock()  # `snapshot` may be another thread's
 
     # ---- reading ----
 
@@ -157,6 +159,10 @@ class MapStore:
             )
 
     def _add(self, units: Floats, maps: Floats, owners: Ints, trajectories: Floats | None) -> None:
+        with self._writing:
+            self._put(units, maps, owners, trajectories)
+
+    def _put(self, units: Floats, maps: Floats, owners: Ints, trajectories: Floats | None) -> None:
         num_appended = min(self.capacity - self.size, len(maps))
         places = np.arange(self.size, self.size + len(maps))
         if num_appended < len(maps):
@@ -191,12 +197,17 @@ class MapStore:
     # ---- files ----
 
     def save(self, path: Path) -> None:
-        """Write all entries as safetensors, whole or not at all: embeddings, maps, owners."""
-        arrays: Arrays = {
-            "embeddings": self._embeddings[: self.size],
-            "maps": self._maps[:, : self.size],
-            "owners": self._owners[: self.size],
-        }
+        """Write all entries as safetensors, whole or not at all: embeddings, maps, owners.
+
+        Another thread may add meanwhile: it waits while entries are copied, not while they are
+        written.
+        """
+        with self._writing:
+            arrays: Arrays = {
+                "embeddings": self._embeddings[: self.size].copy(),
+                "maps": self._maps[:, : self.size].copy(),
+                "owners": self._owners[: self.size].copy(),
+            }
         write_arrays(path, arrays)
 
     def load(self, path: Path) -> None:

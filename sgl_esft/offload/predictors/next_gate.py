@@ -41,6 +41,8 @@ class NextGatePredictor:
         # Transposed once: the products of a step are then of contiguous rows.
         self._gates = [np.ascontiguousarray(gate.T, dtype=np.float32) for gate in gates]
 
+    wants_hidden = True
+
     def begin_step(self, tokens: StepTokens) -> list[Prediction]:
         """Nothing: there is no hidden state yet."""
         return []

@@ -39,6 +39,15 @@ class Predictor(Protocol):
         Predictions are of later layers only. Raises InvariantError out of order.
         """
 
+    def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
+        """`hidden` [num_tokens, H] float32: what MoE layer `layer`'s router is given; after
+        `observe`, and only for a predictor that `wants_hidden`.
+        """
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether hidden states are worth handing over."""
+
     def end_step(self) -> None:
         """All layers ran; without this call nothing is learned from the step."""
 

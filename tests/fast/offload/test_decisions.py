@@ -110,7 +110,9 @@ def test_prefetches_are_the_most_urgent_that_the_link_carries() -> None:
     found = decisions.prefetches(0)
     # 0.6 / 1, 0.9 / 2, 0.2 / 1: two of them
     assert [(load.layer, load.slot) for load in found] == [(1, 4), (2, 5)]
-    assert not decisions.prefetches(0, num_missed=1), "what is missing has the link"
+    decisions.expect(1, slots(6, 7), np.array([0.2, 0.2], dtype=np.float32))
+    assert not decisions.prefetches(0, num_missed=2), "what is missing has the link"
+    assert len(decisions.prefetches(0, num_missed=1)) == 1
 
 
 def test_tokens_that_expect_one_slot_add_up() -> None:

@@ -16,6 +16,7 @@ from sgl_esft.errors import InvariantError
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.next_gate import NextGatePredictor
 from sgl_esft.offload.routing import StepTokens
 from sgl_esft.offload.rows import NOT_HERE
 from sgl_esft.platform.moe import FAILED, in_place, moe_forward
@@ -246,3 +247,26 @@ def test_the_order_of_arrival_changes_no_bit() -> None:
 
     first = moe_forward(hidden, w13, w2, weights, ids)
     assert torch.equal(moe_forward(hidden, w13, w2, weights, ids, backwards), first)  # type: ignore[arg-type]
+
+
+def test_the_next_layers_gate_is_asked_by_hidden_states(base: Path) -> None:
+    """Gates that choose by the hidden state's largest number: what comes is known a layer ahead."""
+    width = 16
+    gates = [np.roll(np.eye(8, width, dtype=np.float32), layer, axis=0) for layer in range(3)]
+    predictor = NextGatePredictor(gates, 1)
+    with open_rank(base, 2, "next-gate", predictor=predictor, loads_per_layer=4.0) as rank:
+        for token in range(8):
+            hidden = np.zeros((1, width), np.float32)
+            hidden[0, token] = 9.0
+            rank.tier.begin(StepTokens((token,), (-1,)))
+            rank.tier.embedded(np.zeros((1, 4), np.float32))
+            assert rank.tier.wants_hidden
+            for layer in range(3):
+                expert = (token + layer) % 8
+                probs = np.zeros((1, 8), np.float32)
+                probs[0, expert] = 1.0
+                [(slot, row)] = rank.tier.arrivals(layer, [expert], probs, hidden)
+                assert (slot, row != FAILED) == (expert, True)
+        counts = totals(rank)
+        assert counts["num_useful"] >= 12
+        assert counts["num_loads"] <= 10
