@@ -89,6 +89,8 @@ class Way:
 class Oracle:
     """A `Predictor` that was told every step: what could be hidden at best within a pass."""
 
+    wants_hidden = False
+
     def __init__(self, steps: Iterable[TraceStep]) -> None:
         self._steps = iter(steps)
 
@@ -104,6 +106,10 @@ class Oracle:
         ]
 
     def observe(self, layer: int, probs: Floats) -> list[Prediction]:
+        """Nothing is left to say."""
+        return []
+
+    def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
         """Nothing is left to say."""
         return []
 

@@ -6,6 +6,7 @@ model runner -> woven layers -> adapter plane -> manager, rerouters
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from sgl_esft_kernels import RouterFunction
 
 logger = logging.getLogger(__name__)
 
+_TIERS_MEASURED_EVERY_S = 1.0
 _INITIAL_TAG_TOKENS = 8192  # the tag buffer grows when a batch is larger
 
 
@@ -69,6 +71,8 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         layers, spec, config, is_resident=is_resident, max_pages=max_pages, files=tiers
     )
     publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
+    if tiers is not None and publish is not None:
+        tiers.when_done.append(publish)
     manager = EsftManager(
         plane,
         tags,
@@ -122,14 +126,17 @@ def _adapter_pages(
 def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) -> Callable[[], None]:
     rank = sglang_api.tp_rank()
     memory, tier = MemoryMetrics(), DeviceTierMetrics(rank)
-    num_measured = -1
+    num_measured, measured_s = -1, 0.0
 
     def publish() -> None:
-        nonlocal num_measured
+        nonlocal num_measured, measured_s
         tier.set(plane.uses)
-        if num_measured != plane.uses.num_changes:  # measuring goes through all layers
+        now_s = time.monotonic()
+        # Measuring goes through all layers. In tiers experts come and go with every step.
+        is_old = config.tiers is not None and now_s - measured_s > _TIERS_MEASURED_EVERY_S
+        if num_measured != plane.uses.num_changes or is_old:
             memory.set(measure_device(plane, config.expert_memory, rank, device, None))
-            num_measured = plane.uses.num_changes
+            num_measured, measured_s = plane.uses.num_changes, now_s
 
     return publish
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Tiers:
     source: ExpertSource
     index_of: Mapping[int, int]  # layer id -> number among the MoE layers
     decoded: DecodedTokens | None  # None = nothing is predicted
-    publish: Callable[[], None] | None = None  # after each forward pass
+    when_done: list[Callable[[], None]] = field(default_factory=list)  # after each forward pass
 
     @property
     def failure(self) -> str | None:
@@ -110,8 +110,8 @@ class Tiers:
                     hidden=self._hidden(dispatch_output.hidden_states),
                 ),
             )
-            if is_last and self.publish is not None:
-                self.publish()
+            for call in self.when_done if is_last else ():
+                call()
             return sglang_api.make_combine_input(hidden_states=output)
 
         return run
@@ -179,7 +179,7 @@ def build_tiers(
         source,
         {layer.layer_id: index for index, layer in enumerate(tiered)},
         None if predictor is None else DecodedTokens(model, spec.hidden_size),
-        _publisher(tier, reader) if sglang_api.has_metrics() else None,
+        [_publisher(tier, reader)] if sglang_api.has_metrics() else [],
     )
     if predictor is not None:
         embedding_layer(model).register_forward_hook(tiers.embedded)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,8 +53,11 @@ class Files:
 
 
 @contextmanager
-def woven(base: Path, num_rows: int) -> Iterator[tuple[Rank, AdapterPlane]]:
-    with open_rank(base, num_rows) as rank:
+def woven(
+    base: Path, num_rows: int, policy: str = "lru", **more: Any
+) -> Iterator[tuple[Rank, AdapterPlane]]:
+    """`more`: as of `open_rank`."""
+    with open_rank(base, num_rows, policy, **more) as rank:
         layers = {}
         for index, rows in enumerate(rank.tier.layers):
             layer = _layer(rank, rows.w13, rows.w2, rows.layer_id)
