@@ -125,6 +125,11 @@ class Decisions:
         """MoE layers."""
         return len(self._layers)
 
+    @property
+    def num_rows(self) -> int:
+        """Of each layer."""
+        return self._layers[0].rows.num_rows
+
     # ---- one step of one layer ----
 
     def step(self, layer: int, needed: Ints) -> Plan:

@@ -23,6 +23,7 @@ from sgl_esft.config import EsftConfig, TierConfig
 from sgl_esft.errors import ConfigError
 from sgl_esft.formats.manifest import AdapterManifest
 from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.memory.report import ExpertTiers
 from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics, ExpertTierTotals
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
@@ -49,6 +50,7 @@ class Tiers:
 
     tier: ExpertTier
     source: ExpertSource
+    reader: ExpertReader
     index_of: Mapping[int, int]  # layer id -> number among the MoE layers
     decoded: DecodedTokens | None  # None = nothing is predicted
     when_done: list[Callable[[], None]] = field(default_factory=list)  # after each forward pass
@@ -57,6 +59,23 @@ class Tiers:
     def failure(self) -> str | None:
         """Why tokens of the forward pass at hand have no answer; None = they have."""
         return self.tier.failure
+
+    def report(self) -> ExpertTiers:
+        """For GET /v1/memory."""
+        counts, reads = self.tier.totals(), self.reader.counts
+        return ExpertTiers(
+            policy=self.tier.decisions.policy.name,
+            num_rows=self.tier.decisions.num_rows,
+            num_requests=counts.num_asked,
+            num_hits=counts.num_hits,
+            num_loads=counts.num_loads,
+            num_prefetches=counts.num_prefetches,
+            num_useful=counts.num_useful,
+            num_wasted=counts.num_wasted,
+            num_failed=self.tier.times.num_failed,
+            read_bytes=reads.num_bytes,
+            stall_s=self.tier.times.stall_s,
+        )
 
     # ---- AdapterFiles, for weave/plane.py ----
 
@@ -177,6 +196,7 @@ def build_tiers(
     tiers = Tiers(
         tier,
         source,
+        reader,
         {layer.layer_id: index for index, layer in enumerate(tiered)},
         None if predictor is None else DecodedTokens(model, spec.hidden_size),
         [_publisher(tier, reader)] if sglang_api.has_metrics() else [],
