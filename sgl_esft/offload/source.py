@@ -175,6 +175,7 @@ class ExpertSource:
         self.spec: Final[MoeSpec] = checkpoint.spec
         self.packed: Final[Path | None] = packed
         """The packed file, if that is what is read."""
+        self._shards = checkpoint.shards
         self._told_devices: set[int] = set()
         self._adapters: dict[str, _Places] = {}
         if packed is None:
@@ -205,6 +206,15 @@ class ExpertSource:
         starts = _adapter_starts(manifest, self.spec)
         files = self._open(manifest.files, before, AdapterFormatError)
         self._adapters[owner] = self._places(owner, starts, files)
+
+    def drop_page_cache(self) -> None:
+        """What loading the rest of the base has left in the page cache is in nobody's account.
+
+        Pages that somebody has mapped stay.
+        """
+        for path in self._shards:
+            with path.open("rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def forget(self, owner: str) -> None:
         """The reverse of `register`. A place that is still held can still be read."""

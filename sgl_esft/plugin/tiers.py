@@ -203,6 +203,7 @@ def build_tiers(
     )
     if predictor is not None:
         embedding_layer(model).register_forward_hook(tiers.embedded)
+    source.drop_page_cache()
     logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
     return tiers
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -348,3 +349,26 @@ def test_config_and_tensors_must_agree(root: Path, tmp_path: Path) -> None:
     (copy / "base/config.json").write_text(json.dumps({**config, "dtype": "float16"}))
     with pytest.raises(UnsupportedModelError, match="as bfloat16"):
         ExpertSource(copy / "base")
+
+
+def test_what_loading_left_in_the_page_cache_is_dropped(root: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(root / "base", tmp_path / "base")
+    os.sync()  # dirty pages stay
+    [shard] = base.glob("*.safetensors")
+    shard.read_bytes()
+    source = ExpertSource(base)
+    before = _cached_bytes(shard)
+    source.drop_page_cache()
+    assert before >= shard.stat().st_size // 2
+    assert _cached_bytes(shard) < before // 4
+
+
+def _cached_bytes(path: Path) -> int:
+    """As util-linux counts them."""
+    found = subprocess.run(
+        ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(found.stdout)
