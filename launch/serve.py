@@ -94,6 +94,8 @@ def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
         needed += resolved.of_device(launch.device) + resolved.WEAVING
         if launch.config.expert_memory == "virtual":
             needed += resolved.VIRTUAL
+        if launch.config.tiers is not None:
+            needed += resolved.TIERS
         if not plan.has_dp_attention(launch.sglang_argv):
             needed += resolved.NO_DP_ATTENTION
     return needed + (resolved.CPU if platform.is_active() else ())

@@ -198,7 +198,7 @@ def plan_tiers(
             "folder: download it, and name the folder"
         )
     return TierConfig(
-        num_rows=_num_rows(flags.cache, spec, tp_size // _ep_size(sglang_argv)),
+        num_rows=_num_rows(flags.cache, spec, tp_size // ep_size_of(sglang_argv)),
         top_k=_top_k(Path(model_path)),
         policy=flags.policy,
         read_threads=flags.read_threads,
@@ -224,7 +224,8 @@ def _num_rows(cache: str, spec: MoeSpec, moe_tp_size: int) -> int:
     return num_bytes // (spec.expert_bytes * len(spec.moe_layer_ids))
 
 
-def _ep_size(sglang_argv: Sequence[str]) -> int:
+def ep_size_of(sglang_argv: Sequence[str]) -> int:
+    """Ranks that whole experts are dealt to; 1 where the command line does not say."""
     values = [value for flag in _EP_FLAGS if (value := last_value(sglang_argv, flag)) is not None]
     return int(values[-1]) if values and values[-1].isdecimal() and int(values[-1]) else 1
 

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,12 @@ def trunk_shapes(shape: LargeShape) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         state = zoo.DeepseekV2ForCausalLM(config_of(shape)).state_dict()
     return {n: tuple(t.shape) for n, t in state.items() if ".mlp.experts." not in n}
+
+
+@cache
+def trunk_bytes(shape: LargeShape) -> int:
+    """Of all tensors but the routed experts'."""
+    return _num_bytes(trunk_shapes(shape))
 
 
 # ---- files ----

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from sgl_esft.config import EsftConfig, RecordConfig, TierConfig
-from sgl_esft.errors import ConfigError, UserError
+from sgl_esft.errors import ConfigError, DeviceMemoryError, UserError
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.ports import pick_free_port
-from sgl_esft_launch import elastic, flags, plan
+from sgl_esft_launch import elastic, fit, flags, plan, summary
 from sgl_esft_launch.plan import LaunchPlan
 from tests.support.families import Families, Family
 
@@ -129,3 +129,26 @@ def test_adapters_are_not_read_at_start(planned: Plan, family: Family, tmp_path:
     with pytest.raises(UserError, match="bad"):
         planned(*named)
     assert planned(*named, "--expert-cache", "6").adapters["bad"] == folder
+
+
+def test_a_device_must_hold_its_rows_and_no_more(planned: Plan, family: Family) -> None:
+    """A base that does not fit whole is the very case; what rows take is counted."""
+    spec = read_moe_spec(family.base)
+    whole = fit.served_sizes(family.base, ("--dtype", "float32"))
+    assert whole is not None
+    budget = f"{whole.total_bytes - spec.expert_bytes}B"
+    tight = ("--device-memory", budget, "--dtype", "float32", "--mem-fraction-static", "1")
+    with pytest.raises(DeviceMemoryError, match="does not fit"):
+        fit.check(planned(*tight))
+    fit.check(planned(*tight, "--expert-cache", "4"))
+    most = spec.num_experts + 4 * spec.num_experts
+    with pytest.raises(DeviceMemoryError, match="does not fit"):
+        fit.check(planned(*tight, "--expert-cache", str(most)))
+
+
+def test_what_is_ready_says_how_many_are_in_memory(planned: Plan) -> None:
+    lines = list(summary.lines(planned("--expert-cache", "6", "--expert-policy", "lfu"), 100))
+    [line] = [line for line in lines if line.startswith("experts")]
+    assert "6 of each layer in memory" in line
+    assert "policy lfu" in line
+    assert not any(line.startswith("experts") for line in summary.lines(planned(), 100))
