@@ -133,22 +133,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for r in plan.link_speeds:
             print(f"r {r:g}", flush=True)
             rounds[r] = rounds_at(model, plan, r, layer_s)
+            for row in rows_of({r: rounds[r]}, plan):
+                print(said(row), flush=True)
             write(rounds, plan, layer_s, options.out)
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """A row's medians, to be read."""
+    shares = ", ".join(f"{way} hides {x['median']:.2f}" for way, x in row["hidden_by"].items())
+    auto = row["auto_over_best_fixed"]["median"]
+    return f"  batch {row['batch']}: {shares}; auto over the best fixed {auto:.3f}"
 
 
 def write(
     rounds: Mapping[float, Sequence[Round]], plan: RegimePlan, layer_s: float, out: Path
 ) -> None:
     """The result, with what is there so far."""
-    rows = rows_of(rounds, plan)
-    for row in rows:
-        print({key: row[key] for key in ("r", "batch", "hidden_by", "auto_over_best_fixed")})
     figures = {
         "what": "Share of the stall for experts that is hidden, and `auto` over the best fixed",
         "plan": vars(plan),
         "layer_s": layer_s,
         "is_complete": list(rounds) == list(plan.link_speeds),
-        "rows": rows,
+        "rows": rows_of(rounds, plan),
     }
     write_result("finemoe_regimes", figures, folder=out)
 

@@ -18,7 +18,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,9 +264,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             def keep(each: Round, found: list[Round] = found) -> None:
                 found.append(each)
+                print("\n".join(said(each)), flush=True)
                 write(rounds, plan, layer_s, options.out)
 
             rounds_of(model, plan, r, layer_s, keep)
+
+
+def said(each: Round) -> Iterator[str]:
+    """A round's lines, to be read: over `lfu`."""
+    base = {phase: of[NONE] for phase, of in each.items()}
+    for name in each["warm"]:
+        parts = []
+        for phase, of in each.items():
+            ratio = statistics.median(of[name].tpot_s) / statistics.median(base[phase].tpot_s)
+            parts.append(f"{phase} {ratio:.3f}, hits {of[name].counted.hit_rate or 1:.2f}")
+        yield f"  {name}: time per token {'; '.join(parts)}"
 
 
 def calibrated(model: ZooModel) -> float:

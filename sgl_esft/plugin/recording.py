@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgl_esft import sglang_api
 from sgl_esft.config import RecordConfig
 from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.trace import SlotChange, TraceHeader, TraceStep, TraceWriter
@@ -27,6 +28,12 @@ from sgl_esft.weave.moe_layer import WovenLayer
 from sgl_esft.weave.plane import AdapterPlane
 
 FLUSH_PERIOD_S = 1.0
+
+
+def trace_folder(folder: str) -> Path:
+    """Replicas of --dp-size see requests of their own: each but the first has a number behind."""
+    rank = sglang_api.rank_in_server()
+    return Path(folder) if rank == 0 else Path(f"{folder}.{rank}")
 
 
 class Recorder:
@@ -56,7 +63,7 @@ class Recorder:
             num_base=first.layout.num_base,
             embedding_size=EMBEDDING_SIZE,
         )
-        self._writer = TraceWriter(Path(config.folder), header, config.max_bytes)
+        self._writer = TraceWriter(trace_folder(config.folder), header, config.max_bytes)
         self._owners: Mapping[int, str] = {}  # adapter slot -> adapter id, as last written
         self._num_changes = -1
         self._begin_pass()

@@ -58,13 +58,13 @@ def _finemoe(config: TierConfig, num_layers: int, num_experts: int) -> FineMoEPr
 
 
 def _keep(store: MapStore, path: Path) -> None:
-    """Begin with what was kept; of the ranks that see the same, one writes. Raises ConfigError."""
+    """Begin with what was kept; one rank of the server writes. Raises ConfigError."""
     if path.exists():
         store.load(path)
         logger.info("expert maps: %d of %s", store.size, path)
     elif not path.parent.is_dir():
         raise ConfigError(f"--expert-map-file {path}: there is no folder {path.parent}")
-    if sglang_api.tp_rank() == 0:
+    if sglang_api.rank_in_server() == 0:
         StoreKeeper(store, path).start()
 
 

@@ -36,7 +36,7 @@ def spec(root: Path) -> MoeSpec:
 def gates(monkeypatch: pytest.MonkeyPatch, spec: MoeSpec) -> dict[int, torch.Tensor]:
     found = {i: torch.full((8, spec.hidden_size), float(i)) for i in spec.moe_layer_ids}
     monkeypatch.setattr(sglang_api, "gates", lambda model: found.items())
-    monkeypatch.setattr(sglang_api, "tp_rank", lambda: 0)
+    monkeypatch.setattr(sglang_api, "rank_in_server", lambda: 0)
     return found
 
 
