@@ -174,7 +174,7 @@ def _bound(of: Replays, setting: Setting) -> dict[str, Any]:
     """Belady's row. What is not found is loaded."""
     rate = of.most_hits(setting)
     return {
-        "way": "(nothing beats)",
+        "way": "belady, nothing ahead",
         "num_rows": setting.num_rows,
         "batch": setting.batch,
         "hit_rate": rate,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write bench/results/finemoe_regimes.json, after each r."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=list(zoo.MODELS), default="deep")
+    parser.add_argument("--share", type=float, default=0.5, help="of experts that have rows")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two link speeds, one round")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     end_on_sigterm()
-    quick = RegimePlan(**{**vars(QUICK), "model": options.model})
-    plan = quick if options.quick else RegimePlan(options.model, rounds=options.rounds)
+    plan = replace(
+        QUICK if options.quick else RegimePlan(rounds=options.rounds),
+        model=options.model,
+        share_of_rows=options.share,
+    )
     rounds: dict[float, list[Round]] = {}
     with tempfile.TemporaryDirectory(prefix="finemoe-regimes-") as work:
         model = ZooModel.of(plan.model, Path(work))

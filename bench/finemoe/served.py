@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,11 +236,11 @@ def plan_of(options: argparse.Namespace) -> ServedPlan:
     """What the command line asks for."""
     systems = [name for name in SYSTEMS if name in (NONE, RESIDENT, *options.policies)]
     plan = ServedPlan(
-        options.model, tuple(options.r), rounds=options.rounds, systems=tuple(systems)
+        options.model, tuple(options.r), options.share, options.rounds, systems=tuple(systems)
     )
-    if not options.quick:
-        return plan
-    return ServedPlan(options.model, (1.0,), 0.5, 1, 2, 4, 0.5, (RESIDENT, NONE, "finemoe", "auto"))
+    few = (RESIDENT, NONE, "finemoe", "auto")
+    quick = replace(plan, rounds=1, num_asks=2, num_online=4, systems=few)
+    return quick if options.quick else plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -248,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=list(zoo.MODELS), default="deep")
     parser.add_argument("--r", type=float, nargs="+", default=[0.3, 1.0], help="link speeds")
+    parser.add_argument("--share", type=float, default=0.5, help="of experts that have rows")
     parser.add_argument("--policies", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round, few policies")
