@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -65,16 +66,16 @@ class ExpertTier:
         layers: Sequence[TierLayer],
         decisions: Decisions,
         make_loader: Callable[[Callable[[LoadJob], None]], Loader],
-        read: Callable[[ExpertPlace, torch.Tensor, torch.Tensor], None],
+        load: Callable[[LoadJob, torch.Tensor, torch.Tensor], None],
         ahead: Ahead | None = None,
     ) -> None:
-        """read: an expert into its two rows. ahead: None = nothing is fetched before it is asked
-        for.
+        """load: an expert into its two rows, on a loader's thread. ahead: None = nothing is fetched
+        before it is asked for.
         """
         self.layers = tuple(layers)
         self.decisions = decisions
         self.times = TierTimes()
-        self._read = read
+        self._load = load
         self._ahead = ahead
         self._loader = make_loader(self._run)
         self._last: dict[tuple[int, int], LoadTicket] = {}  # (layer, row) -> the last load into it
@@ -84,7 +85,7 @@ class ExpertTier:
     def _run(self, job: LoadJob) -> None:
         """On a loader's thread."""
         layer = self.layers[job.layer]
-        self._read(job.place, layer.w13[job.row], layer.w2[job.row])
+        self._load(job, layer.w13[job.row], layer.w2[job.row])
 
     # ---- a forward pass ----
 
@@ -114,18 +115,37 @@ class ExpertTier:
         probs: Floats | None = None,
         hidden: Floats | None = None,
     ) -> Iterator[tuple[int, int]]:
-        """`platform.moe.Arrivals` of one layer.
+        """`platform.moe.Arrivals` of one layer: an expert at a time.
 
         probs: [num_tokens, J] of the router for the tokens of `begin`, for what looks ahead;
         hidden: [num_tokens, H], what the router was given, where it is wanted.
         """
+        with self._step(layer, slots, probs, hidden) as step:
+            yield from step.run()
+
+    def waves(
+        self,
+        layer: int,
+        slots: Sequence[int],
+        probs: Floats | None = None,
+        hidden: Floats | None = None,
+    ) -> Iterator[list[tuple[int, int]]]:
+        """As `arrivals`, with all that can be computed at a time together: one kernel each."""
+        with self._step(layer, slots, probs, hidden) as step:
+            yield from step.waves()
+
+    @contextmanager
+    def _step(
+        self, layer: int, slots: Sequence[int], probs: Floats | None, hidden: Floats | None
+    ) -> Iterator[_Step]:
+        """Whatever happens in it, what is not in its row in the end is nowhere."""
         self._beside.join()
         plan = self.decisions.step(layer, np.array(slots, dtype=np.int64))
         step = _Step(self, plan)
         try:
             step.begin()
             self._look_ahead(layer, probs, len(plan.loads), hidden)
-            yield from step.run()
+            yield step
         finally:
             self._beside.join()
             for slot in step.unfinished():
@@ -249,18 +269,33 @@ class _Step:
 
     def run(self) -> Iterator[tuple[int, int]]:
         """Who is here first, then who arrives."""
-        num_waiting = len(self._plan.loads)
         for slot, row in self._plan.present:
             if self._is_here(slot, row):
                 yield slot, row
                 self._computed(slot)
-            else:
-                num_waiting += 1
-        for _ in range(num_waiting):
-            load = self._next()
-            self._left.discard(load.slot)
-            yield load.slot, self._row_of(load)
-            self._computed(load.slot)
+        while self._tickets:
+            slot, row = self._arrived()
+            yield slot, row
+            self._computed(slot)
+
+    def waves(self) -> Iterator[list[tuple[int, int]]]:
+        """All that wait for nobody's row, then those that waited for theirs, and so on."""
+        wave = [(slot, row) for slot, row in self._plan.present if self._is_here(slot, row)]
+        while True:
+            while self._tickets:
+                wave.append(self._arrived())
+            if not wave:
+                return
+            yield wave
+            for slot, _ in wave:
+                self._computed(slot)
+            wave = []
+
+    def _arrived(self) -> tuple[int, int]:
+        """The next one, and its row, or FAILED."""
+        load = self._next()
+        self._left.discard(load.slot)
+        return load.slot, self._row_of(load)
 
     def _is_here(self, slot: int, row: int) -> bool:
         """False: it was fetched ahead, and is on its way still."""

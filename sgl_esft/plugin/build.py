@@ -22,7 +22,7 @@ from sgl_esft.lifecycle.rank_command_handler import RankGroup
 from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.metrics import MemoryMetrics
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
-from sgl_esft.offload.tiered_layer import TieredLayer
+from sgl_esft.offload.tiered_layer import RowMemory, TieredLayer
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import heat_hooks, runner_core
 from sgl_esft.plugin.decoded_tokens import DecodedTokens
@@ -56,7 +56,7 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     hook_ledger.verify_required()
     sglang_api.check_decode_graphs()
     spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
-    layers = bind_layers(runner.model, spec, config)
+    layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
     tags = BatchTags(_INITIAL_TAG_TOKENS, runner.device)
     device = sglang_api.runner_device(runner)
@@ -141,14 +141,11 @@ def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) ->
     return publish
 
 
-def bind_layers(model: torch.nn.Module, spec: MoeSpec, config: EsftConfig) -> dict[int, WovenLayer]:
+def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
     """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
     for module in sglang_api.fused_moe_modules(model):
         _check_backend(module)
-    kind = WovenLayer if page_source.current() is None else SharedLayer
-    if config.tiers is not None:
-        kind = TieredLayer
-    bound = [kind.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
+    bound = [_kind_of(m).bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
     layers = {layer.layer_id: layer for layer in bound}
     if tuple(sorted(layers)) != spec.moe_layer_ids or len(bound) != len(layers):
         raise UnsupportedModelError(
@@ -158,6 +155,13 @@ def bind_layers(model: torch.nn.Module, spec: MoeSpec, config: EsftConfig) -> di
     for layer in bound:
         _check_width(layer, spec)
     return layers
+
+
+def _kind_of(fused_moe: Any) -> type[WovenLayer]:
+    """By who owns the memory behind its slots."""
+    if isinstance(getattr(fused_moe, "esft_memory", None), RowMemory):
+        return TieredLayer
+    return WovenLayer if page_source.current() is None else SharedLayer
 
 
 def _check_backend(fused_moe: Any) -> None:

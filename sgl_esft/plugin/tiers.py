@@ -188,7 +188,7 @@ def build_tiers(
         rows,
         decisions,
         lambda run: Loader(config.tiers.read_threads, run),  # type: ignore[union-attr]
-        reader.read,
+        lambda job, w13, w2: reader.read(job.place, w13, w2),
         ahead,
     )
     for index, layer in enumerate(tiered):

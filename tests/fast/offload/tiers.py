@@ -16,7 +16,7 @@ from sgl_esft.formats.checkpoint import open_checkpoint
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.offload.ahead import Ahead, SlotsOf
 from sgl_esft.offload.decisions import Decisions
-from sgl_esft.offload.loader import Loader
+from sgl_esft.offload.loader import Loader, LoadJob
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader, Preadv
@@ -91,7 +91,11 @@ def open_rank(
     )
     looks = predictor is not None or POLICIES[policy].streams
     ahead = Ahead(decisions, predictor, slots_of) if looks else None
-    tier = ExpertTier(layers, decisions, lambda run: Loader(2, run), reader.read, ahead)
+
+    def load(job: LoadJob, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        reader.read(job.place, w13, w2)
+
+    tier = ExpertTier(layers, decisions, lambda run: Loader(2, run), load, ahead)
     for index, layer_id in enumerate(spec.moe_layer_ids):
         tier.add(index, {e: source.place(None, layer_id, e) for e in range(spec.num_experts)})
     w13, w2 = _whole(base)
