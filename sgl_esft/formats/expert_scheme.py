@@ -1,8 +1,8 @@
 """How a base's routed experts are quantised, and how its config.json says so.
 
-    config.json -> [read_scheme] -> ExpertScheme -> quant/rounding.py (an adapter's experts)
-                                                 -> checkpoint, expert tensor (which parts, how large)
-    --to NAME   -> [choose_scheme] -> ExpertScheme -> quant/write.py -> [settings_of] -> config.json
+    config.json -> [read_scheme] -> ExpertScheme -> quant/rounding.py (an adapter's experts),
+                                                    expert tensor (which parts, how large)
+    --to NAME -> [choose_scheme] -> ExpertScheme -> quant/write.py -> [settings_of] -> config.json
 
 Pure: imports neither torch nor SGLang. Each scheme is one that SGLang 0.5.23 reads with a method of
 its own, and that leaves every other linear layer as it is. Projections are [out, in], whole.
@@ -123,8 +123,8 @@ def _divisor(name: str, spec: MoeSpec, sizes: Collection[int]) -> int:
         if not any(width % size for width in widths):
             return size
     raise UnsupportedModelError(
-        f"{name} has groups of {' or '.join(map(str, sizes))} values, and none of these divides "
-        f"both of the experts' widths, {widths[0]} and {widths[1]}. Choose int8 or fp8-tensor."
+        f"{name} needs both widths of an expert to be multiples of {' or '.join(map(str, sizes))}; "
+        f"they are {widths[0]} and {widths[1]}. Choose int8 or fp8-tensor."
     )
 
 

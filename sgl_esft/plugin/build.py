@@ -219,7 +219,7 @@ def attach_rerouting(
             rerouters[layer_id] = Rerouter(layer.expert_map, tags, reroute, counted)
     for module in sglang_api.fused_moe_modules(model):
         layout = layers[module.layer_id].layout
-        inner = None if tiers is None else tiers.inner(module.layer_id)
+        inner = None if tiers is None else tiers.inner(module)
         watch = None if recorder is None else recorder.watch(module.layer_id)
         runner_core.install(module, layout, rerouters.get(module.layer_id), inner, watch)
         sglang_api.check_dispatcher(module.dispatcher)

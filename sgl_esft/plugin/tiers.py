@@ -27,20 +27,25 @@ from sgl_esft.memory.report import ExpertTiers
 from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics, ExpertTierTotals
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
+from sgl_esft.offload.device_rows import DeviceRows, make_staging
 from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
 from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
+from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.source import ExpertPlace, ExpertSource
 from sgl_esft.offload.tier import ExpertTier, TierLayer
 from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.platform import moe
+from sgl_esft.plugin import runner_core
 from sgl_esft.plugin.decoded_tokens import DecodedTokens, embedding_layer
 from sgl_esft.plugin.tier_predictors import make_predictor
+from sgl_esft.plugin.tier_waves import WaveCore
 from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 
 logger = logging.getLogger(__name__)
 
+Load = Callable[[LoadJob, torch.Tensor, torch.Tensor], None]  # an expert into its two rows
 _MEASURED_LOADS = 8  # at start
 
 
@@ -53,6 +58,7 @@ class Tiers:
     reader: ExpertReader
     index_of: Mapping[int, int]  # layer id -> number among the MoE layers
     decoded: DecodedTokens | None  # None = nothing is predicted
+    device_rows: DeviceRows | None = None  # None = rows are host memory
     when_done: list[Callable[[], None]] = field(default_factory=list)  # after each forward pass
 
     @property
@@ -109,34 +115,49 @@ class Tiers:
         if self.decoded is not None and self.decoded.num_tokens:
             self.tier.embedded(self.decoded.embeddings(output))
 
-    def inner(self, layer_id: int) -> Callable[[Any, Any], Any]:
-        """What runs a layer's experts (plugin/runner_core.py)."""
+    def inner(self, module: Any) -> Callable[[Any, Any], Any]:
+        """What runs a FusedMoE's experts (plugin/runner_core.py)."""
+        layer_id = int(module.layer_id)
         index = self.index_of[layer_id]
-        is_last = index == len(self.index_of) - 1
+        if self.device_rows is None:
+            run = self._on_host(index, layer_id)
+        else:
+            core = runner_core.inner_core(module, module.esft_layout)
+            seen = partial(self._seen, layer_id)
+            run = WaveCore(self.tier, index, self.device_rows, core, seen)
+        return run if index < len(self.index_of) - 1 else partial(self._last, run)
+
+    def _on_host(self, index: int, layer_id: int) -> Callable[[Any, Any], Any]:
+        """An expert at a time, as they arrive."""
 
         def run(dispatch_output: Any, weights: Any) -> Any:
             topk = dispatch_output.topk_output
+            probs, hidden = self._seen(layer_id, dispatch_output)
             output = moe.moe_forward(
                 dispatch_output.hidden_states,
                 weights.w13_weight,
                 weights.w2_weight,
                 topk.topk_weights,
                 topk.topk_ids,
-                partial(
-                    self.tier.arrivals,
-                    index,
-                    probs=self._probabilities(layer_id, topk),
-                    hidden=self._hidden(dispatch_output.hidden_states),
-                ),
+                partial(self.tier.arrivals, index, probs=probs, hidden=hidden),
             )
-            for call in self.when_done if is_last else ():
-                call()
             return sglang_api.make_combine_input(hidden_states=output)
 
         return run
 
-    def _probabilities(self, layer_id: int, topk: Any) -> Floats | None:
-        return None if self.decoded is None else self.decoded.probabilities(layer_id, topk)
+    def _last(self, run: Callable[[Any, Any], Any], dispatch_output: Any, weights: Any) -> Any:
+        """The last layer's, and the pass is over."""
+        found = run(dispatch_output, weights)
+        for call in self.when_done:
+            call()
+        return found
+
+    def _seen(self, layer_id: int, dispatch_output: Any) -> tuple[Floats | None, Floats | None]:
+        """What looks ahead by a layer: probabilities, hidden states."""
+        if self.decoded is None:
+            return None, None
+        probs = self.decoded.probabilities(layer_id, dispatch_output.topk_output)
+        return probs, self._hidden(dispatch_output.hidden_states)
 
     def _hidden(self, hidden_states: torch.Tensor) -> Floats | None:
         if self.decoded is None or not self.tier.wants_hidden:
@@ -159,38 +180,18 @@ def build_tiers(
     tiered = [layer for layer in layers.values() if isinstance(layer, TieredLayer)]
     first = tiered[0]
     _check_dtype(first.w13, spec)
-    source = ExpertSource(
-        Path(model_path), None if config.tiers.pack_file is None else Path(config.tiers.pack_file)
-    )
+    packed = config.tiers.pack_file
+    source = ExpertSource(Path(model_path), None if packed is None else Path(packed))
     reader = ExpertReader(
         first.shard.intermediate,
         first.is_up_first,
         first.w13.dtype,
         throttle_bytes_per_s=config.tiers.read_bytes_per_s,
     )
-    rows = [TierLayer(layer.layer_id, layer.w13, layer.w2) for layer in tiered]
-    loads_per_layer = config.tiers.loads_per_layer
-    if loads_per_layer is None:
-        loads_per_layer = measured_loads_per_layer(first, source, reader, config.tiers)
-    policy = _policy(config.tiers, loads_per_layer)
-    decisions = Decisions(
-        len(rows),
-        first.layout.num_slots,
-        first.w13.shape[0],
-        policy,
-        num_base=first.layout.num_base,
-        loads_per_layer=loads_per_layer,
-    )
-    predictor = make_predictor(policy, config.tiers, spec, model)
-    looks = predictor is not None or policy.streams
-    ahead = Ahead(decisions, predictor, partial(_slots_of, tiered)) if looks else None
-    tier = ExpertTier(
-        rows,
-        decisions,
-        lambda run: Loader(config.tiers.read_threads, run),  # type: ignore[union-attr]
-        lambda job, w13, w2: reader.read(job.place, w13, w2),
-        ahead,
-    )
+    decisions = _decisions(tiered, source, reader, config.tiers)
+    predictor = make_predictor(decisions.policy, config.tiers, spec, model)
+    device_rows = _device_rows(first, reader, config.tiers)
+    tier = _tier(tiered, decisions, predictor, config.tiers, _load_of(reader, device_rows))
     for index, layer in enumerate(tiered):
         layer.join(tier, index, _base_places(layer, source))
     tiers = Tiers(
@@ -199,13 +200,61 @@ def build_tiers(
         reader,
         {layer.layer_id: index for index, layer in enumerate(tiered)},
         None if predictor is None else DecodedTokens(model, spec.hidden_size),
+        device_rows,
         [_publisher(tier, reader)] if sglang_api.has_metrics() else [],
     )
     if predictor is not None:
         embedding_layer(model).register_forward_hook(tiers.embedded)
     source.drop_page_cache()
-    logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
     return tiers
+
+
+def _decisions(
+    tiered: Sequence[TieredLayer], source: ExpertSource, reader: ExpertReader, config: TierConfig
+) -> Decisions:
+    first = tiered[0]
+    loads_per_layer = config.loads_per_layer
+    if loads_per_layer is None and first.w13.device.type != "cpu":
+        raise ConfigError("--expert-cache on an accelerator: give --expert-loads-per-layer too")
+    if loads_per_layer is None:
+        loads_per_layer = measured_loads_per_layer(first, source, reader, config)
+    policy = _policy(config, loads_per_layer)
+    logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
+    return Decisions(
+        len(tiered),
+        first.layout.num_slots,
+        first.w13.shape[0],
+        policy,
+        num_base=first.layout.num_base,
+        loads_per_layer=loads_per_layer,
+    )
+
+
+def _tier(
+    tiered: Sequence[TieredLayer],
+    decisions: Decisions,
+    predictor: Predictor | None,
+    config: TierConfig,
+    load: Load,
+) -> ExpertTier:
+    looks = predictor is not None or decisions.policy.streams
+    ahead = Ahead(decisions, predictor, partial(_slots_of, tiered)) if looks else None
+    rows = [TierLayer(layer.layer_id, layer.w13, layer.w2) for layer in tiered]
+    return ExpertTier(rows, decisions, partial(Loader, config.read_threads), load, ahead)
+
+
+def _device_rows(layer: TieredLayer, reader: ExpertReader, config: TierConfig) -> DeviceRows | None:
+    """None where rows are host memory: experts are read straight into them."""
+    if layer.w13.device.type == "cpu":
+        return None
+    staging = make_staging(layer.w13, layer.w2, config.read_threads, pin_memory=True)
+    return DeviceRows(getattr(torch, layer.w13.device.type), staging, reader.read)
+
+
+def _load_of(reader: ExpertReader, device_rows: DeviceRows | None) -> Load:
+    if device_rows is not None:
+        return device_rows.load
+    return lambda job, w13, w2: reader.read(job.place, w13, w2)
 
 
 def _publisher(tier: ExpertTier, reader: ExpertReader) -> Callable[[], None]:

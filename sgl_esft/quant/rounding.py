@@ -87,9 +87,8 @@ def dequantise(parts: Mapping[str, torch.Tensor], scheme: ExpertScheme) -> torch
         numbers, scales = _unpacked(parts["qweight"]), scales.t()
     else:
         numbers = parts["weight"].float()
-    return numbers.mul_(
-        _spread(scales.reshape(-1, scales.shape[-1] if scales.ndim else 1), numbers, scheme)
-    )
+        scales = scales.reshape(1, 1) if scales.ndim == 0 else scales
+    return numbers.mul_(_spread(scales, numbers, scheme))
 
 
 def _finite(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -108,7 +107,8 @@ def _largest(values: torch.Tensor, scheme: ExpertScheme) -> torch.Tensor:
     rows, columns = _block(values, scheme)
     num_out, num_in = values.shape
     whole = F.pad(values.abs(), (0, -num_in % columns, 0, -num_out % rows))
-    return whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
+    blocks: torch.Tensor = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return blocks.amax(dim=(1, 3))
 
 
 def _block(values: torch.Tensor, scheme: ExpertScheme) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def _spread(scales: torch.Tensor, values: torch.Tensor, scheme: ExpertScheme) ->
 
 def _packed(numbers: torch.Tensor, scales: torch.Tensor, scheme: ExpertScheme) -> Parts:
     """Each rounded to the nearest, ties to even, as torch.round and its cast to float8 do."""
-    num, scale = (part for part in scheme.parts((numbers.shape[0], numbers.shape[1])))
+    num, scale = scheme.parts((numbers.shape[0], numbers.shape[1]))
     if scheme.name == "int4":
         steps = numbers.round_().add_(_ZERO).clamp_(0, 15)
         scales = scales.t().to(getattr(torch, scheme.scale_dtype))
@@ -163,4 +163,5 @@ def _unpacked(words: torch.Tensor) -> torch.Tensor:
     steps = (
         words[:, None, :] >> places[None, :, None]
     ) & 15  # the sign bit comes along, & drops it
-    return (steps - _ZERO).flatten(0, 1).t().float()
+    values: torch.Tensor = (steps - _ZERO).flatten(0, 1).t().contiguous()
+    return values.float()

@@ -71,7 +71,7 @@ class Tiered:
         layer.join(self.tier, 0, {slot: (BASE, e) for slot, e in enumerate(ids)})  # type: ignore[misc]
         self.tags = BatchTags(MAX_TOKENS, "cpu")
         build.attach_rerouting(
-            model, {LAYER_ID: layer}, self.tags, "fused", tiers=_Cores(self, model, rows)
+            model, {LAYER_ID: layer}, self.tags, "fused", tiers=_Cores(self, rows)
         )
 
     def _tier(self, num_rows: int) -> tuple[ExpertTier, DeviceRows]:
@@ -119,14 +119,13 @@ class Tiered:
 class _Cores:
     """In place of plugin/tiers.py's: SGLang's Triton core, in waves, its reads reported."""
 
-    def __init__(self, tiered: Tiered, model: torch.nn.Module, rows: DeviceRows) -> None:
+    def __init__(self, tiered: Tiered, rows: DeviceRows) -> None:
         self._tiered = tiered
-        self._module = model[0].experts  # type: ignore[index]
         self._rows = rows
 
-    def inner(self, layer_id: int) -> Any:
+    def inner(self, module: Any) -> Any:
         tiered = self._tiered
-        core = runner_core.inner_core(self._module, tiered.layer.layout)
+        core = runner_core.inner_core(module, tiered.layer.layout)
 
         def reading(dispatch_output: Any, weights: Any) -> Any:
             ids = dispatch_output.topk_output.topk_ids.unique().tolist()
