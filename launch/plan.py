@@ -109,6 +109,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         sglang_argv=(
             *_own_argv(flags, model_path),
             *(_weave_argv(config, adapters) if config else ()),
+            *(tiers.argv(sglang_argv) if config and config.tiers else ()),
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *console.level_argv([*sglang_argv, *(("--verbose",) if flags.verbose else ())]),
             *sglang_argv,

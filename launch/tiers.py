@@ -188,6 +188,12 @@ def check_device(device: str) -> None:
         )
 
 
+def argv(sglang_argv: Sequence[str]) -> tuple[str, ...]:
+    """A step that could not read an expert must be over before the next one begins."""
+    flag = "--disable-overlap-schedule"
+    return () if flag in sglang_argv else (flag,)
+
+
 def plan_tiers(
     flags: TierFlags, model_path: str, spec: MoeSpec, tp_size: int, sglang_argv: Sequence[str]
 ) -> TierConfig:
