@@ -151,6 +151,11 @@ def _check(launch_flags: flags.LaunchFlags, sglang_argv: Sequence[str]) -> None:
         raise ElasticConfigError(f"--tp-size {launch_flags.tp_size}: elastic ranks have TP 1")
     if launch_flags.expert_memory != "virtual":
         raise ElasticConfigError("--expert-memory padded: elastic experts are pages")
+    if launch_flags.tiers is not None:
+        raise ElasticConfigError(
+            "--expert-cache: that devices come and go while experts are in tiers was not shown; "
+            "leave one of them out"
+        )
     refused = {"--attn-dp-size", "--enable-dp-attention", "--ep-size", "--load-format"}
     given = {*refused, "--radix-cache-backend"} & {arg.split("=")[0] for arg in sglang_argv}
     if given:

@@ -23,6 +23,7 @@ from sgl_esft.formats.model_spec import DTYPE_BYTES
 from sgl_esft.memory.model_sizes import ModelSizes, read_model_sizes
 from sgl_esft_launch.arguments import last_value
 from sgl_esft_launch.plan import LaunchPlan
+from sgl_esft_launch.tiers import ep_size_of
 
 LEAST_KV_TOKENS = 256  # a rank with less cannot serve anything useful
 
@@ -106,17 +107,26 @@ def need_of(launch: LaunchPlan, sizes: ModelSizes) -> Need:
     if launch.config is None:
         return Need(sizes.total_bytes // ranks + derived, 0, kv, sizes.rotary_bytes)
     shapes = [read_adapter_shape(path, sizes.spec) for path in launch.adapters.values()]
-    experts, adapters = _experts(sizes, launch.config, shapes[: launch.config.max_adapters], ranks)
+    experts, adapters = _experts(
+        sizes, launch.config, shapes[: launch.config.max_adapters], ranks, ep_size_of(argv)
+    )
     trunk = sizes.trunk_bytes // ranks + derived
     return Need(trunk + experts, adapters, kv, sizes.rotary_bytes)
 
 
 def _experts(
-    sizes: ModelSizes, config: EsftConfig, shapes: Sequence[AdapterShape], ranks: int
+    sizes: ModelSizes,
+    config: EsftConfig,
+    shapes: Sequence[AdapterShape],
+    ranks: int,
+    ep_size: int,
 ) -> tuple[int, int]:
     """Bytes of base experts and of adapters' experts; in whole pages where one rank has all."""
     spec, slots = sizes.spec, min(config.max_experts_per_adapter, sizes.spec.num_experts)
     all_slots = config.max_adapters * slots * len(spec.moe_layer_ids) * spec.expert_bytes
+    if config.tiers is not None:  # rows are each rank's own, and adapters are in them
+        shard_bytes = spec.expert_bytes // max(1, ranks // ep_size)
+        return config.tiers.num_rows * len(spec.moe_layer_ids) * shard_bytes, 0
     if config.expert_memory == "padded":
         return sizes.routed_bytes // ranks, all_slots // ranks
     base, used = sizes.routed_bytes // ranks, _used(sizes, shapes) // ranks

@@ -15,12 +15,14 @@ from sgl_esft.config import (
     EXPERT_MEMORY_KINDS,
     REROUTE_KINDS,
     ExpertMemoryKind,
+    RecordConfig,
 )
 from sgl_esft.env import LogFormat
 from sgl_esft.errors import ConfigError
-from sgl_esft_launch import access, health
+from sgl_esft_launch import access, health, tiers
 from sgl_esft_launch.access import AccessFlags
 from sgl_esft_launch.health import HealthFlags
+from sgl_esft_launch.tiers import TierFlags
 
 DEFAULT_PORT = 30000
 DEFAULT_HOST = "127.0.0.1"
@@ -66,6 +68,8 @@ class LaunchFlags:
     log_format: str
     verbose: bool
     health: HealthFlags
+    tiers: TierFlags | None = None  # None = no --expert-cache
+    record: RecordConfig | None = None  # None = no --record-routing
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the versions of sgl-esft, SGLang and torch, and the device, and exit",
     )
     _add_esft_flags(parser.add_argument_group("ESFT"))
+    tiers.add_flags(parser.add_argument_group("experts in tiers"))
     access.add_flags(parser.add_argument_group("access"))
     _add_observe_flags(parser.add_argument_group("to be seen"))
     health.add_flags(parser.add_argument_group("health"))
@@ -176,6 +181,7 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_observe_flags(group: argparse._ArgumentGroup) -> None:
+    tiers.add_record_flags(group)
     group.add_argument(
         "--heat-every",
         type=int,
@@ -241,6 +247,8 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
         raise ConfigError("--no-esft and --esft-adapters exclude each other")
     found.access = access.read_flags(found)
     found.health = health.read_flags(found)
+    found.tiers = tiers.read_flags(found)
+    found.record = tiers.read_record(found)
     found.esft_adapters = tuple(found.esft_adapters)
     found.weave = not found.no_esft
     found.expert_page_bytes = _bytes_of("--expert-page-size", found.expert_page_size)

@@ -21,7 +21,7 @@ from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.platform.device_ledger import DeviceLedger
 from sgl_esft.ports import check_port_free
 from sgl_esft.support import WEAVING_DEVICES
-from sgl_esft_launch import console, resolved
+from sgl_esft_launch import console, resolved, tiers
 from sgl_esft_launch.access import AccessPlan, plan_access
 from sgl_esft_launch.arguments import last_value
 from sgl_esft_launch.flags import LaunchFlags
@@ -97,7 +97,9 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         spec = base_spec(model_path)
         _check_parallelism(spec, sglang_argv)
         _check_schedule(flags, sglang_argv)
-        config = _weaving(flags, spec, adapters)
+        config = _weaving(flags, model_path, spec, adapters, sglang_argv)
+        if config.tiers is not None:
+            tiers.check_device(device)
         if has_dp_attention(sglang_argv):
             check_resident(config, adapters)
     return LaunchPlan(
@@ -107,6 +109,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         sglang_argv=(
             *_own_argv(flags, model_path),
             *(_weave_argv(config, adapters) if config else ()),
+            *(tiers.argv(sglang_argv) if config and config.tiers else ()),
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *console.level_argv([*sglang_argv, *(("--verbose",) if flags.verbose else ())]),
             *sglang_argv,
@@ -230,8 +233,17 @@ def check_resident(config: EsftConfig, adapters: Mapping[str, Path]) -> None:
         )
 
 
-def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) -> EsftConfig:
-    needed = _max_experts_needed(adapters, spec) if adapters else None
+def _weaving(
+    flags: LaunchFlags,
+    model_path: str,
+    spec: MoeSpec,
+    adapters: Mapping[str, Path],
+    sglang_argv: Sequence[str],
+) -> EsftConfig:
+    reads_weights = flags.tiers is None  # in tiers they are looked at when they are routed to
+    needed = None
+    if adapters:
+        needed = _max_experts_needed(adapters, spec, reads_weights=reads_weights)
     config = EsftConfig(
         max_adapters=_given(flags.max_adapters, len(adapters) or DEFAULT_MAX_ADAPTERS),
         max_experts_per_adapter=_given(
@@ -245,6 +257,10 @@ def _weaving(flags: LaunchFlags, spec: MoeSpec, adapters: Mapping[str, Path]) ->
         max_overtakes=_given(flags.max_overtakes, DEFAULT_MAX_OVERTAKES),
         slot_overtakes=_given(flags.max_overtakes, DEFAULT_SLOT_OVERTAKES),
         heat_every=flags.heat_every,
+        tiers=None
+        if flags.tiers is None
+        else tiers.plan_tiers(flags.tiers, model_path, spec, flags.tp_size, sglang_argv),
+        record=flags.record,
         adapter_root=None
         if flags.adapter_root is None
         else str(Path(flags.adapter_root).resolve()),
@@ -274,13 +290,14 @@ def base_spec(model_path: str) -> MoeSpec:
     return MoeSpec.from_config(config)
 
 
-def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec) -> int:
+def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec, *, reads_weights: bool) -> int:
     """Every first adapter is checked in full, weights too: no process is started in vain."""
     needed = []
     for name, path in adapters.items():
         with _naming(name):
             manifest = read_manifest(path, spec)
-            check_weights(name, manifest)
+            if reads_weights:
+                check_weights(name, manifest)
             needed.append(manifest.max_experts_per_layer)
     return max(needed)
 

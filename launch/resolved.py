@@ -158,6 +158,21 @@ VIRTUAL: tuple[Needed, ...] = (
         _PADDED,
     ),
 )
+TIERS: tuple[Needed, ...] = (
+    Needed(
+        "load_format",
+        ("auto", "safetensors"),
+        "experts in tiers are read from safetensors files",
+        "convert the checkpoint, or leave --expert-cache out",
+    ),
+    Needed(
+        "disable_overlap_schedule",
+        (True,),
+        "a step that could not read an expert must end before the next one begins",
+        "use --disable-overlap-schedule",
+    ),
+    Needed("enable_weights_cpu_backup", (False,), "experts in tiers are not all in memory"),
+)
 _KV_ROWS = "KV is handed over as rows of the model's own type, in pools as SGLang makes them"
 _ITS_OWN = "--elastic decides that itself"
 ELASTIC: tuple[Needed, ...] = (

@@ -94,6 +94,8 @@ def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
         needed += resolved.of_device(launch.device) + resolved.WEAVING
         if launch.config.expert_memory == "virtual":
             needed += resolved.VIRTUAL
+        if launch.config.tiers is not None:
+            needed += resolved.TIERS
         if not plan.has_dp_attention(launch.sglang_argv):
             needed += resolved.NO_DP_ATTENTION
     return needed + (resolved.CPU if platform.is_active() else ())
@@ -132,7 +134,9 @@ def run(
     add_routes(app, (*models.routes_of(names), observe.VERSION))
     pages.add_routes(app)
     service = health.install(app, launch.health, heartbeats, tokenizer_manager, engine)
-    pads = launch.config is None or launch.config.expert_memory != "virtual"
+    pads = launch.config is None or (
+        launch.config.expert_memory != "virtual" and launch.config.tiers is None
+    )
     http_stack.install(
         app,
         http_stack.Parts(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sgl_esft import zoo
 from sgl_esft.byte_size import gigabytes
+from sgl_esft.config import TierConfig
 from sgl_esft.errors import EsftError
 from sgl_esft.memory.model_sizes import read_model_sizes
 from sgl_esft_launch.plan import LaunchPlan
@@ -24,6 +25,8 @@ def lines(launch: LaunchPlan, kv_tokens: int | None, devices: str = "") -> Itera
     yield f"model     {launch.model_path}{' (the demo)' if is_demo(launch) else ''}"
     yield f"adapters  {_adapters(launch)}"
     yield f"memory    {_memory(launch, kv_tokens)}"
+    if launch.config is not None and launch.config.tiers is not None:
+        yield f"experts   {_tiers(launch.config.tiers)}"
     if devices:
         yield f"devices   {devices}"
     yield f"address   {url}  (in a browser: {url}/dashboard)"
@@ -55,6 +58,13 @@ def _memory(launch: LaunchPlan, kv_tokens: int | None) -> str:
     except EsftError:  # not a folder, or not a model that we can count
         pass
     return ", ".join([*found, *(["sgl-esft memory shows all of it"] if launch.config else [])])
+
+
+def _tiers(tiers: TierConfig) -> str:
+    return (
+        f"{tiers.num_rows} of each layer in memory at a time, the others are read when they are "
+        f"needed; policy {tiers.policy}"
+    )
 
 
 def _request(launch: LaunchPlan, url: str) -> str:

@@ -30,6 +30,50 @@ EXPERT_MEMORY_KINDS: tuple[str, ...] = get_args(ExpertMemoryKind)
 REROUTE_KINDS: tuple[str, ...] = get_args(RerouteKind)
 
 
+DEFAULT_READ_THREADS = 4
+DEFAULT_PREFETCH_DISTANCE = 3  # FineMoE section 6.1; docs/offload.md: what others give
+DEFAULT_MAP_STORE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """Experts in tiers, as configured at launch (`--expert-cache`)."""
+
+    num_rows: int  # experts of each layer that are on the device at a time, of each rank
+    top_k: int  # experts that one token needs in a layer
+    policy: str = "auto"
+    read_threads: int = DEFAULT_READ_THREADS
+    loads_per_layer: float | None = None  # experts read while a layer is computed; None = measured
+    prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE  # layers
+    map_store_bytes: int = DEFAULT_MAP_STORE_BYTES
+    map_store_file: str | None = None  # kept across restarts
+    probe_file: str | None = None  # of `sgl-esft offload train`, for the policy `learned`
+    pack_file: str | None = None  # of `sgl-esft pack`; None = the checkpoint's own files
+    read_bytes_per_s: int | None = None  # at most; None = what the storage gives
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, "--expert-read-threads", self.read_threads)
+        _check_at_least(1, "--prefetch-distance", self.prefetch_distance)
+        _check_at_least(1, "--expert-map-memory", self.map_store_bytes)
+        if self.probe_file is not None and self.policy != "learned":
+            raise ConfigError("--expert-probe is for --expert-policy learned: leave it out")
+        if self.num_rows < self.top_k:
+            raise ConfigError(
+                f"--expert-cache: {self.num_rows} experts of a layer, and one token needs "
+                f"{self.top_k}: give more memory"
+            )
+        if self.loads_per_layer is not None and not 0 <= self.loads_per_layer < float("inf"):
+            raise ConfigError(f"--expert-loads-per-layer {self.loads_per_layer}: 0 or more")
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    """A trace of the routing, as configured at launch (`--record-routing`)."""
+
+    folder: str
+    max_bytes: int
+
+
 @dataclass(frozen=True)
 class EsftConfig:
     """Weaving, as configured at launch."""
@@ -45,6 +89,8 @@ class EsftConfig:
     max_overtakes: int = DEFAULT_MAX_OVERTAKES  # B of adapter_batching; 0 = first come first served
     slot_overtakes: int = DEFAULT_SLOT_OVERTAKES  # the same of who waits for an adapter's slot
     heat_every: int = DEFAULT_HEAT_EVERY  # experts are counted in every so many steps; 0 = never
+    tiers: TierConfig | None = None  # None = every expert is on the device
+    record: RecordConfig | None = None  # None = the routing is not recorded
 
     def __post_init__(self) -> None:
         _check_at_least(1, "--max-adapters", self.max_adapters)
@@ -64,6 +110,19 @@ class EsftConfig:
                 "padded memory has no pages"
             )
         _check_choice("--reroute", self.reroute, REROUTE_KINDS)
+        if self.tiers is not None:
+            self._check_tiers()
+        if self.record is not None and self.reroute == "router":
+            raise ConfigError("--reroute router knows no expert ids to record: use --reroute fused")
+
+    def _check_tiers(self) -> None:
+        if self.reroute == "router":
+            raise ConfigError("--reroute router and --expert-cache: use --reroute fused")
+        if self.adapter_memory_bytes is not None or self.adapter_host_bytes is not None:
+            raise ConfigError(
+                "--adapter-memory and --adapter-host-memory bound copies of adapters, and with "
+                "--expert-cache there are none: leave them out"
+            )
 
     @property
     def adapter_root_path(self) -> Path | None:
@@ -77,8 +136,13 @@ class EsftConfig:
     def from_json(cls, text: str) -> Self:
         """Raises ConfigError if `text` is not what `export` writes."""
         try:
-            fields: dict[str, Any] = json.loads(text)
-            return cls(**fields)
+            fields: dict[str, Any] = dict(json.loads(text))
+            tiers, record = fields.pop("tiers", None), fields.pop("record", None)
+            return cls(
+                **fields,
+                tiers=None if tiers is None else TierConfig(**tiers),
+                record=None if record is None else RecordConfig(**record),
+            )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{env.CONFIG} is not a configuration: {error}") from error
 

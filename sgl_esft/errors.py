@@ -232,6 +232,13 @@ class EngineLostError(RetryLaterError):
     """A process of the engine died or hung, and the request with it."""
 
 
+class ExpertReadError(RetryLaterError, status=503):
+    """An expert's weights cannot be read from where they are kept.
+
+    The file, its offset and the reason are named.
+    """
+
+
 class InternalError(EsftError):
     """A defect: please report it."""
 

@@ -18,7 +18,10 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.layers.dp_attention import dp_gather_replicate, dp_slot_in
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
+from sglang.srt.layers.moe.token_dispatcher.standard import (
+    StandardCombineInput,
+    StandardDispatcher,
+)
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import (
@@ -50,6 +53,8 @@ from sgl_esft.memory.report import KvMemory
 make_topk_output = StandardTopKOutput
 # (gathered [num_global, ...], local rows, forward batch): all ranks' rows, as hidden states lie
 dp_gather = dp_gather_replicate
+# (hidden states) -> what a MoE layer's experts hand to the dispatcher's combine
+make_combine_input = StandardCombineInput
 # () -> SGLang's request that all ranks end
 make_shutdown_request = ShutdownReq
 
@@ -79,6 +84,15 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
         experts = [child for child in children if isinstance(child, FusedMoE)]
         if len(found) == len(experts) == 1:
             yield found[0], experts[0]
+
+
+def gates(model: torch.nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
+    """(layer id, router weights [J, H]) of each routed-expert layer whose block has a `gate`."""
+    for block in model.modules():
+        weight = getattr(getattr(block, "gate", None), "weight", None)
+        experts = [child for child in block.children() if isinstance(child, FusedMoE)]
+        if isinstance(weight, torch.Tensor) and len(experts) == 1:
+            yield int(experts[0].layer_id), weight
 
 
 def records_experts() -> bool:
@@ -238,6 +252,25 @@ def end_request(req: Any, message: str, status: int) -> None:
     kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
     req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
     req.finished_len = len(req.output_ids)
+    req.skip_radix_cache_insert = True  # what made it fail may be in its KV
+
+
+def unread_experts(scheduler: Any) -> str | None:
+    """Why tokens of this rank's last step have no answer; None = all experts were there."""
+    tiers = _tiers(scheduler)
+    failure: str | None = None if tiers is None else tiers.failure
+    return failure
+
+
+def has_tiers(scheduler: Any) -> bool:
+    """Whether experts of this rank are in tiers."""
+    return _tiers(scheduler) is not None
+
+
+def _tiers(scheduler: Any) -> Any:
+    """None also where nothing is woven."""
+    manager = getattr(scheduler.tp_worker.model_runner, "lora_manager", None)
+    return getattr(manager, "tiers", None)
 
 
 def running_requests(scheduler: Any) -> list[Any]:

@@ -24,3 +24,6 @@ WEAVING_DEVICES: frozenset[str] = frozenset({"cpu", "cuda", "npu"})
 # Where devices may come and go. On CUDA experts of other ranks are -1 in SGLang's Triton path:
 # tests/fast/moe_interpreted/test_whole_experts.py.
 ELASTIC_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})
+
+# Where experts may be in tiers (--expert-cache).
+TIER_DEVICES: frozenset[str] = frozenset({"cpu"})

@@ -153,6 +153,21 @@ def content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def stamp_digest(path: Path) -> str:
+    """As `content_digest`, without reading weights: their files' names, sizes, inodes and times.
+
+    Files replaced by others, or written to, have another digest unless their times were set back.
+    Raises as `adapter_weight_files` does, and AdapterFormatError for an unreadable file.
+    """
+    digest = xxhash.xxh3_128()
+    for file in (path / EXPERT_CONFIG_NAME, *adapter_weight_files(path)):
+        with open_regular(file, AdapterFormatError) as stream:
+            stat = os.fstat(stream.fileno())
+        stamp = f"{file.name}\0{stat.st_size}\0{stat.st_ino}\0{stat.st_mtime_ns}\0"
+        digest.update(stamp.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
 def _canonical(name: str) -> str:
     """Older ESFT files lack the `model.` prefix."""
     return name if name.startswith(_PREFIX) else _PREFIX + name

@@ -9,8 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_esft.config import current_config
 from sgl_esft.errors import AdapterFormatError, InvariantError
-from sgl_esft.formats.manifest import AdapterManifest, content_digest, read_manifest
+from sgl_esft.formats.manifest import (
+    AdapterManifest,
+    content_digest,
+    read_manifest,
+    stamp_digest,
+)
 from sgl_esft.formats.model_spec import MoeSpec
 
 _digests: dict[str, str] = {}  # folder -> digest, of what was read at launch
@@ -28,10 +34,20 @@ class AdapterContent:
     stamps: tuple[tuple[str, int, int], ...]  # each file: name, size, time of change in ns
 
 
+def digest_of(folder: Path) -> str:
+    """The digest of a folder's content; where experts are in tiers, of its files' stamps.
+
+    There no weight is read before it is routed to, and a file that changes later fails its reads.
+    """
+    config = current_config()
+    is_tiered = config is not None and config.tiers is not None
+    return stamp_digest(folder) if is_tiered else content_digest(folder)
+
+
 def read_content(manifest: AdapterManifest) -> AdapterContent:
     """Digest a validated folder; reads all of it. Raises AdapterFormatError if it changes."""
     stamps = stamps_of(manifest)
-    content = _content(manifest, content_digest(manifest.path), stamps)
+    content = _content(manifest, digest_of(manifest.path), stamps)
     check_unchanged(manifest, content)
     return content
 
@@ -45,7 +61,7 @@ def remember_at_launch(folders: Iterable[Path], spec: MoeSpec) -> None:
     """Describe the first adapters while their folders are surely there."""
     for folder in folders:
         manifest = read_manifest(folder, spec)
-        digest = _digests.get(str(folder)) or content_digest(folder)
+        digest = _digests.get(str(folder)) or digest_of(folder)
         _at_launch[str(folder)] = _content(manifest, digest, stamps_of(manifest))
 
 

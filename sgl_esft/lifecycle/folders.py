@@ -21,7 +21,7 @@ import xxhash
 from sgl_esft.errors import EsftError
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
 from sgl_esft.formats.adapter_paths import PICKLE_SUFFIXES
-from sgl_esft.formats.manifest import content_digest
+from sgl_esft.lifecycle.content import digest_of
 
 _CHECKED_NAMES: Final = frozenset({EXPERT_CONFIG_NAME, "config.json"})
 _CHECKED_SUFFIXES: Final = (".safetensors", ".safetensors.index.json")
@@ -67,7 +67,7 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result:
 class DigestCache:
     """Contents' digests by folder and fingerprint, the newest ones. Of one event loop."""
 
-    def __init__(self, digest: Digest = content_digest) -> None:
+    def __init__(self, digest: Digest = digest_of) -> None:
         self._digest = digest
         self._known: OrderedDict[tuple[Path, Fingerprint], str] = OrderedDict()
         self._wanted: dict[Path, asyncio.Task[str | None]] = {}
@@ -84,7 +84,7 @@ class DigestCache:
         return None if seen is None else self._known.get((folder, seen))
 
     async def read(self, folder: Path) -> str:
-        """The digest of what the folder holds now. Raises as `content_digest`."""
+        """The digest of what the folder holds now. Raises as `digest_of`."""
         seen = await asyncio.to_thread(fingerprint, folder)
         known = self.get(folder, seen)
         if known is not None:

@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 
 from sgl_esft.config import ExpertMemoryKind
-from sgl_esft.memory.report import DeviceMemory, KvMemory, LayerMemory, PoolMemory, layer_memory
+from sgl_esft.memory.report import (
+    DeviceMemory,
+    ExpertTiers,
+    KvMemory,
+    LayerMemory,
+    PoolMemory,
+    layer_memory,
+)
 from sgl_esft.weave import expert_tensor
 from sgl_esft.weave.expert_memory import ExpertArena
 from sgl_esft.weave.moe_layer import WovenLayer
@@ -21,6 +28,7 @@ def measure_device(
     rank: int,
     device: torch.device,
     kv: KvMemory | None,
+    tiers: ExpertTiers | None = None,
 ) -> DeviceMemory:
     """Everything GET /v1/memory says of this rank."""
     arena = expert_tensor.arena_of(device)
@@ -33,6 +41,7 @@ def measure_device(
         adapters={each.source.name: each.adapter_slot for each in plane.placed()},
         kv=kv,
         layers=tuple(_layer_memory(layer) for layer in plane.layers.values()),
+        tiers=tiers,
     )
 
 

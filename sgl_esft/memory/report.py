@@ -88,6 +88,23 @@ class KvMemory:
     bytes_per_token: Positive
 
 
+@dataclass(frozen=True)
+class ExpertTiers:
+    """Experts in tiers, since the start, all layers together."""
+
+    policy: str
+    num_rows: Positive  # of each layer
+    num_requests: Count  # experts that layers' steps have asked for
+    num_hits: Count  # of them in rows already
+    num_loads: Count  # on demand
+    num_prefetches: Count
+    num_useful: Count  # prefetched and asked for, and
+    num_wasted: Count  # not, in the step they were meant for
+    num_failed: Count  # could not be read
+    read_bytes: Count
+    stall_s: Annotated[float, msgspec.Meta(ge=0)]  # nothing could be computed
+
+
 # What follows from a device's other numbers, told too.
 _DERIVED: Final = (
     "mapped_bytes",
@@ -113,6 +130,7 @@ class DeviceMemory:
     adapters: Mapping[str, Count]  # adapter name -> adapter slot
     kv: KvMemory | None
     layers: tuple[LayerMemory, ...]
+    tiers: ExpertTiers | None = None  # None = every expert is on the device
 
     @property
     def mapped_bytes(self) -> int:

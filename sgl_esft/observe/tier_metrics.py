@@ -29,7 +29,7 @@ class EngineCounters:
     num_reloads: int = 0  # loads of adapters that had left: misses of the host tier
 
 
-class _Totals:
+class Totals:
     """Counters that follow the fields of a value, from its `set` to the next."""
 
     def __init__(self) -> None:
@@ -43,7 +43,8 @@ class _Totals:
             self._published[field] = total
 
 
-def _counter(name: str, what: str, registry: Any, *labels: str) -> Counter:
+def counter(name: str, what: str, registry: Any, *labels: str) -> Counter:
+    """A counter with our prefix. `registry` None is prometheus_client's own."""
     # SGLang names the folder that its processes share before it starts a rank, and
     # prometheus_client reads that name when it is imported.
     from prometheus_client import REGISTRY, Counter
@@ -51,7 +52,7 @@ def _counter(name: str, what: str, registry: Any, *labels: str) -> Counter:
     return Counter(f"sgl_esft:{name}", what, labels, registry=registry or REGISTRY)
 
 
-class DeviceTierMetrics(_Totals):
+class DeviceTierMetrics(Totals):
     """One rank's adapter slots."""
 
     def __init__(self, rank: int, registry: CollectorRegistry | None = None) -> None:
@@ -61,7 +62,7 @@ class DeviceTierMetrics(_Totals):
             ("misses", "Adapters of a new batch that had none."),
             ("evictions", "Adapters that lost their slot."),
         ):
-            made = _counter(f"device_cache_{event}", what, registry, "rank")
+            made = counter(f"device_cache_{event}", what, registry, "rank")
             self._counters[f"num_{event}"] = made.labels(str(rank))
 
     def set(self, uses: SlotUses) -> None:
@@ -69,12 +70,12 @@ class DeviceTierMetrics(_Totals):
         self._publish(uses)
 
 
-class HostTierMetrics(_Totals):
+class HostTierMetrics(Totals):
     """Loads, and adapters that left host memory and came back; of the process that serves HTTP."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__()
-        loads = _counter("adapter_loads", "Loads from disk, by how.", registry, "outcome")
+        loads = counter("adapter_loads", "Loads from disk, by how.", registry, "outcome")
         self._counters = {
             "num_loads": loads.labels("ok"),
             "num_failed_loads": loads.labels("failed"),
@@ -85,7 +86,7 @@ class HostTierMetrics(_Totals):
             ("num_evictions", "host_cache_evictions", "Idle adapters that left host memory."),
             ("num_reloads", "host_cache_misses", "Loads of adapters that had left host memory."),
         ):
-            self._counters[field] = _counter(name, what, registry)
+            self._counters[field] = counter(name, what, registry)
 
     def set(self, counters: EngineCounters) -> None:
         """Publish what the engine did so far."""

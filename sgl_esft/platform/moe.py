@@ -8,10 +8,23 @@ like any other, and it skips id -1 (another rank's expert, or a padding row).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
 import torch
 from torch.nn import functional as F
 
 from sgl_esft.errors import UnsupportedModelError
+
+FAILED: Final = -1  # a row: the slot's weights could not be had
+# slots that are needed, ascending -> (slot, its row of w13 and w2 or FAILED), each slot once, in
+# the order in which they can be computed; asking for the next says that the last is computed
+Arrivals = Callable[[Sequence[int]], Iterable[tuple[int, int]]]
+
+
+def in_place(slots: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """`Arrivals` where every slot is a row of its own."""
+    return ((slot, slot) for slot in slots)
 
 
 def moe_forward(
@@ -20,26 +33,30 @@ def moe_forward(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    arrivals: Arrivals = in_place,
 ) -> torch.Tensor:
     """Sum over k of ``topk_weights[t, k] * expert[topk_ids[t, k]](hidden_states[t])``.
 
-    hidden_states [num_tokens, H]; w13 [num_slots, 2I, H] (gate rows, then up rows);
-    w2 [num_slots, H, I]; topk_weights, topk_ids [num_tokens, k], id -1 = skip.
+    hidden_states [num_tokens, H]; w13 [num_rows, 2I, H] (gate rows, then up rows);
+    w2 [num_rows, H, I]; topk_weights, topk_ids [num_tokens, k], id -1 = skip.
     Returns [num_tokens, H] in the dtype of hidden_states. The order of a token's
-    sum is the order of its k, whatever the slots' numbers are, so moving an
-    expert to another slot leaves every bit as it was.
+    sum is the order of its k, whatever the slots' numbers are and whenever they arrive, so moving
+    an expert to another slot leaves every bit as it was. A token with an expert that FAILED is NaN:
+    it must not pass for an answer.
     """
     num_tokens, top_k = topk_ids.shape
     flat_ids = topk_ids.reshape(-1)
     expert_out = hidden_states.new_zeros((num_tokens * top_k, hidden_states.shape[1]))
     order = flat_ids.argsort(stable=True)
     slots, counts = flat_ids[order].unique_consecutive(return_counts=True)
-    start = 0
-    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-        rows = order[start : start + count]
-        start += count
-        if slot >= 0:
-            expert_out[rows] = _expert(hidden_states[rows // top_k], w13[slot], w2[slot])
+    pairs = dict(zip(slots.tolist(), order.split(counts.tolist()), strict=True))
+    pairs.pop(-1, None)
+    for slot, row in arrivals(list(pairs)):
+        of_slot = pairs[slot]
+        if row == FAILED:
+            expert_out[of_slot] = torch.nan
+        else:
+            expert_out[of_slot] = _expert(hidden_states[of_slot // top_k], w13[row], w2[row])
     by_token = expert_out.view(num_tokens, top_k, hidden_states.shape[1])
     weighted = by_token.to(topk_weights.dtype)
     return (weighted * topk_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)

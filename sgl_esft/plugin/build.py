@@ -6,6 +6,7 @@ model runner -> woven layers -> adapter plane -> manager, rerouters
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,13 @@ from sgl_esft.lifecycle.rank_command_handler import RankGroup
 from sgl_esft.memory.measure import measure_device
 from sgl_esft.memory.metrics import MemoryMetrics
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
+from sgl_esft.offload.tiered_layer import RowMemory, TieredLayer
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import heat_hooks, runner_core
+from sgl_esft.plugin.decoded_tokens import DecodedTokens
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
+from sgl_esft.plugin.recording import Recorder
+from sgl_esft.plugin.tiers import Tiers, build_tiers
 from sgl_esft.support import MOE_BACKENDS
 from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.adapter_pages import bound_pages
@@ -39,6 +44,7 @@ from sgl_esft_kernels import RouterFunction
 
 logger = logging.getLogger(__name__)
 
+_TIERS_MEASURED_EVERY_S = 1.0
 _INITIAL_TAG_TOKENS = 8192  # the tag buffer grows when a batch is larger
 
 
@@ -57,8 +63,16 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     max_pages = _adapter_pages(layers, spec, config, device)
     source = page_source.current()
     is_resident = gather is not None or source is not None
-    plane = AdapterPlane(layers, spec, config, is_resident=is_resident, max_pages=max_pages)
+    tiers = None
+    if config.tiers is not None:
+        model_path, _ = sglang_api.served_model()
+        tiers = build_tiers(runner.model, layers, spec, config, model_path)
+    plane = AdapterPlane(
+        layers, spec, config, is_resident=is_resident, max_pages=max_pages, files=tiers
+    )
     publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
+    if tiers is not None and publish is not None:
+        tiers.when_done.append(publish)
     manager = EsftManager(
         plane,
         tags,
@@ -69,15 +83,33 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         group=RankGroup(sglang_api.tp_rank(), sglang_api.gather_bytes),
         heat=heat_hooks.sampler_of(plane, config, device),
         num_sources=page_source.num_sources(),
+        tiers=tiers,
     )
     if source is None:
         manager.load_initial(sglang_api.initial_adapters())
     else:
         source.woven(manager)
-    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat)
+    recorder = _recorder(runner.model, plane, tags, spec, config)
+    manager.watchers = tuple(each for each in (tiers, recorder) if each is not None)
+    attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat, tiers, recorder)
     sglang_api.hide_lora_from_layers()
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
+
+
+def _recorder(
+    model: torch.nn.Module,
+    plane: AdapterPlane,
+    tags: BatchTags,
+    spec: MoeSpec,
+    config: EsftConfig,
+) -> Recorder | None:
+    """One of the ranks that see the same tokens has one, if the routing is recorded."""
+    if config.record is None or sglang_api.tp_rank() != 0:
+        return None
+    top_k = next(topk.top_k for topk, _ in sglang_api.routers(model))
+    decoded = DecodedTokens(model, spec.hidden_size)
+    return Recorder(config.record, plane, tags, decoded, model, top_k)
 
 
 def _adapter_pages(
@@ -86,21 +118,25 @@ def _adapter_pages(
     """The rank's bound on adapters' pages; makes them, where they are not made as needed."""
     initial = (read_manifest(Path(ref.lora_path), spec) for ref in sglang_api.initial_adapters())
     has_limit = device.type != "cpu" or device_memory.budget_bytes() is not None
-    arena = expert_tensor.arena_of(device)
+    # Where experts are in tiers, adapters have no pages of their own.
+    arena = None if config.tiers is not None else expert_tensor.arena_of(device)
     return bound_pages(arena, layers, config, initial, has_limit=has_limit)
 
 
 def _publisher(plane: AdapterPlane, config: EsftConfig, device: torch.device) -> Callable[[], None]:
     rank = sglang_api.tp_rank()
     memory, tier = MemoryMetrics(), DeviceTierMetrics(rank)
-    num_measured = -1
+    num_measured, measured_s = -1, 0.0
 
     def publish() -> None:
-        nonlocal num_measured
+        nonlocal num_measured, measured_s
         tier.set(plane.uses)
-        if num_measured != plane.uses.num_changes:  # measuring goes through all layers
+        now_s = time.monotonic()
+        # Measuring goes through all layers. In tiers experts come and go with every step.
+        is_old = config.tiers is not None and now_s - measured_s > _TIERS_MEASURED_EVERY_S
+        if num_measured != plane.uses.num_changes or is_old:
             memory.set(measure_device(plane, config.expert_memory, rank, device, None))
-            num_measured = plane.uses.num_changes
+            num_measured, measured_s = plane.uses.num_changes, now_s
 
     return publish
 
@@ -109,8 +145,7 @@ def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
     """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
     for module in sglang_api.fused_moe_modules(model):
         _check_backend(module)
-    kind = WovenLayer if page_source.current() is None else SharedLayer
-    bound = [kind.bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
+    bound = [_kind_of(m).bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
     layers = {layer.layer_id: layer for layer in bound}
     if tuple(sorted(layers)) != spec.moe_layer_ids or len(bound) != len(layers):
         raise UnsupportedModelError(
@@ -120,6 +155,13 @@ def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
     for layer in bound:
         _check_width(layer, spec)
     return layers
+
+
+def _kind_of(fused_moe: Any) -> type[WovenLayer]:
+    """By who owns the memory behind its slots."""
+    if isinstance(getattr(fused_moe, "esft_memory", None), RowMemory):
+        return TieredLayer
+    return WovenLayer if page_source.current() is None else SharedLayer
 
 
 def _check_backend(fused_moe: Any) -> None:
@@ -158,6 +200,8 @@ def attach_rerouting(
     tags: BatchTags,
     kind: str,
     heat: HeatSampler | None = None,
+    tiers: Tiers | None = None,
+    recorder: Recorder | None = None,
 ) -> None:
     """From now on these layers reroute, as `--reroute kind` says.
 
@@ -175,7 +219,9 @@ def attach_rerouting(
             rerouters[layer_id] = Rerouter(layer.expert_map, tags, reroute, counted)
     for module in sglang_api.fused_moe_modules(model):
         layout = layers[module.layer_id].layout
-        runner_core.install(module, layout, rerouters.get(module.layer_id))
+        inner = None if tiers is None else tiers.inner(module)
+        watch = None if recorder is None else recorder.watch(module.layer_id)
+        runner_core.install(module, layout, rerouters.get(module.layer_id), inner, watch)
         sglang_api.check_dispatcher(module.dispatcher)
         # The expert map's rows contain this rank's part of SGLang's own mapping.
         module.dispatcher.skip_local_expert_mapping = True

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Final
 
 import torch
@@ -87,9 +88,18 @@ def end_not_finite(scheduler: Any, batch: Any, result: Any) -> None:
     if result.copy_done is not None:  # with overlap, another stream may still be at this step
         result.copy_done.synchronize()
     for req, value in zip(batch.reqs, greatest.tolist(), strict=False):
-        # The logits of a prompt's earlier chunks are nobody's answer.
-        if not (math.isfinite(value) or req.finished() or req.inflight_middle_chunks > 0):
+        if not (math.isfinite(value) or req.finished() or _is_no_answer(scheduler, req)):
             _end(scheduler, req, value)
+
+
+def _is_no_answer(scheduler: Any, req: Any) -> bool:
+    """The logits of a prompt's earlier chunks are nobody's answer.
+
+    But where an expert could not be read they show that the chunk's KV is of no use.
+    """
+    from sgl_esft import sglang_api
+
+    return req.inflight_middle_chunks > 0 and not sglang_api.has_tiers(scheduler)
 
 
 def _end(scheduler: Any, req: Any, greatest: float) -> None:
@@ -98,6 +108,10 @@ def _end(scheduler: Any, req: Any, greatest: float) -> None:
 
     if greatest == -math.inf:
         sglang_api.end_request(req, _NOTHING_LEFT, NothingToSampleError.http_status)
+        return
+    unread = sglang_api.unread_experts(scheduler)
+    if unread is not None:
+        sglang_api.end_request(req, unread, HTTPStatus.SERVICE_UNAVAILABLE)
         return
     whose = _whose(scheduler, req.lora_id)
     logger.error("request %s ends: the logits of %s are not finite", req.rid, whose)

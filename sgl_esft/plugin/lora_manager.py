@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,13 @@ MakeResult = Callable[[bool, str, dict[str, str]], Any]
 # local tags [n] -> tags of the whole DP gather, in the order of the gathered hidden states;
 # PADDING where no rank has a token
 GatherTags = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+class StepWatcher(Protocol):
+    """Who is told of each batch: experts in tiers, a recorder."""
+
+    def begin(self, forward_batch: Any, adapter_slots: Sequence[int]) -> None:
+        """A batch was tagged: the adapter slot of each request."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class EsftManager:
         group: RankGroup = ALONE,
         heat: HeatSampler | None = None,
         num_sources: int = 1,
+        tiers: Any = None,
     ) -> None:
         """gather_tags: given under DP attention, where tokens of `num_dp_ranks` meet in the MoE.
 
@@ -75,6 +83,8 @@ class EsftManager:
         self._source = group.rank if num_sources > 1 else None
         self._num_sources = num_sources
         self.heat = heat  # None = experts are not counted
+        self.tiers = tiers  # plugin/tiers.py; None = every expert is on the device
+        self.watchers: tuple[StepWatcher, ...] = ()
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
     @property
@@ -168,6 +178,8 @@ class EsftManager:
             real_tokens = gathered >= BASE
         if self.heat is not None:
             self.heat.begin_step(real_tokens)
+        for watcher in self.watchers:
+            watcher.begin(forward_batch, slots)
 
     # ---- CUDA graphs ----
 

@@ -55,6 +55,7 @@ class WovenRunnerConfig(MoeRunnerConfig):
 
     inner: Inner | None = None
     reroute: Reroute | None = None  # None: the router has rerouted, ids are slots already
+    watch: Callable[[Any], None] | None = None  # sees the top-k output before it is rerouted
 
 
 class EsftRunnerCore(DispatchMoeRunnerCore):
@@ -65,6 +66,7 @@ class EsftRunnerCore(DispatchMoeRunnerCore):
         assert config.inner is not None
         self._inner = config.inner
         self._reroute = config.reroute
+        self._watch = config.watch
 
     @property
     def runner_backend(self) -> Any:
@@ -80,6 +82,8 @@ class EsftRunnerCore(DispatchMoeRunnerCore):
                 f"top-k output {type(topk_output).__name__} cannot be rerouted: "
                 "choose a --moe-runner-backend with plain top-k ids, such as triton"
             )
+        if self._watch is not None:
+            self._watch(topk_output)
         if self._reroute is not None:
             slots = topk_output._replace(topk_ids=self._reroute(topk_output.topk_ids))
             dispatch_output = dispatch_output._replace(topk_output=slots)
@@ -138,14 +142,23 @@ def inner_core(
     )
 
 
-def install(module: Any, layout: SlotLayout, reroute: Reroute | None) -> None:
-    """From now on the layer's experts run in a woven core. Raises UnsupportedModelError."""
+def install(
+    module: Any,
+    layout: SlotLayout,
+    reroute: Reroute | None,
+    inner: Inner | None = None,
+    watch: Callable[[Any], None] | None = None,
+) -> None:
+    """From now on the layer's experts run in a woven core: in `inner`, if given.
+
+    Raises UnsupportedModelError.
+    """
     if platform.is_active():
         operators.check_registered(module.quant_method)
-    inner = inner_core(module, layout)
+    inner = inner or inner_core(module, layout)
     known = module.quant_method.runner.config
     of_sglang = {field.name: getattr(known, field.name) for field in fields(known)}
-    config = WovenRunnerConfig(**of_sglang, inner=inner, reroute=reroute)
+    config = WovenRunnerConfig(**of_sglang, inner=inner, reroute=reroute, watch=watch)
     runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
     if runner.fused_func is not None or not isinstance(runner.runner_core, EsftRunnerCore):
         raise InvariantError("SGLang's MoeRunner does not run the core registered as esft")

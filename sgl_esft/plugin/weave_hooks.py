@@ -5,7 +5,6 @@ create_weights (longer) ... init_lora_manager (bind) ... each forward: runner_co
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from sgl_esft import sglang_api
 from sgl_esft.config import required_config
 from sgl_esft.errors import UnsupportedModelError
-from sgl_esft.formats.manifest import content_digest
-from sgl_esft.lifecycle.content import remember_digest
+from sgl_esft.lifecycle.content import digest_of, remember_digest
+from sgl_esft.offload import tiered_layer
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import build
 from sgl_esft.weave import expert_tensor, moe_layer
@@ -39,9 +38,15 @@ def create_weights_with_adapter_slots(
         layer, num_experts, config.max_adapters, config.max_experts_per_adapter
     )
     layer.esft_layout = layout  # type: ignore[assignment]
-    create = functools.partial(original, method, layer, layout.num_slots, *args, **kwargs)
-    memory = expert_tensor.create_experts(
-        layer, layout, config, create, device_memory.available_bytes()
+    available_bytes = device_memory.available_bytes()
+
+    def create(num_rows: int = layout.num_slots, **attributes: Any) -> None:
+        original(method, layer, num_rows, *args, **{**kwargs, **attributes})
+
+    memory = (
+        expert_tensor.create_experts(layer, layout, config, create, available_bytes)
+        if config.tiers is None
+        else tiered_layer.create_rows(layer, layout, config, create, available_bytes)
     )
     layer.esft_memory = memory  # type: ignore[assignment]
 
@@ -92,6 +97,6 @@ def adapter_id_with_content(
 
     The prefix cache is keyed by this id, and may outlive the server.
     """
-    digest = content_digest(Path(lora_path))
+    digest = digest_of(Path(lora_path))
     remember_digest(lora_path, digest)
     return original(lora_name, f"{lora_path}\0{digest}")

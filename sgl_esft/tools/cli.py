@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from sgl_esft.errors import ConfigError, EsftError
 from sgl_esft.formats.adapter_config import write_expert_config
-from sgl_esft.tools import adapters_cli, memory_cli, tune_cli
+from sgl_esft.tools import adapters_cli, memory_cli, offload_cli, pack_cli, tune_cli
 from sgl_esft.tools.adapter_report import inspect_adapter
 from sgl_esft.tools.extract import extract_adapter
 from sgl_esft.tools.merge import merge_adapter
@@ -279,6 +279,22 @@ _COMMANDS: Final = (
         "padded and virtual. Sizes are numbers with a unit: 64GB is 10^9, 64GiB 2^30 bytes each.",
         memory_cli.configure_plan,
         memory_cli.run_plan,
+    ),
+    Subcommand(
+        "pack",
+        "write a base's experts into one aligned file, for experts in tiers",
+        "Copy every routed expert, aligned and in one piece, into a file that a server with "
+        "--expert-cache reads straight into place. All or nothing, with progress.",
+        pack_cli.configure_pack,
+        pack_cli.run_pack,
+    ),
+    Subcommand(
+        "offload",
+        "simulate caches and policies on a trace, or have them proposed",
+        "What --expert-cache would do: replay a trace of --record-routing, or measure this "
+        "machine and propose flags.",
+        offload_cli.configure,
+        offload_cli.run,
     ),
     Subcommand(
         "completion",

@@ -16,7 +16,14 @@ from sgl_esft.byte_size import gigabytes, parse_bytes
 from sgl_esft.errors import ConfigError, ServerAnswerError
 from sgl_esft.formats.adapter_shapes import AdapterShape, profile_shapes, read_adapter_shape
 from sgl_esft.memory.model_sizes import ModelSizes, read_model_sizes
-from sgl_esft.memory.report import BASE_OWNER, DeviceMemory, LayerMemory, MemoryReport, PoolMemory
+from sgl_esft.memory.report import (
+    BASE_OWNER,
+    DeviceMemory,
+    ExpertTiers,
+    LayerMemory,
+    MemoryReport,
+    PoolMemory,
+)
 from sgl_esft.tools import server_client
 from sgl_esft.tools.memory_svg import report_svg
 
@@ -75,6 +82,8 @@ def _summary(device: DeviceMemory) -> Iterator[str]:
         yield from _pool_lines(device.pool)
     if device.resident_bytes is not None:
         yield f"resident  {gigabytes(device.resident_bytes)} by the operating system's count"
+    if device.tiers:
+        yield from _tier_lines(device.tiers)
     if device.kv:
         yield (
             f"KV cache  {device.kv.num_tokens:,} tokens of {device.kv.bytes_per_token:,} B; "
@@ -83,6 +92,19 @@ def _summary(device: DeviceMemory) -> Iterator[str]:
     for name, adapter_slot in sorted(device.adapters.items(), key=lambda entry: entry[1]):
         held = gigabytes(device.owner_bytes(adapter_slot))
         yield f"adapter   slot {adapter_slot}: {name}, {held}"
+
+
+def _tier_lines(tiers: ExpertTiers) -> Iterator[str]:
+    hits = tiers.num_hits / max(1, tiers.num_requests)
+    yield (
+        f"tiers     {tiers.policy}, {tiers.num_rows} rows a layer: {hits:.1%} of "
+        f"{tiers.num_requests:,} were there, {tiers.num_loads:,} read on demand"
+    )
+    yield (
+        f"ahead     {tiers.num_prefetches:,} read, {tiers.num_useful:,} used; "
+        f"{gigabytes(tiers.read_bytes)} read in all, {tiers.stall_s:.1f} s stalled, "
+        f"{tiers.num_failed:,} reads failed"
+    )
 
 
 def _pool_lines(pool: PoolMemory) -> Iterator[str]:

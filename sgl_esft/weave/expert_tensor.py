@@ -62,14 +62,26 @@ def create_experts(
     source = page_source.current()
     if source is not None:
         return source.create_experts(layer, layout, create)
+    return create_mapped(layer, layout.num_slots, layout.num_base, config, create, budget_bytes)
+
+
+def create_mapped(
+    layer: torch.nn.Module,
+    num_slots: int,
+    num_mapped: int,
+    config: EsftConfig,
+    create: Callable[[], None],
+    budget_bytes: int | None = None,
+) -> SlotMemory:
+    """`num_slots` slots of this process's own, the first `num_mapped` with memory. As above."""
     memory: SlotMemory
     if config.expert_memory == "padded":
         create()
-        memory = PaddedMemory(layout.num_slots, _slot_bytes(_weights(layer)))
+        memory = PaddedMemory(num_slots, _slot_bytes(_weights(layer)))
     else:
-        memory = _create_virtual(layer, layout, create, config.expert_page_bytes, budget_bytes)
+        memory = _create_virtual(layer, num_slots, create, config.expert_page_bytes, budget_bytes)
     try:
-        memory.map(range(layout.num_base))
+        memory.map(range(num_mapped))
     except OutOfExpertMemoryError as error:
         raise DeviceMemoryError(f"the base model's experts do not fit: {error}") from error
     return memory
@@ -77,7 +89,7 @@ def create_experts(
 
 def _create_virtual(
     layer: torch.nn.Module,
-    layout: SlotLayout,
+    num_slots: int,
     create: Callable[[], None],
     page_bytes: int | None,
     budget_bytes: int | None,
@@ -92,7 +104,7 @@ def _create_virtual(
         backend = _BACKENDS.get(device.type, device.type)
         page_bytes = page_bytes or choose_page_bytes(slot_bytes)
         _arenas[device] = open_arena(backend, device.index or 0, page_bytes, budget_bytes)
-    memory = _arenas[device].make_layer(layout.num_slots, slot_bytes)
+    memory = _arenas[device].make_layer(num_slots, slot_bytes)
     for name, weight, tensor in zip(WEIGHT_NAMES, weights, memory.tensors, strict=True):
         _replace_parameter(layer, name, weight, tensor)
     return memory

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,11 +37,14 @@ class HostAdapter:
 
     name: str
     manifest: AdapterManifest
-    experts: Mapping[int, dict[int, ExpertWeights]]  # layer id -> expert id -> weights
+    # layer id -> expert id -> weights, or where experts are in tiers their places in files
+    experts: Mapping[int, Mapping[int, Any]]
 
     @property
     def num_bytes(self) -> int:
-        return sum(w.num_bytes for layer in self.experts.values() for w in layer.values())
+        """In host memory: places take none."""
+        every = (w for layer in self.experts.values() for w in layer.values())
+        return sum(w.num_bytes for w in every if isinstance(w, ExpertWeights))
 
 
 def read_adapter(

@@ -69,11 +69,12 @@ class WovenLayer:
         w13, w2 = fused_moe.w13_weight, fused_moe.w2_weight
         assert isinstance(w13, torch.Tensor)
         assert isinstance(w2, torch.Tensor)
-        if w13.shape[0] != layout.num_slots or w2.shape[0] != layout.num_slots:
-            raise InvariantError(
-                f"layer {fused_moe.layer_id}: {w13.shape[0]} slots, planned {layout.num_slots}"
-            )
         memory = fused_moe.esft_memory
+        num_rows = cls.num_rows_of(memory, layout.num_slots)
+        if w13.shape[0] != num_rows or w2.shape[0] != num_rows:
+            raise InvariantError(
+                f"layer {fused_moe.layer_id}: {w13.shape[0]} slots, planned {num_rows}"
+            )
         expert_tensor.check_still_there(fused_moe, memory)  # type: ignore[arg-type]
         shard = _shard_of(fused_moe)
         row = base_row(
@@ -96,6 +97,11 @@ class WovenLayer:
                 )
             ),
         )
+
+    @classmethod
+    def num_rows_of(cls, memory: object, num_slots: int) -> int:
+        """Rows of the tensors of a layer with so many slots: as many, where none is virtual."""
+        return num_slots
 
     @property
     def mapped_slots(self) -> set[int]:
@@ -159,6 +165,14 @@ class WovenLayer:
         if run:
             wait_for_readers(self.w13.device)
             self.memory.unmap(run)
+
+    @property
+    def max_kept(self) -> int | None:
+        """The most experts that may be kept here for good; None = all that have slots."""
+        return None
+
+    def keep(self, adapter_slot: int, kept: bool) -> None:
+        """Whether the adapter's experts stay on the device: here they do until it is displaced."""
 
     def num_bytes_of(self, adapter_slot: int) -> int:
         """Bytes of the experts in an adapter slot, on this rank."""

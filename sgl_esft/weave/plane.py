@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import (
     EsftError,
     InvariantError,
+    NoFreeSlotError,
     OutOfExpertMemoryError,
     UnknownAdapterError,
 )
@@ -26,7 +28,7 @@ from sgl_esft.formats.manifest import AdapterManifest, check_loadable
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.weave.adapter_pages import AdapterRoom, pages_needed
 from sgl_esft.weave.host_cache import HostAdapter, OnRead, num_bytes_to_read, read_adapter
-from sgl_esft.weave.moe_layer import WovenLayer
+from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 from sgl_esft.weave.placer import Placer
 from sgl_esft.weave.shared_layer import SharedLayer
 from sgl_esft.weave.slot_table import SlotTable
@@ -53,6 +55,21 @@ class PlacedAdapter:
     experts: Mapping[int, tuple[int, ...]]  # layer id -> expert ids of all ranks, ascending
 
 
+class AdapterFiles(Protocol):
+    """Where experts are in tiers: adapters' files, from which experts are read when needed."""
+
+    def register(
+        self, adapter_id: str, manifest: AdapterManifest, shards: Mapping[int, ExpertShard]
+    ) -> Mapping[int, Mapping[int, Any]]:
+        """Keep the files open. Returns layer id -> expert id -> place, of this rank's experts.
+
+        Raises AdapterFormatError when they are not what was validated.
+        """
+
+    def forget(self, adapter_id: str) -> None:
+        """Close the files of an adapter that is unloaded."""
+
+
 def _adopted(adapter: PlacedAdapter, num_moe_layers: int) -> HostAdapter:
     manifest = AdapterManifest(
         path=Path(adapter.source.path),
@@ -72,7 +89,8 @@ class AdapterPlane:
     until it is unloaded: under DP attention the ranks see different batches, and
     only the order of loads is common to them. Otherwise slots are a cache over
     the host's adapters, least recently used first out. `max_pages` bounds the
-    pages behind all adapters' slots, None = as many as the device has.
+    pages behind all adapters' slots, None = as many as the device has. `files`: given where
+    experts are in tiers; a loaded adapter is then its places in files, and takes no host memory.
     """
 
     def __init__(
@@ -83,6 +101,7 @@ class AdapterPlane:
         *,
         is_resident: bool,
         max_pages: int | None = None,
+        files: AdapterFiles | None = None,
     ) -> None:
         self.layers = layers
         self._spec = spec
@@ -90,6 +109,7 @@ class AdapterPlane:
         self.is_resident = is_resident
         self.num_slots = config.max_adapters
         self._max_pages = max_pages
+        self._files = files
         self._loaded: dict[str, HostAdapter] = {}
         self._pages: dict[str, int] = {}  # of each loaded adapter, the most it can take
         self._slots = SlotTable(config.max_adapters, max_pages, self._pages.__getitem__)
@@ -132,6 +152,9 @@ class AdapterPlane:
         on_size is told the bytes that on_read will be told of. Raises one of the Adapter* errors.
         """
         manifest = check_loadable(source.name, source.path, (), self._spec, self._config)
+        if self._files is not None:
+            on_size(0)
+            return HostAdapter(source.name, manifest, {})
         shards = {layer_id: layer.readable_shard for layer_id, layer in self.layers.items()}
         on_size(num_bytes_to_read(manifest, shards))
         device = next(iter(self.layers.values())).w13.device
@@ -157,6 +180,12 @@ class AdapterPlane:
         """
         num_pages = pages_needed(adapter.manifest, self.layers)
         self._check_room(source.name, num_pages, pinned=source.pinned)
+        if source.pinned:
+            self._check_kept(source.name, adapter.manifest)
+        if self._files is not None:
+            shards = {layer_id: layer.shard for layer_id, layer in self.layers.items()}
+            places = self._files.register(source.adapter_id, adapter.manifest, shards)
+            adapter = replace(adapter, experts=places)
         self._loaded[source.adapter_id] = adapter
         self._pages[source.adapter_id] = num_pages
         if source.pinned:
@@ -196,6 +225,18 @@ class AdapterPlane:
         if slot is not None:
             self._placer.displace(slot)
 
+    def _check_kept(self, name: str, manifest: AdapterManifest) -> None:
+        """Where experts are in tiers, pinned ones must leave rows for all others."""
+        pinned = [self._loaded[adapter_id].manifest for adapter_id in self._pinned]
+        for layer_id, layer in self.layers.items():
+            num_kept = sum(len(each.experts.get(layer_id, ())) for each in (*pinned, manifest))
+            if layer.max_kept is not None and num_kept > layer.max_kept:
+                raise NoFreeSlotError(
+                    f"adapter {name!r} cannot be pinned: pinned experts would take {num_kept} rows "
+                    f"of layer {layer_id}, and may have {layer.max_kept}: pin fewer, or raise "
+                    "--expert-cache"
+                )
+
     def _check_room(self, name: str, num_pages: int, *, pinned: bool) -> None:
         slots = self._slots
         room = AdapterRoom(
@@ -215,6 +256,8 @@ class AdapterPlane:
         self._pinned.discard(adapter_id)
         del self._loaded[adapter_id]
         del self._pages[adapter_id]
+        if self._files is not None:
+            self._files.forget(adapter_id)
 
     def is_loaded(self, adapter_id: str) -> bool:
         """Whether the adapter is in host memory, so that batches may ask for it."""
@@ -234,12 +277,14 @@ class AdapterPlane:
         if not pinned:
             self._pinned.discard(adapter_id)
             self._slots.unpin(adapter_id)
+            self._keep(adapter_id, False)
             return
         if adapter_id in self._pinned:
             return
+        adapter = self._loaded[adapter_id]
+        self._check_kept(adapter.name, adapter.manifest)
         if not self.is_resident:
-            adapter, num_pages = self._loaded[adapter_id], self._pages[adapter_id]
-            self._check_room(adapter.name, num_pages, pinned=True)
+            self._check_room(adapter.name, self._pages[adapter_id], pinned=True)
         self._pinned.add(adapter_id)
 
     def placements(self) -> dict[str, tuple[int, int]]:
@@ -303,8 +348,14 @@ class AdapterPlane:
             raise UnknownAdapterError(f"adapter ids {sorted(unknown)} are not loaded")
         adapters = {adapter_id: self._loaded[adapter_id] for adapter_id in wanted}
         self._placer.bring(adapters, may_evict=not self.is_resident)
-        for adapter_id in wanted & self._pinned:
+        for adapter_id in wanted & self._pinned - self._slots.pinned:
             self._slots.pin(adapter_id)
+            self._keep(adapter_id, True)
+
+    def _keep(self, adapter_id: str, kept: bool) -> None:
+        slot = self._slots.slot_of(adapter_id)
+        for layer in self.layers.values() if slot is not None else ():
+            layer.keep(slot, kept)
 
     def slot_of(self, adapter_id: str) -> int:
         """The adapter slot to tag tokens with. Raises InvariantError if it has none."""

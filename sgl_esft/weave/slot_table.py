@@ -119,6 +119,11 @@ class SlotTable:
             raise InvariantError(f"cannot pin {adapter_id}: it has no slot")
         self._pinned.add(adapter_id)
 
+    @property
+    def pinned(self) -> Collection[str]:
+        """Adapters that are kept in their slots."""
+        return self._pinned
+
     def unpin(self, adapter_id: str) -> None:
         """The adapter may be evicted from now on."""
         self._pinned.discard(adapter_id)

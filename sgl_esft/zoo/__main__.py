@@ -1,4 +1,4 @@
-"""Command line of the demo zoo: `train` makes it, `evaluate` measures it, `prompts` shows it.
+"""Command line of the zoo: `train` makes it, `evaluate` measures it, `prompts` shows it.
 
 `score` and `tune` are the two steps of ESFT that need a trainer, for examples of your own.
 """
@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train the base and all adapters")
     train.set_defaults(run=_train)
+    train.add_argument("--model", choices=list(zoo.MODELS), default="demo", help="which one")
     train.add_argument("--out", type=Path, required=True, help="folder to write")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
@@ -48,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         default=zoo.base_path().parent,
         help="a folder that `train` wrote (default: the committed one)",
     )
-    evaluate.add_argument("--tasks", nargs="+", choices=zoo.tasks(), default=zoo.tasks())
+    evaluate.add_argument(
+        "--tasks", nargs="+", choices=zoo.tasks(), help="default: all that have an adapter there"
+    )
     evaluate.add_argument("--examples", type=int, default=100, help="held-out prompts per task")
     evaluate.add_argument("--url", help="a running woven server; without it one is started")
     evaluate.add_argument(
@@ -89,9 +92,10 @@ def _add_own_task(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _train(options: argparse.Namespace) -> int:
-    from sgl_esft.zoo.train import train_zoo
+    from sgl_esft.zoo.train import PLANS, train_zoo
 
-    train_zoo(options.out, options.seed, options.threads, options.keep_base, _report)
+    plan = PLANS[options.model]
+    train_zoo(plan, options.out, options.seed, options.threads, options.keep_base, _report)
     return 0
 
 
@@ -99,7 +103,9 @@ def _evaluate(options: argparse.Namespace) -> int:
     from sgl_esft.zoo.evaluate import evaluate, format_table
     from sgl_esft.zoo.serving import ServerError
 
-    adapters = {name: options.checkpoints / "adapters" / name for name in options.tasks}
+    folder = options.checkpoints / "adapters"
+    there = [name for name in zoo.tasks() if (folder / name).is_dir()]
+    adapters = {name: folder / name for name in options.tasks or there}
     merged = options.url is None if options.merged is None else options.merged
     try:
         rows = evaluate(

@@ -109,4 +109,4 @@ def save_adapter(model: DeepseekV2ForCausalLM, experts: Experts, folder: Path) -
     for layer, ids in experts.items():
         for expert in ids:
             tensors.update(expert_tensors(blocks[layer], layer, expert))
-    save_tensors(tensors, folder / "model.safetensors")
+    save_tensors(tensors, folder / "model.safetensors", model.config.dtype)

@@ -1,13 +1,16 @@
-"""The demo model: its sizes, its checkpoint on disk, and greedy answers in transformers.
+"""The zoo's models: their sizes, their checkpoints on disk, and greedy answers in transformers.
 
-`train` builds it with `new_model` and writes it with `save_model`; SGLang and tests read
+`train` builds one with `new_model` and writes it with `save_model`; SGLang and tests read
 the folder. transformers keeps a layer's experts in two stacked tensors, checkpoints name
 every expert apart; `expert_tensors` is that step.
+
+A model computes in float32 here; its config's dtype is what its checkpoints are stored in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,24 +18,50 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
+from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.zoo import tokenizer
 from sgl_esft.zoo.taskset import Example
 
 CONTEXT = 512
 
 
-def new_config() -> DeepseekV2Config:
-    """DeepSeek-V2-Lite's architecture at a 2-million-parameter size."""
+@dataclass(frozen=True)
+class ZooSize:
+    """What the zoo's models differ in. Layer 0 is dense, all others are MoE layers."""
+
+    hidden_size: int
+    dense_width: int
+    expert_width: int
+    num_moe_layers: int
+    num_experts: int  # routed, of a layer
+    dtype: str  # of the checkpoint
+
+
+DEMO = ZooSize(128, 256, 64, 3, 16, "float32")
+# Deep enough to look layers ahead. Its checkpoints lie beside the demo's 15.6 MB, all of them below
+# 25 MB (tests/repo/test_hygiene.py), so it has 9.4 MB:
+#   routed experts   12 layers * 32 * (3 * 64 * 32)                       2,359,296 parameters
+#   shared experts   12 * (3 * 64 * 32)                                      73,728
+#   routers          12 * 32 * 64                                            24,576
+#   attention        13 * (64 * 192 + 64 * 80 + 64 * 256 + 128 * 64)        545,792
+#   the rest         embeddings 2 * 128 * 64, dense 3 * 64 * 128, norms      43,520
+# 3,046,912 in bfloat16, and names: 6.2 MB. An adapter of 8 experts a layer has 12 * 8 * 12,288 B =
+# 1.2 MB. With two: 8.6 MB. A projection is 64 * 32 * 2 B, one page, to which packed files align.
+DEEP = ZooSize(64, 128, 32, 12, 32, "bfloat16")
+
+
+def new_config(size: ZooSize = DEMO) -> DeepseekV2Config:
+    """DeepSeek-V2-Lite's architecture at a size of two or three million parameters."""
     return DeepseekV2Config(
         architectures=["DeepseekV2ForCausalLM"],
         vocab_size=tokenizer.VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=4,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.dense_width,
+        moe_intermediate_size=size.expert_width,
+        num_hidden_layers=1 + size.num_moe_layers,
         first_k_dense_replace=1,
         moe_layer_freq=1,
-        n_routed_experts=16,
+        n_routed_experts=size.num_experts,
         num_experts_per_tok=4,
         n_shared_experts=1,
         n_group=1,
@@ -67,22 +96,40 @@ def new_config() -> DeepseekV2Config:
         eos_token_id=tokenizer.END_ID,
         pad_token_id=tokenizer.PAD_ID,
         tie_word_embeddings=False,
-        dtype="float32",
+        dtype=size.dtype,
     )
 
 
-def new_model(seed: int) -> DeepseekV2ForCausalLM:
+def new_model(seed: int, size: ZooSize = DEMO) -> DeepseekV2ForCausalLM:
     """A float32 model with random weights, the same for the same seed."""
     torch.manual_seed(seed)
     # "eager" visits one expert after the other, which on a CPU is the fastest.
-    return DeepseekV2ForCausalLM._from_config(new_config(), experts_implementation="eager")
+    model = DeepseekV2ForCausalLM._from_config(
+        new_config(size), dtype=torch.float32, experts_implementation="eager"
+    )
+    return _stored_in(model, size.dtype)
 
 
 def load_model(folder: Path) -> DeepseekV2ForCausalLM:
     """The model of a checkpoint folder, float32, for evaluation."""
-    return DeepseekV2ForCausalLM.from_pretrained(
+    model = DeepseekV2ForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    )
+    return _stored_in(model, read_moe_spec(folder).dtype).eval()
+
+
+def _stored_in(model: DeepseekV2ForCausalLM, dtype: str) -> DeepseekV2ForCausalLM:
+    """transformers has set the config's dtype to that of the weights in memory."""
+    model.config.dtype = getattr(torch, dtype)
+    return model
+
+
+@torch.no_grad()
+def as_stored(model: DeepseekV2ForCausalLM) -> DeepseekV2ForCausalLM:
+    """The same model, its weights rounded as its checkpoint has them."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(model.config.dtype))
+    return model
 
 
 def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -102,10 +149,10 @@ def expert_tensors(block: nn.Module, layer: int, expert: int) -> Iterator[tuple[
     yield f"{prefix}.down_proj.weight", block.get_parameter("experts.down_proj").detach()[expert]
 
 
-def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write `tensors` as safetensors, each with memory of its own."""
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, dtype: torch.dtype) -> None:
+    """Write `tensors` as safetensors of this dtype, each with memory of its own."""
     save_file(
-        {name: t.detach().clone().contiguous() for name, t in tensors.items()},
+        {name: t.detach().clone().to(dtype).contiguous() for name, t in tensors.items()},
         file,
         metadata={"format": "pt"},
     )
@@ -120,7 +167,7 @@ def save_model(model: DeepseekV2ForCausalLM, folder: Path) -> None:
     for layer, block in moe_layers(model).items():
         for expert in range(model.config.n_routed_experts):
             tensors.update(expert_tensors(block, layer, expert))
-    save_tensors(tensors, folder / "model.safetensors")
+    save_tensors(tensors, folder / "model.safetensors", model.config.dtype)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Make the demo zoo: train the base, then fine-tune one ESFT adapter per task.
+"""Make a zoo: train the base, then fine-tune one ESFT adapter per task.
 
-`python -m sgl_esft.zoo train` calls `train_zoo`, which reads as the whole recipe. The
-same seed gives the same data and the same order of steps.
+`python -m sgl_esft.zoo train` calls `train_zoo` with one of PLANS, which reads as the whole
+recipe. The same seed gives the same data and the same order of steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ from sgl_esft.zoo.esft import (
     save_adapter,
     watch_routers,
 )
-from sgl_esft.zoo.model import exact_match, load_model, new_model, save_model
+from sgl_esft.zoo.model import (
+    DEEP,
+    DEMO,
+    ZooSize,
+    as_stored,
+    exact_match,
+    load_model,
+    new_model,
+    save_model,
+)
 from sgl_esft.zoo.taskset import TASKS, Task, held_out, training_examples
 
 Report = Callable[[str], None]
@@ -56,50 +65,88 @@ class Recipe:
     training: Training
 
 
-BASE = Training(steps=3200, tokens=2048, peak=2.5e-3, warmup=150)
+@dataclass(frozen=True)
+class ZooPlan:
+    """One zoo: its base, and the tasks that become adapters."""
+
+    name: str
+    size: ZooSize
+    base: Training
+    recipes: Mapping[str, Recipe]
+    num_held_out: int = 200  # examples of each task that an adapter is judged by
+
+
 BALANCE = 0.002
 SCORED_EXAMPLES = 512
-HELD_OUT = 200
-RECIPES: dict[str, Recipe] = {
-    "caesar": Recipe("gate", 0.5, Training(450, 2048, 3e-3)),
-    "date": Recipe("token", 0.6, Training(500, 2048, 3e-3)),
-    "intent": Recipe("gate", 0.4, Training(300, 2048, 2e-3)),
-    "reverse": Recipe("gate", 0.6, Training(600, 2048, 3e-3)),
-    "sum": Recipe("gate", 0.7, Training(2600, 1024, 4e-3)),
-    "translate": Recipe("token", 0.4, Training(300, 2048, 2e-3)),
+REPORTED_STEPS = 50
+PLANS: dict[str, ZooPlan] = {
+    plan.name: plan
+    for plan in (
+        ZooPlan(
+            "demo",
+            DEMO,
+            Training(steps=3200, tokens=2048, peak=2.5e-3, warmup=150),
+            {
+                "caesar": Recipe("gate", 0.5, Training(450, 2048, 3e-3)),
+                "date": Recipe("token", 0.6, Training(500, 2048, 3e-3)),
+                "intent": Recipe("gate", 0.4, Training(300, 2048, 2e-3)),
+                "reverse": Recipe("gate", 0.6, Training(600, 2048, 3e-3)),
+                "sum": Recipe("gate", 0.7, Training(2600, 1024, 4e-3)),
+                "translate": Recipe("token", 0.4, Training(300, 2048, 2e-3)),
+            },
+        ),
+        # Thresholds are lower than the demo's: an expert is smaller, but there are eight times as
+        # many, and what an adapter may weigh is counted in sgl_esft/zoo/model.py.
+        ZooPlan(
+            "deep",
+            DEEP,
+            Training(steps=3000, tokens=2048, peak=2e-3, warmup=200),
+            {
+                "date": Recipe("gate", 0.35, Training(400, 2048, 3e-3)),
+                "translate": Recipe("token", 0.3, Training(400, 2048, 3e-3)),
+            },
+        ),
+    )
 }
 
 
-def train_zoo(out: Path, seed: int, threads: int, keep_base: bool, report: Report) -> None:
+def train_zoo(
+    plan: ZooPlan, out: Path, seed: int, threads: int, keep_base: bool, report: Report
+) -> None:
     """Write ``out/base``, ``out/adapters/<task>`` and ``out/zoo.json``.
 
     With `keep_base` the base that is in `out` already stays and only adapters are made.
     `report` is given a line of progress now and then.
     """
     torch.set_num_threads(threads)
-    record = _read_record(out) if keep_base else _make_base(out, seed, threads, report)
+    record = _read_record(out) if keep_base else _make_base(plan, out, seed, threads, report)
     base = load_model(out / "base")
     adapters = {}
-    for name, recipe in RECIPES.items():
-        adapters[name] = _make_adapter(base, TASKS[name], recipe, seed, out / "adapters", report)
+    for name, recipe in plan.recipes.items():
+        folder = out / "adapters" / name
+        adapters[name] = _make_adapter(base, recipe, seed, folder, plan.num_held_out, report)
         _write_record(out, {**record, "adapters": adapters})
 
 
-def _make_base(out: Path, seed: int, threads: int, report: Report) -> dict[str, object]:
+def _make_base(
+    plan: ZooPlan, out: Path, seed: int, threads: int, report: Report
+) -> dict[str, object]:
     """Train and save the base; returns its part of `zoo.json`."""
     started = time.monotonic()
-    base = train_base(seed, report)
+    base = train_base(plan, seed, report)
     save_model(base, out / "base")
+    model = "" if plan.name == "demo" else f" --model {plan.name}"
     record: dict[str, object] = {
-        "command": f"python -m sgl_esft.zoo train --out DIR --seed {seed} --threads {threads}",
+        "command": f"python -m sgl_esft.zoo train{model} --out DIR --seed {seed} "
+        f"--threads {threads}",
         "seed": seed,
         "base": {
-            **asdict(BASE),
+            **asdict(plan.base),
             "balance": BALANCE,
             "parameters": sum(p.numel() for p in base.parameters()),
             "seconds": round(time.monotonic() - started),
         },
-        "held_out_examples": HELD_OUT,
+        "held_out_examples": plan.num_held_out,
     }
     _write_record(out, record)
     return record
@@ -116,14 +163,14 @@ def _write_record(out: Path, record: Mapping[str, object]) -> None:
     (out / "zoo.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def train_base(seed: int, report: Report) -> DeepseekV2ForCausalLM:
+def train_base(plan: ZooPlan, seed: int, report: Report) -> DeepseekV2ForCausalLM:
     """The base model, trained on the mixed corpus with a balancing loss on its routers."""
-    model = new_model(seed)
+    model, training = new_model(seed, plan.size), plan.base
     optimiser = torch.optim.AdamW(
-        model.parameters(), lr=BASE.peak, betas=(0.9, 0.98), weight_decay=0.01
+        model.parameters(), lr=training.peak, betas=(0.9, 0.98), weight_decay=0.01
     )
-    lines = batches(corpus(seed), BASE.tokens, prompt_weight=0.1, seed=seed)
-    _fit(model, optimiser, lines, BASE, BALANCE, lambda line: report(f"base: {line}"))
+    lines = batches(corpus(seed), training.tokens, prompt_weight=0.1, seed=seed)
+    _fit(model, optimiser, lines, training, BALANCE, lambda line: report(f"base: {line}"))
     return model.eval()
 
 
@@ -156,13 +203,19 @@ def tune_experts(
 
 
 def _make_adapter(
-    base: DeepseekV2ForCausalLM, task: Task, recipe: Recipe, seed: int, folder: Path, report: Report
+    base: DeepseekV2ForCausalLM,
+    recipe: Recipe,
+    seed: int,
+    folder: Path,
+    num_held_out: int,
+    report: Report,
 ) -> dict[str, object]:
     """Fine-tune, save and measure one adapter; returns its entry of `zoo.json`."""
     started = time.monotonic()
+    task = TASKS[folder.name]
     model, experts = finetune(base, task, recipe, seed, lambda line: report(f"{task.name}: {line}"))
-    save_adapter(model, experts, folder / task.name)
-    examples = held_out(task, HELD_OUT)
+    save_adapter(as_stored(model), experts, folder)
+    examples = held_out(task, num_held_out)
     entry = {
         **asdict(recipe),
         "experts_per_layer": {str(layer): len(ids) for layer, ids in experts.items()},
@@ -192,9 +245,13 @@ def _fit(
         loss.backward()
         nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
         optimiser.step()
-        if step % 100 == 99:
+        if (step + 1) % REPORTED_STEPS == 0:
             seconds = time.monotonic() - started
-            report(f"step {step + 1}/{training.steps} loss {loss.item():.4f} {seconds:.0f} s")
+            left = seconds / (step + 1) * (training.steps - step - 1)
+            report(
+                f"step {step + 1}/{training.steps} loss {loss.item():.4f} {seconds:.0f} s, "
+                f"{left:.0f} s left"
+            )
 
 
 def _schedule(step: int, training: Training) -> float:

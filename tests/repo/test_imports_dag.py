@@ -102,6 +102,7 @@ ROOMS = {
         access lang weave
         memory platform
         sglang_api tune
+        offload
         tools
         health lifecycle zoo
         plugin

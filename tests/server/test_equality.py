@@ -29,16 +29,19 @@ LAYOUTS = {
     "dp2-ep2": (*DP2_EP2, "--expert-page-size", "2MiB"),
     "padded": (*CHUNKED, "--expert-memory", "padded", "--reroute", "unfused"),
 }
+# Experts in tiers: as many rows as one token needs, and what is fetched ahead. More: test_tiers.py.
+TIERS = (*CHUNKED, "--expert-cache", "4", "--expert-policy", "finemoe")
 # Rerouting inside the router: softmax, and sigmoid with a bias and groups. Not in README's table.
 MORE_LAYOUTS = {
     "replicas": (*CHUNKED, "--dp-size", "2"),
     "router": (*CHUNKED, "--reroute", "router"),
     "router-tp2-ep2": (*TP2_EP2, "--reroute", "router"),
+    "tiers": (*TIERS, "--expert-loads-per-layer", "3"),
 }
 BATCH = 40
 # What `make test` serves. There, DeepSeek-V2 on one rank is the demo's (test_zoo_served.py), and DP
 # attention the elastic server's (test_elastic.py).
-QUICK = {("Qwen3MoeForCausalLM", "tp2-ep2")}
+QUICK = {("Qwen3MoeForCausalLM", "tp2-ep2"), ("Qwen3MoeForCausalLM", "tiers")}
 # SGLang's own Mixtral has no DP attention; fast/launch/test_refusals.py has that case.
 CASES = [
     ("MixtralForCausalLM", "one-rank"),
@@ -49,6 +52,7 @@ CASES = [
     ("DeepseekV2ForCausalLM", "router"),
     ("DeepseekV2ForCausalLM", "padded"),
     ("DeepseekV2ForCausalLM", "replicas"),
+    ("Qwen3MoeForCausalLM", "tiers"),
     *itertools.product(
         ("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM", DP_ARCHITECTURE),
         ("one-rank", "tp2-ep2", "dp2-ep2"),

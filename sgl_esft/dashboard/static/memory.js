@@ -31,7 +31,19 @@ function facts(device) {
   ];
   if (device.pool) words.push(`pages of ${bytes(device.pool.page_bytes)}, ${bytes(device.pool.free_bytes)} free`);
   if (device.kv) words.push(`KV ${count(device.kv.num_tokens)} tokens`);
+  if (device.tiers) words.push(tierFacts(device.tiers));
   return words.join(" · ");
+}
+
+// Experts that are not all on the device; the map below shows who is now.
+function tierFacts(tiers) {
+  const share = (part, whole) => `${((100 * part) / Math.max(whole, 1)).toFixed(1)} %`;
+  return [
+    `tiers: ${tiers.policy}, ${plural(tiers.num_rows, "row")} a layer`,
+    `${share(tiers.num_hits, tiers.num_requests)} of experts were there`,
+    `${count(tiers.num_loads)} read on demand, ${count(tiers.num_prefetches)} ahead (${share(tiers.num_useful, tiers.num_prefetches)} used)`,
+    `${bytes(tiers.read_bytes)} read, stalled ${tiers.stall_s.toFixed(1)} s`,
+  ].join(", ");
 }
 
 // What the mapped bytes are, as shares of what padding would map.

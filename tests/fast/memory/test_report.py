@@ -3,16 +3,17 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sgl_esft.errors import InvariantError, ServerAnswerError
-from sgl_esft.memory.report import MemoryReport, SlotRun, layer_memory
+from sgl_esft.memory.report import ExpertTiers, MemoryReport, SlotRun, layer_memory
 from sgl_esft.tools.memory_cli import report_lines
 from sgl_esft.weave.expert_memory import SlotUsage
 from tests.support import memory_reports
-from tests.support.memory_reports import ADAPTERS, LAYOUT, PAGE_BYTES, SLOT_BYTES
+from tests.support.memory_reports import ADAPTERS, LAYOUT, PAGE_BYTES, SLOT_BYTES, virtual_device
 
 SLOT = sum(SLOT_BYTES)
 Change = Callable[[dict[str, Any]], object]
@@ -159,3 +160,19 @@ def test_table() -> None:
     assert [row[-2:] for row in rows[::2]] == [["0:1", "2:4"]] * 2
     assert len([line for line in lines if line.startswith("pages")]) == 1
     assert padded.pool is None
+
+
+def test_experts_in_tiers_are_told_and_shown() -> None:
+    tiers = ExpertTiers("auto: lfu", 6, 513, 230, 283, 105, 36, 69, 2, 42_906_912, 0.8125)
+    one = MemoryReport((replace(virtual_device(), tiers=tiers),))
+    value = json.loads(json.dumps(one.to_json()))
+    assert MemoryReport.from_json(value) == one
+    assert value["devices"][0]["tiers"]["num_hits"] == 230
+    lines = list(report_lines(one))
+    assert any("auto: lfu, 6 rows a layer: 44.8% of 513 were there, 283 read" in x for x in lines)
+    assert any(
+        "105 read, 36 used; 42.91 MB read in all, 0.8 s stalled, 2 reads" in x for x in lines
+    )
+    value["devices"][0]["tiers"]["num_rows"] = 0
+    with pytest.raises(ServerAnswerError):
+        MemoryReport.from_json(value)

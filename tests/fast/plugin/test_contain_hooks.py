@@ -33,7 +33,7 @@ def test_their_requests_end_with_this_step() -> None:
     reqs = [request(str(number)) for number in range(3)]
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([GOOD[0], BAD[0], GOOD[1]]))
     contain_hooks.zero_what_is_not_finite(None, output)
-    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=reqs), result_of(output))
+    contain_hooks.end_not_finite(RANK, SimpleNamespace(reqs=reqs), result_of(output))
     assert [req.to_finish is not None for req in reqs] == [False, True, False]
     bad = reqs[1]
     bad.output_ids.append(0)
@@ -62,7 +62,7 @@ def test_a_mask_that_leaves_nothing_is_the_requests_doing() -> None:
     req = request("0")
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([NOTHING]))
     contain_hooks.zero_what_is_not_finite(None, output)
-    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output))
+    contain_hooks.end_not_finite(RANK, SimpleNamespace(reqs=[req]), result_of(output))
     ended = req.to_finish.to_json()
     assert ended["status_code"] == 400
     assert ended["message"].startswith("NothingToSampleError")
@@ -75,7 +75,7 @@ def test_rows_are_read_when_their_step_has_ended() -> None:
     contain_hooks.zero_what_is_not_finite(None, output)
     greatest = vars(output)["sgl_esft_greatest"]
     done = SimpleNamespace(synchronize=lambda: greatest.fill_(NAN))
-    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output, done))
+    contain_hooks.end_not_finite(RANK, SimpleNamespace(reqs=[req]), result_of(output, done))
     assert req.to_finish is not None
 
 
@@ -84,15 +84,41 @@ def test_a_chunk_before_the_last_ends_nothing() -> None:
     req.inflight_middle_chunks = 1
     output = LogitsProcessorOutput(next_token_logits=torch.tensor([BAD[0]]))
     contain_hooks.zero_what_is_not_finite(None, output)
-    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[req]), result_of(output))
+    contain_hooks.end_not_finite(RANK, SimpleNamespace(reqs=[req]), result_of(output))
     assert req.to_finish is None
 
 
+UNREAD = "ExpertReadError: model.safetensors gave 7 of 4096 bytes at byte 0"
+
+
+@pytest.mark.parametrize("num_middle_chunks", [0, 1])
+def test_what_could_not_be_read_is_named_and_not_kept(num_middle_chunks: int) -> None:
+    """Where experts are in tiers: a chunk before the last ends too, since its KV is of no use."""
+    rank = rank_with(SimpleNamespace(tiers=SimpleNamespace(failure=UNREAD)))
+    req = request("0")
+    req.inflight_middle_chunks = num_middle_chunks
+    output = LogitsProcessorOutput(next_token_logits=torch.tensor([BAD[0]]))
+    contain_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.end_not_finite(rank, SimpleNamespace(reqs=[req]), result_of(output))
+    ended = req.to_finish.to_json()
+    assert (ended["status_code"], ended["message"]) == (503, UNREAD)
+    assert req.skip_radix_cache_insert
+
+
+def test_weights_that_overflow_in_tiers_are_called_that() -> None:
+    rank = rank_with(SimpleNamespace(tiers=SimpleNamespace(failure=None)))
+    req = request("0")
+    output = LogitsProcessorOutput(next_token_logits=torch.tensor([BAD[0]]))
+    contain_hooks.zero_what_is_not_finite(None, output)
+    contain_hooks.end_not_finite(rank, SimpleNamespace(reqs=[req]), result_of(output))
+    assert req.to_finish.to_json()["message"].startswith("LogitsNotFiniteError")
+
+
 def test_results_without_logits_are_left() -> None:
-    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), SimpleNamespace())
+    contain_hooks.end_not_finite(RANK, SimpleNamespace(reqs=[]), SimpleNamespace())
     nothing = result_of(LogitsProcessorOutput(next_token_logits=None))
     contain_hooks.zero_what_is_not_finite(None, nothing.logits_output)
-    contain_hooks.end_not_finite(None, SimpleNamespace(reqs=[]), nothing)
+    contain_hooks.end_not_finite(RANK, SimpleNamespace(reqs=[]), nothing)
 
 
 def result_of(output: LogitsProcessorOutput, copy_done: object = None) -> Any:
@@ -108,6 +134,9 @@ MANAGERS = {  # what sits in LoRA's place
 def rank_with(manager: object) -> Any:
     runner = SimpleNamespace(lora_manager=manager)
     return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+
+
+RANK = rank_with(None)  # plain SGLang
 
 
 def request(rid: str, adapter_id: str | None = None) -> Any:

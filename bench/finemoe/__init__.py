@@ -1,0 +1,1 @@
+"""FineMoE's tables and figures."""

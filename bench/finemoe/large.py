@@ -1,0 +1,366 @@
+"""A model larger than the memory, served with experts in tiers: V2-Lite's sizes, real routing.
+
+    random checkpoint in --folder, 31.4 GB (large_model.py); routing of --trace (replay_plugin.py)
+    one server after the other, a round each --[measured]--> start, memory, decode, prefill
+    bytes a token / measured bandwidth, and a server that finds every expert --> the bound
+
+**Answers mean nothing**: weights are random and routers are overruled. Bytes, reads, memory and
+computing are those of the real model. Systems: `stream`, `lru`, `lfu` (nothing is fetched ahead),
+`auto`; `mapped`, whose experts are computed straight from the mapped checkpoint, with all of the
+machine's page cache; `found`, whose trace is one token over and over, so that after the first every
+expert is there: the time of computing.
+
+Memory is what the operating system counts: the processes' proportional set sizes (smaps_rollup),
+and beside it how much the page cache grew. Reads of experts go past the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from bench.common.load import NO_PREFIX_CACHE, end_on_sigterm
+from bench.common.record import RESULTS, spread, write_result
+from bench.elasticmoe.load import Ask, Stream, ask_once
+from bench.finemoe.large_memory import MemoryWatch
+from bench.finemoe.large_model import LargeShape, trunk_bytes, write_adapter, write_base
+from bench.finemoe.replay_plugin import MAPPED, REPLAY, install, write_replay
+from bench.finemoe.tier_servers import Window, read_counted, window_of
+from bench.finemoe.traces import tasks_of
+from sgl_esft.byte_size import gigabytes, parse_bytes
+from sgl_esft.offload.advise import Machine, measure_machine
+from sgl_esft.zoo import serving
+
+ROOT = Path(__file__).resolve().parents[2]
+MAPPED_SYSTEM, FOUND = "mapped", "found"
+POLICIES = ("stream", "lru", "lfu", "auto")
+SYSTEMS = (FOUND, *POLICIES, MAPPED_SYSTEM)
+KV_TOKENS = 4096
+KV_BYTES = KV_TOKENS * 31_104  # DeepSeek-V2-Lite's
+PROCESS_BYTES = 2_300_000_000  # of everything else: three processes, buffers, the system
+PREFILL_TOKENS = 1024
+EDGES = 1.02  # an unaligned read fetches some blocks more than it needs
+START_SECONDS = 1800.0
+ANSWER_SECONDS = 1800.0
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class LargePlan:
+    """How much is measured. `num_new`: tokens of each answer."""
+
+    shape: LargeShape
+    memory_bytes: int
+    rounds: int = 3
+    num_answers: int = 3
+    num_new: int = 48
+    systems: tuple[str, ...] = SYSTEMS
+
+    @property
+    def cache_bytes(self) -> int:
+        """For experts. Raises SystemExit where one token's do not fit."""
+        left = self.memory_bytes - trunk_bytes(self.shape) - KV_BYTES - PROCESS_BYTES
+        shape = self.shape
+        least = (shape.num_layers - 1) * shape.top_k * shape.expert_bytes
+        if left < least:
+            raise SystemExit(
+                f"--memory {gigabytes(self.memory_bytes)} leaves {gigabytes(left)} for experts, "
+                f"and one token needs {gigabytes(least)}: give more, or fewer --layers"
+            )
+        return min(left, shape.routed_bytes)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is on the disk."""
+
+    base: Path
+    adapters: Mapping[str, Path]
+    work: Path  # the plugin, and traces
+
+    def arguments(self, system: str, plan: LargePlan) -> list[str]:
+        """Of the launcher."""
+        named = [f"{name}={path}" for name, path in self.adapters.items()]
+        found = ["--model-path", str(self.base), "--dtype", "bfloat16", "--enable-metrics"]
+        found += ["--max-total-tokens", str(KV_TOKENS), "--log-level", "warning", *NO_PREFIX_CACHE]
+        found += ["--chunked-prefill-size", str(2 * PREFILL_TOKENS)]
+        if named and system != MAPPED_SYSTEM:
+            found += ["--esft-adapters", *named]
+        cache, policy = f"{plan.cache_bytes}B", system
+        if system == MAPPED_SYSTEM:  # rows that nobody reads
+            cache, policy = str(plan.shape.top_k), "lru"
+        policy = "lru" if system == FOUND else policy
+        return [*found, "--expert-cache", cache, "--expert-policy", policy]
+
+    def environment(self, system: str) -> dict[str, str]:
+        """By which every process of the server replays."""
+        path = os.pathsep.join(
+            [str(self.work / "plugin"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        name = "one_token" if system == FOUND else "tokens"
+        found = {"PYTHONPATH": path, REPLAY: str(self.work / f"{name}.npz")}
+        return found | ({MAPPED: str(self.base)} if system == MAPPED_SYSTEM else {})
+
+
+def prepared(
+    plan: LargePlan, folder: Path, work: Path, configs: Sequence[Path], traces: Sequence[Path]
+) -> Site:
+    """Everything on the disk; what is in `folder` already stays. Raises SystemExit."""
+    ids, weights = routing_of(traces, plan.shape)
+    base = folder / "base"
+    write_base(plan.shape, base)
+    adapters = {}
+    for config in configs:
+        adapters[config.stem] = folder / "adapters" / config.stem
+        write_adapter(config, base, plan.shape, adapters[config.stem])
+    install(work / "plugin")
+    write_replay(work / "tokens.npz", ids, weights, first_layer=1)
+    write_replay(work / "one_token.npz", ids[:, :1], weights[:, :1], first_layer=1)
+    return Site(base, adapters, work)
+
+
+def routing_of(traces: Sequence[Path], shape: LargeShape) -> tuple[Any, Any]:
+    """ids and weights [L, N, k] of all tasks, of as many layers as the model has."""
+    parts: list[tuple[Any, Any]] = []
+    for path in traces:
+        with np.load(path) as file:
+            parts += [(file[f"{t}_ids"], file[f"{t}_weights"]) for t in tasks_of(path)]
+    ids, weights = (np.concatenate([p[i] for p in parts], axis=1) for i in (0, 1))
+    if ids.shape[2] != shape.top_k or len(ids) < shape.num_layers - 1:
+        raise SystemExit(f"a trace of {ids.shape} ids for {shape}: give DeepSeek-V2-Lite's")
+    return ids[: shape.num_layers - 1], weights[: shape.num_layers - 1]
+
+
+# ---- measuring ----
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One server, from its start to its end."""
+
+    ready_s: float
+    peak_process_bytes: int
+    peak_cached_bytes: int  # the page cache's growth since before the start
+    decode: Window
+    prefill: Window
+    mixed: Window | None  # base and adapters in turn
+
+
+def measured(site: Site, system: str, plan: LargePlan, number: int) -> Measured:
+    """Raises ValueError where a request failed, or routing was not replayed."""
+    with MemoryWatch() as memory, environment(site.environment(system)):
+        began = time.monotonic()
+        with serving.server(site.arguments(system, plan), START_SECONDS) as url:
+            ready_s = time.monotonic() - began
+            asked(url, [decoding(None, 4)])  # the first pass of all
+            decode = asked(url, [decoding(None, plan.num_new)] * plan.num_answers)
+            prefill = asked(url, [Ask(text(PREFILL_TOKENS, number), None, 1)])
+            mixed = None
+            if site.adapters and system != MAPPED_SYSTEM:
+                names = (None, *site.adapters)
+                mixed = asked(url, [decoding(name, plan.num_new) for name in names])
+    found = Measured(ready_s, memory.peak_bytes, memory.peak_cached_bytes, decode, prefill, mixed)
+    check(found, system)
+    return found
+
+
+def asked(url: str, asks: Sequence[Ask]) -> Window:
+    """One after the other, each as long as it takes."""
+
+    async def all_of_them() -> list[Stream]:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            return [await ask_once(session, url, ask) for ask in asks]
+
+    before, began = read_counted(url), time.monotonic()
+    streams = asyncio.run(all_of_them())
+    return window_of(streams, time.monotonic() - began, read_counted(url).minus(before))
+
+
+def decoding(adapter: str | None, num_tokens: int) -> Ask:
+    """A prompt of one token, so that all passes are of one."""
+    return Ask("a", adapter, num_tokens)
+
+
+def text(num_tokens: int, number: int) -> str:
+    """A token is a letter."""
+    return "".join(chr(ord("a") + (number + index) % 26) for index in range(num_tokens))
+
+
+def check(found: Measured, system: str) -> None:
+    """What the figures take for granted."""
+    counted = found.decode.counted
+    if system == MAPPED_SYSTEM and counted.asked:
+        raise ValueError("tiers were asked: experts are not computed from the mapped files")
+    if system == FOUND and counted.hits != counted.asked:
+        raise ValueError(f"{counted.hits} hits of {counted.asked}: routing is not replayed")
+
+
+@contextmanager
+def environment(more: Mapping[str, str]) -> Iterator[None]:
+    """What the server inherits."""
+    before = dict(os.environ)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# ---- rows ----
+
+Rounds = Mapping[str, Sequence[Measured]]  # system -> a server of each round
+
+
+def row_of(system: str, rounds: Rounds, plan: LargePlan, machine: Machine) -> dict[str, Any]:
+    """One system; the bound is of its own bytes, and of what computing takes."""
+    mine = rounds[system]
+    row: dict[str, Any] = {
+        "system": system,
+        "ready_s": spread([each.ready_s for each in mine]),
+        "peak_process_bytes": max(each.peak_process_bytes for each in mine),
+        "peak_cached_bytes": max(each.peak_cached_bytes for each in mine),
+        "decode_s_per_token": spread([median_tpot(each.decode) for each in mine]),
+        "prefill_s": spread([each.prefill.ttft_s[0] for each in mine]),
+    }
+    if all(each.mixed for each in mine):
+        row["mixed_s_per_token"] = spread([median_tpot(each.mixed) for each in mine if each.mixed])
+    if system == MAPPED_SYSTEM:
+        return row
+    return {
+        **row,
+        **_counted(mine),
+        **_prefill(mine, plan.shape),
+        **_bound(mine, rounds.get(FOUND, ()), machine),
+    }
+
+
+def median_tpot(of: Window) -> float:
+    """Seconds of a token at batch 1."""
+    return statistics.median(of.tpot_s)
+
+
+def _counted(mine: Sequence[Measured]) -> dict[str, Any]:
+    decode = [each.decode for each in mine]
+    return {
+        "hit_rate": spread([w.counted.hit_rate or 0.0 for w in decode]),
+        "demand_per_token": spread([w.counted.demand / w.tokens for w in decode]),
+        "prefetched_per_token": spread([w.counted.prefetched / w.tokens for w in decode]),
+        "bytes_per_token": spread([w.counted.read_bytes / w.tokens for w in decode]),
+        "stall_s_per_token": spread([w.stall_per_token_s for w in decode]),
+    }
+
+
+def _prefill(mine: Sequence[Measured], shape: LargeShape) -> dict[str, Any]:
+    """Of one prompt in one chunk: distinct experts of each layer, and how often each was read."""
+    counted = [each.prefill.counted for each in mine]
+    reads = [c.read_bytes / (c.asked * shape.expert_bytes) for c in counted]
+    return {
+        "prefill_experts": spread([c.asked for c in counted]),
+        "prefill_reads_per_expert": spread(reads),
+        "prefill_reads_each_at_most_once": max(reads) <= EDGES,
+    }
+
+
+def _bound(mine: Sequence[Measured], found: Sequence[Measured], machine: Machine) -> dict[str, Any]:
+    """Round by round: max(computing, reading), and how far above it a token is."""
+    if len(found) < len(mine):
+        return {}
+    bounds = [
+        max(
+            median_tpot(computed.decode),
+            each.decode.counted.read_bytes / each.decode.tokens / machine.bytes_per_s,
+        )
+        for each, computed in zip(mine, found, strict=False)
+    ]
+    over = [median_tpot(each.decode) / bound for each, bound in zip(mine, bounds, strict=True)]
+    return {"bound_s_per_token": spread(bounds), "decode_over_bound": spread(over)}
+
+
+def write(rounds: Rounds, plan: LargePlan, machine: Machine, site: Site, out: Path) -> None:
+    """The result, with the servers so far."""
+    done = [name for name in plan.systems if rounds[name]]
+    figures = {
+        "what": "V2-Lite's sizes with experts in tiers; answers mean nothing: weights are random, "
+        "routing is replayed",
+        "shape": vars(plan.shape),
+        "memory_bytes": plan.memory_bytes,
+        "cache_bytes": plan.cache_bytes,
+        "routed_bytes": plan.shape.routed_bytes,
+        "adapters": list(site.adapters),
+        "read_bytes_per_s": machine.bytes_per_s,
+        "read_threads": machine.num_threads,
+        "rounds": {name: len(rounds[name]) for name in plan.systems},
+        "is_complete": all(len(rounds[name]) == plan.rounds for name in plan.systems),
+        "rows": [row_of(name, rounds, plan, machine) for name in done],
+    }
+    write_result("finemoe_large", figures, folder=out)
+
+
+def measure(plan: LargePlan, site: Site, out: Path) -> None:
+    """All systems, round by round: one server at a time, because two do not fit."""
+    machine = measure_machine(site.base, THREADS, 5.0)
+    print(f"storage gives {gigabytes(machine.bytes_per_s)} a second", flush=True)
+    rounds: dict[str, list[Measured]] = {name: [] for name in plan.systems}
+    for number in range(plan.rounds):
+        for system in reversed(plan.systems) if number % 2 else plan.systems:
+            found = measured(site, system, plan, number)
+            rounds[system].append(found)
+            print(
+                f"round {number + 1}, {system}: ready in {found.ready_s:.0f} s, "
+                f"{median_tpot(found.decode):.3f} s a token, peak "
+                f"{gigabytes(found.peak_process_bytes)}",
+                flush=True,
+            )
+            write(rounds, plan, machine, site, out)
+
+
+def plan_of(options: argparse.Namespace) -> LargePlan:
+    """What the command line asks for."""
+    shape = replace(LargeShape(), num_layers=options.layers)
+    systems = tuple(name for name in SYSTEMS if name in options.systems)
+    plan = LargePlan(shape, parse_bytes(options.memory, "--memory"), systems=systems)
+    if options.quick:
+        plan = replace(plan, rounds=1, num_answers=1, num_new=8)
+    return plan if options.rounds is None else replace(plan, rounds=options.rounds)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the model where it is missing, measure, and write after each server."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True, help="for the model; it is kept")
+    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--configs", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--layers", type=int, default=27, help="fewer for a smaller machine")
+    parser.add_argument("--memory", default="20GB", help="for everything (default: %(default)s)")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--quick", action="store_true", help="one round, few tokens")
+    parser.add_argument("--write-only", action="store_true", help="write the model, and end")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    end_on_sigterm()
+    plan = plan_of(options)
+    print(f"{gigabytes(plan.cache_bytes)} for {gigabytes(plan.shape.routed_bytes)} of experts")
+    with tempfile.TemporaryDirectory(prefix="finemoe-large-") as work:
+        folder = options.folder.resolve()
+        site = prepared(plan, folder, Path(work), options.configs, options.trace)
+        if not options.write_only:
+            measure(plan, site, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""How much of the stall is hidden, by the link's speed and the batch: none, FineMoE, `auto`.
+
+    for each r: three servers, all up --[batches in turns]--> Window of each, round by round
+    stall a token, over that of `lfu` in the same round --> share hidden
+    tokens a second of `auto`, over the better of the other two --> finemoe_regimes.json
+
+offload_notes, section 5, says what to expect: prefetching can hide at most one layer of computing
+for each layer. r <= 0.3 about half of the stall, r = 1 a third, r >= 3 nothing; and from some eight
+requests on nothing is predicted. `auto` should be as good as the better one everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.common.load import end_on_sigterm, servers
+from bench.common.record import RESULTS, spread, write_result
+from bench.finemoe.served import calibrated
+from bench.finemoe.tier_servers import (
+    NONE,
+    Window,
+    ZooModel,
+    in_turns,
+    link_of,
+    tier_command,
+    window,
+)
+from sgl_esft import zoo
+
+WAYS = (NONE, "finemoe", "auto")
+
+
+@dataclass(frozen=True)
+class RegimePlan:
+    """How much is asked."""
+
+    model: str = "deep"
+    link_speeds: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 8.0)
+    batches: tuple[int, ...] = (1, 4, 16)
+    share_of_rows: float = 0.5
+    rounds: int = 5
+    asks_each: int = 4  # of each of a batch's places, in a window
+    num_filling: int = 32  # requests before the first window, for the map stores
+
+
+QUICK = RegimePlan(link_speeds=(0.3, 3.0), batches=(1, 4), rounds=1, asks_each=2, num_filling=4)
+
+Round = Mapping[int, Mapping[str, Window]]  # batch -> way -> window
+
+
+def rounds_at(model: ZooModel, plan: RegimePlan, r: float, layer_s: float) -> list[Round]:
+    """The three servers of one r, asked in turns."""
+    link = link_of(model, r, layer_s)
+    num_rows = max(4, round(plan.share_of_rows * model.spec.num_experts))
+    commands = {way: tier_command(model, way, link, num_rows) for way in WAYS}
+    with servers(commands) as urls:
+        for url in urls.values():
+            window(url, model.asks(plan.num_filling, seed=1), 4)
+        return [one_round(urls, model, plan, number) for number in range(plan.rounds)]
+
+
+def one_round(urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, number: int) -> Round:
+    """A window of each batch on each server; the same prompts to all three."""
+    found: dict[int, dict[str, Window]] = {}
+    for batch in plan.batches:
+        asks = model.asks(batch * plan.asks_each, seed=1000 * (number + 1) + batch)
+        found[batch] = {way: window(urls[way], asks, batch) for way in in_turns(WAYS, number)}
+    return found
+
+
+def rows_of(rounds: Mapping[float, Sequence[Round]], plan: RegimePlan) -> list[dict[str, Any]]:
+    """A row for each r and batch."""
+    return [
+        {"r": r, "batch": batch, **_row([each[batch] for each in of_r])}
+        for r, of_r in rounds.items()
+        for batch in plan.batches
+    ]
+
+
+def _row(windows: Sequence[Mapping[str, Window]]) -> dict[str, Any]:
+    """`hidden_by`: of the stall of `lfu`; below 0 where there is more of it."""
+    best = [max(w[NONE].tokens_per_s, w["finemoe"].tokens_per_s) for w in windows]
+    auto = [w["auto"].tokens_per_s / fixed for w, fixed in zip(windows, best, strict=True)]
+    return {
+        "stall_s_per_token": {
+            way: spread([each[way].stall_per_token_s for each in windows]) for way in WAYS
+        },
+        "hidden_by": {way: spread([hidden(each, way) for each in windows]) for way in WAYS[1:]},
+        "tokens_per_s_over_lfu": {
+            way: spread([w[way].tokens_per_s / w[NONE].tokens_per_s for w in windows])
+            for way in WAYS[1:]
+        },
+        "bytes_over_lfu": {
+            way: spread([_bytes(w[way]) / max(1.0, _bytes(w[NONE])) for w in windows])
+            for way in WAYS[1:]
+        },
+        "auto_over_best_fixed": spread(auto),
+        "hit_rate": {
+            way: spread([w[way].counted.hit_rate or 0.0 for w in windows]) for way in WAYS
+        },
+    }
+
+
+def hidden(windows: Mapping[str, Window], way: str) -> float:
+    """Share of the stall a token that `way` takes away."""
+    return 1 - windows[way].stall_per_token_s / max(1e-9, windows[NONE].stall_per_token_s)
+
+
+def _bytes(each: Window) -> float:
+    return each.counted.read_bytes / each.tokens
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write bench/results/finemoe_regimes.json, after each r."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=list(zoo.MODELS), default="deep")
+    parser.add_argument("--share", type=float, default=0.5, help="of experts that have rows")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two link speeds, one round")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    end_on_sigterm()
+    plan = replace(
+        QUICK if options.quick else RegimePlan(rounds=options.rounds),
+        model=options.model,
+        share_of_rows=options.share,
+    )
+    rounds: dict[float, list[Round]] = {}
+    with tempfile.TemporaryDirectory(prefix="finemoe-regimes-") as work:
+        model = ZooModel.of(plan.model, Path(work))
+        layer_s = calibrated(model)
+        for r in plan.link_speeds:
+            print(f"r {r:g}", flush=True)
+            rounds[r] = rounds_at(model, plan, r, layer_s)
+            for row in rows_of({r: rounds[r]}, plan):
+                print(said(row), flush=True)
+            write(rounds, plan, layer_s, options.out)
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """A row's medians, to be read."""
+    shares = ", ".join(f"{way} hides {x['median']:.2f}" for way, x in row["hidden_by"].items())
+    auto = row["auto_over_best_fixed"]["median"]
+    return f"  batch {row['batch']}: {shares}; auto over the best fixed {auto:.3f}"
+
+
+def write(
+    rounds: Mapping[float, Sequence[Round]], plan: RegimePlan, layer_s: float, out: Path
+) -> None:
+    """The result, with what is there so far."""
+    figures = {
+        "what": "Share of the stall for experts that is hidden, and `auto` over the best fixed",
+        "plan": vars(plan),
+        "layer_s": layer_s,
+        "is_complete": list(rounds) == list(plan.link_speeds),
+        "rows": rows_of(rounds, plan),
+    }
+    write_result("finemoe_regimes", figures, folder=out)
+
+
+if __name__ == "__main__":
+    main()

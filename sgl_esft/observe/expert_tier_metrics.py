@@ -1,0 +1,85 @@
+"""Experts in tiers as Prometheus counters of one rank (with --enable-metrics and --expert-cache).
+
+offload/tier.py: Counts, TierTimes; reader.py: ReadCounts --> [ExpertTierTotals]
+after each forward pass --[ExpertTierMetrics.set]--> SGLang's /metrics
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sgl_esft.observe.tier_metrics import Totals, counter
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from sgl_esft.offload.decisions import Counts
+    from sgl_esft.offload.reader import ReadCounts
+    from sgl_esft.offload.tier import TierTimes
+
+
+@dataclass(frozen=True)
+class ExpertTierTotals:
+    """Since the start, all layers together."""
+
+    num_asked: int
+    num_hits: int
+    num_loads: int
+    num_prefetches: int
+    num_useful: int
+    num_wasted: int
+    num_failed: int
+    stall_s: float
+    read_bytes: int
+    read_s: float
+
+    @classmethod
+    def of(cls, counts: Counts, times: TierTimes, reads: ReadCounts) -> ExpertTierTotals:
+        return cls(
+            num_asked=counts.num_asked,
+            num_hits=counts.num_hits,
+            num_loads=counts.num_loads,
+            num_prefetches=counts.num_prefetches,
+            num_useful=counts.num_useful,
+            num_wasted=counts.num_wasted,
+            num_failed=times.num_failed,
+            stall_s=times.stall_s,
+            read_bytes=reads.num_bytes,
+            read_s=reads.seconds,
+        )
+
+
+class ExpertTierMetrics(Totals):
+    """The counters of one rank."""
+
+    def __init__(self, rank: int, registry: CollectorRegistry | None = None) -> None:
+        super().__init__()
+        label = str(rank)
+        loads = counter("expert_loads", "Experts read, by why.", registry, "rank", "why")
+        guesses = counter(
+            "expert_prefetches",
+            "Prefetched experts, by what came of them.",
+            registry,
+            "rank",
+            "was",
+        )
+        self._counters = {
+            "num_loads": loads.labels(label, "demand"),
+            "num_prefetches": loads.labels(label, "prefetch"),
+            "num_useful": guesses.labels(label, "useful"),
+            "num_wasted": guesses.labels(label, "wasted"),
+        }
+        for field, name, what in (
+            ("num_asked", "expert_requests", "Experts that layers' steps have asked for."),
+            ("num_hits", "expert_hits", "Of them on the device when they were asked for."),
+            ("num_failed", "expert_read_failures", "Needed experts that could not be read."),
+            ("stall_s", "expert_stall_seconds", "Nothing could be computed: none had arrived."),
+            ("read_bytes", "expert_read_bytes", "Bytes of experts read from storage."),
+            ("read_s", "expert_read_seconds", "Time in reads, of all threads together."),
+        ):
+            self._counters[field] = counter(name, what, registry, "rank").labels(label)
+
+    def set(self, totals: ExpertTierTotals) -> None:
+        """Publish what was done so far."""
+        self._publish(totals)

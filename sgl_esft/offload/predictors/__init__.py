@@ -1,0 +1,1 @@
+"""Which experts a token will need in the layers to come: FineMoE, its rivals, one protocol."""

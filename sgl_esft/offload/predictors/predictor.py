@@ -1,0 +1,118 @@
+"""What every predictor does in a step, and how what one has learned is kept in a file.
+
+    StepTokens -> begin_step -> [Prediction]      before the first MoE layer
+    router probabilities -> observe -> [Prediction]      after each one's router, 0 to L-1
+    end_step      after the last one; forget      when requests have ended
+
+A file of learned arrays is safetensors. It may come from anywhere, so its header is read without
+trust, and its shapes and dtypes are compared with the model's before a byte of an array is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from sgl_esft.errors import ConfigError, InvariantError
+from sgl_esft.formats.safetensors_header import read_header
+from sgl_esft.offload.routing import Floats, Prediction, StepTokens
+
+Arrays = Mapping[str, NDArray[Any]]
+Layouts = Mapping[str, tuple[str, tuple[int | None, ...]]]  # name -> dtype, shape; None: any length
+
+
+class Predictor(Protocol):
+    """One rank's predictor. Calls come in the order above; all are synchronous."""
+
+    def begin_step(self, tokens: StepTokens) -> list[Prediction]:
+        """A step begins, whether or not the one before was ended."""
+
+    def observe(self, layer: int, probs: Floats) -> list[Prediction]:
+        """`probs` [num_tokens, J] float32: the router's distribution at MoE layer `layer`.
+
+        Predictions are of later layers only. Raises InvariantError out of order.
+        """
+
+    def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
+        """`hidden` [num_tokens, H] float32: what MoE layer `layer`'s router is given; after
+        `observe`, and only for a predictor that `wants_hidden`.
+        """
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether hidden states are worth handing over."""
+
+    def end_step(self) -> None:
+        """All layers ran; without this call nothing is learned from the step."""
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """These requests have ended; their ids are never used again. Between two steps."""
+
+
+def check_order(layer: int, expected: int, probs: Floats, shape: tuple[int, int]) -> None:
+    """Raises InvariantError unless `probs` has this shape and is of the layer that is next."""
+    if layer != expected or probs.shape != shape:
+        raise InvariantError(
+            f"a predictor was shown {probs.shape} of MoE layer {layer}, but {shape} of layer "
+            f"{expected} comes next: call begin_step, then observe for every layer in order"
+        )
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raises ConfigError unless a token can have that many of the experts."""
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"{top_k} of {num_experts} experts a token: give 1 to {num_experts}")
+
+
+def check_distance(distance: int, num_layers: int) -> None:
+    """Raises ConfigError unless a layer that far ahead can exist."""
+    if not 1 <= distance <= num_layers:
+        raise ConfigError(
+            f"a prefetch distance of {distance} in a model of {num_layers} MoE layers: give 1 to "
+            f"{num_layers}"
+        )
+
+
+def write_arrays(path: Path, arrays: Arrays) -> None:
+    """Write a safetensors file whole or not at all: what was at `path` stays until then."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # there only after an error
+
+
+def read_arrays(path: Path, layouts: Layouts, remedy: str) -> dict[str, NDArray[Any]]:
+    """Exactly the arrays of `layouts`, all finite.
+
+    Raises ConfigError, with the file, what it holds and `remedy`, where they are not that.
+    """
+    found = {
+        name: (info.dtype, info.shape)
+        for name, info in read_header(path, ConfigError).tensors.items()
+    }
+    if found.keys() != layouts.keys() or not all(
+        _fits(found[name], layout) for name, layout in layouts.items()
+    ):
+        raise ConfigError(
+            f"{path} holds {str(found)[:300]}, but {dict(layouts)} is needed: {remedy}"
+        )
+    arrays: dict[str, NDArray[Any]] = load_file(path)
+    for name, array in arrays.items():
+        # A search takes the largest score, and a NaN would be that for ever.
+        if not np.isfinite(array).all():
+            raise ConfigError(f"{path} has a NaN or an infinity in {name!r}: {remedy}")
+    return arrays
+
+
+def _fits(found: tuple[str, tuple[int, ...]], layout: tuple[str, tuple[int | None, ...]]) -> bool:
+    (dtype, shape), (wanted_dtype, wanted) = found, layout
+    same_rank = dtype == wanted_dtype and len(shape) == len(wanted)
+    return same_rank and all(w in (None, n) for n, w in zip(shape, wanted, strict=True))

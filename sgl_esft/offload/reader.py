@@ -1,0 +1,273 @@
+"""One expert from its file into its row of the layer's tensors, past the page cache.
+
+    loader.py's threads --ExpertPlace, rows--> [ExpertReader] --preadv--> w13[row], w2[row]
+
+With O_DIRECT the kernel wants offset, length and address to be multiples of ALIGNMENT. Where the
+expert's are (a packed file, and most shapes), the bytes go straight into the row; else each thread
+reads the aligned bytes around them into staging memory of its own, a piece at a time, and copies.
+The page cache would hold the same weights a second time, outside of every budget.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sgl_esft.errors import ExpertReadError, InvariantError
+from sgl_esft.formats.finite import FiniteCheck, not_finite
+from sgl_esft.formats.model_spec import Proj
+from sgl_esft.offload.pack import ALIGNMENT, align_up
+from sgl_esft.offload.source import ByteRange, ExpertPlace, OpenFile
+
+Bytes = NDArray[np.uint8]
+
+PIECE_BYTES: Final = 1 << 20
+"""Read and, of an adapter, checked at once: what a core's cache still holds when it is copied."""
+_STRAIGHT_PIECES: Final = 8  # at once, where nobody touches the bytes after the device wrote them
+
+Preadv = Callable[[int, list[memoryview], int], int]
+"""`os.preadv`, or a test's."""
+
+
+@dataclass
+class ReadCounts:
+    """What was read since the start, by all threads together."""
+
+    num_experts: int = 0  # whole ones
+    num_reads: int = 0  # system calls
+    num_bytes: int = 0  # from storage, the aligned edges included
+    seconds: float = 0.0  # threads' time in those calls, and in waiting for the throttle
+
+
+class Throttle:
+    """Lets bytes pass at a rate, for all threads together: a device of that bandwidth.
+
+    A read takes its turn on the device when it begins, and ends when its last byte would have come.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not bytes_per_s > 0:
+            raise InvariantError(f"a throttle of {bytes_per_s} bytes a second")
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def begin(self, num_bytes: int) -> float:
+        """Call before a read; when it may end."""
+        with self._lock:
+            self._free_at = max(self._free_at, self._clock()) + num_bytes / self._bytes_per_s
+            return self._free_at
+
+    def end(self, may_end_at: float) -> None:
+        """Call after it with what `begin` said; sleeps until then."""
+        left = may_end_at - self._clock()
+        if left > 0:
+            self._sleep(left)
+
+
+class ExpertReader:
+    """Reads experts into rows, cut to this rank's shard. For any number of threads at a time."""
+
+    def __init__(
+        self,
+        shard_width: range,
+        is_up_first: bool,
+        dtype: torch.dtype,
+        *,
+        throttle_bytes_per_s: float | None = None,
+        os_preadv: Preadv = os.preadv,
+    ) -> None:
+        """shard_width: rows of an expert's width I that are this rank's (tensor parallelism).
+
+        is_up_first: w13's rows are up, then gate. dtype: the rows', and the checkpoint's.
+        """
+        self._width = shard_width
+        self._is_up_first = is_up_first
+        self._dtype = dtype
+        self._preadv = os_preadv
+        self._throttle = None if throttle_bytes_per_s is None else Throttle(throttle_bytes_per_s)
+        self._threads = _PerThread(str(dtype).removeprefix("torch."))
+        self._lock = threading.Lock()
+        self._counts = ReadCounts()
+
+    @property
+    def counts(self) -> ReadCounts:
+        """A copy."""
+        with self._lock:
+            return replace(self._counts)
+
+    def read(self, place: ExpertPlace, w13_row: torch.Tensor, w2_row: torch.Tensor) -> None:
+        """Fill one expert's rows: w13_row [2 * I_local, H], w2_row [H, I_local], in host memory.
+
+        Raises ExpertReadError, which names the file, for one that changed since it was opened, was
+        cut short or cannot be read, and AdapterNotFiniteError for an adapter's expert with a NaN or
+        an infinity. The rows hold no expert then.
+        """
+        self._check_rows(place, w13_row, w2_row)
+        for file in place.files:
+            file.check_unchanged()
+        first, second = w13_row.chunk(2)
+        gate, up = (second, first) if self._is_up_first else (first, second)
+        self._read_rows(place, "gate", self._width, gate)
+        self._read_rows(place, "up", self._width, up)
+        if len(self._width) == place.down.shape[1]:
+            self._read_rows(place, "down", range(place.down.shape[0]), w2_row)
+        else:
+            self._read_columns(place, w2_row)
+        # What changed while it was read may be half of the one and half of the other.
+        for file in place.files:
+            file.check_unchanged()
+        with self._lock:
+            self._counts.num_experts += 1
+
+    def _check_rows(self, place: ExpertPlace, w13_row: torch.Tensor, w2_row: torch.Tensor) -> None:
+        width, (intermediate, hidden) = self._width, place.gate.shape
+        wanted = [(2 * len(width), hidden), (hidden, len(width))]
+        rows = (w13_row, w2_row)
+        if (
+            [tuple(row.shape) for row in rows] != wanted
+            or not all(row.is_contiguous() and row.device.type == "cpu" for row in rows)
+            or {row.dtype for row in rows} != {self._dtype}
+            or str(self._dtype) != f"torch.{place.dtype}"
+            or not 0 <= width.start < width.stop <= intermediate
+        ):
+            raise InvariantError(
+                f"rows {[(tuple(r.shape), r.dtype, r.device.type) for r in rows]} for columns "
+                f"{width} of an expert of {place.dtype} {list(place.gate.shape)}"
+            )
+
+    def _read_rows(self, place: ExpertPlace, proj: Proj, rows: range, out: torch.Tensor) -> None:
+        """`out` becomes these rows of the projection, which lie in one run."""
+        source: ByteRange = getattr(place, proj)
+        target = _bytes_of(out)
+        start = source.start + rows.start * source.row_bytes
+        is_straight = not source.file.is_direct or _are_aligned(
+            start, len(target), target.ctypes.data
+        )
+        is_checked = place.owner is not None
+        piece_bytes = PIECE_BYTES * (1 if is_checked or not is_straight else _STRAIGHT_PIECES)
+        num_checked = 0
+        for begin, end in _pieces(start, start + len(target), piece_bytes):
+            part = target[begin - start : end - start]
+            if is_straight:
+                self._fill(source.file, part, begin)
+            else:
+                part[:] = self._staged(source.file, begin, end)
+            if is_checked:
+                # A file may cut a value in two: its second half is in the next piece.
+                num_whole = (end - start) // out.itemsize * out.itemsize
+                self._check_finite(place, proj, target[num_checked:num_whole])
+                num_checked = num_whole
+
+    def _read_columns(self, place: ExpertPlace, out: torch.Tensor) -> None:
+        """`out` [H, I_local] becomes this shard's columns of down; whole rows are read."""
+        down, target = place.down, _bytes_of(out).reshape(out.shape[0], -1)
+        column = self._width.start * out.itemsize
+        num_rows = max(1, PIECE_BYTES // down.row_bytes)
+        for row in range(0, len(target), num_rows):
+            part = target[row : row + num_rows]
+            start = down.start + row * down.row_bytes
+            whole = self._staged(down.file, start, start + len(part) * down.row_bytes)
+            if place.owner is not None:
+                self._check_finite(place, "down", whole)
+            part[:] = whole.reshape(len(part), -1)[:, column : column + part.shape[1]]
+
+    def _staged(self, file: OpenFile, begin: int, end: int) -> Bytes:
+        """Bytes [begin, end) of the file, in this thread's staging memory until its next call."""
+        first = begin - begin % ALIGNMENT
+        staging = self._threads.staging(align_up(end) - first)
+        self._fill(file, staging, first)
+        return staging[begin - first : end - first]
+
+    def _fill(self, file: OpenFile, target: Bytes, offset: int) -> None:
+        """Read the bytes at `offset`; those beyond the file's end stay as they were."""
+        num_wanted = min(len(target), file.id.num_bytes - offset)
+        began = time.perf_counter()
+        may_end_at = self._throttle.begin(len(target)) if self._throttle else 0.0
+        try:
+            num_read = self._preadv(file.fd, [target.data], offset)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ExpertReadError(
+                f"{file.name} cannot be read at byte {offset}: {reason}."
+            ) from error
+        if self._throttle:
+            self._throttle.end(may_end_at)
+        self._count(num_read, time.perf_counter() - began)
+        if num_read < num_wanted:
+            raise ExpertReadError(
+                f"{file.name} gave {num_read} of {num_wanted} bytes at byte {offset}: it was cut "
+                "short, or its storage fails."
+            )
+        if not file.is_direct:
+            _drop_cached(file, offset, offset + len(target))
+
+    def _count(self, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._counts.num_reads += 1
+            self._counts.num_bytes += num_bytes
+            self._counts.seconds += seconds
+
+    def _check_finite(self, place: ExpertPlace, proj: Proj, values: Bytes) -> None:
+        if not self._threads.check.holds(values.data):
+            assert place.owner is not None
+            raise not_finite(place.owner, (place.layer_id, place.expert_id, proj))
+
+
+class _PerThread(threading.local):
+    """What no two threads may use at a time; freed when its thread ends."""
+
+    def __init__(self, dtype: str) -> None:
+        self.check = FiniteCheck(dtype)
+        self._staging = _page_aligned(PIECE_BYTES + 2 * ALIGNMENT)
+
+    def staging(self, num_bytes: int) -> Bytes:
+        """[num_bytes] uint8 at an aligned address; the same memory at each call."""
+        if num_bytes > len(self._staging):  # of a single row that is longer than a piece
+            self._staging = _page_aligned(num_bytes)
+        return self._staging[:num_bytes]
+
+
+def _page_aligned(num_bytes: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(-1, align_up(num_bytes)), dtype=np.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The tensor's own memory, flat."""
+    flat: NDArray[Any] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _are_aligned(*numbers: int) -> bool:
+    return not any(number % ALIGNMENT for number in numbers)
+
+
+def _pieces(start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) cut where the file is aligned, so that no block is read twice."""
+    begin = start
+    while begin < stop:
+        end = min(begin - begin % ALIGNMENT + piece_bytes, stop)
+        yield begin, end
+        begin = end
+
+
+def _drop_cached(file: OpenFile, start: int, stop: int) -> None:
+    """Whole pages only: the kernel keeps one that is named in part."""
+    first = start - start % ALIGNMENT
+    os.posix_fadvise(file.fd, first, align_up(stop) - first, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,340 @@
+"""Experts in tiers, put together for one rank of SGLang.
+
+woven layers, TierConfig -> [build_tiers] -> Tiers: what brings experts (offload/tier.py)
+a batch is tagged --[Tiers.begin]--> tokens to predict for
+a woven layer's dispatch --[Tiers.inner]--> experts, computed as they arrive
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_esft import sglang_api
+from sgl_esft.config import EsftConfig, TierConfig
+from sgl_esft.errors import ConfigError
+from sgl_esft.formats.manifest import AdapterManifest
+from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.memory.report import ExpertTiers
+from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics, ExpertTierTotals
+from sgl_esft.offload.ahead import Ahead
+from sgl_esft.offload.decisions import Decisions
+from sgl_esft.offload.device_rows import DeviceRows, make_staging
+from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
+from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
+from sgl_esft.offload.predictors.predictor import Predictor
+from sgl_esft.offload.reader import ExpertReader
+from sgl_esft.offload.routing import Floats, Ints
+from sgl_esft.offload.source import ExpertPlace, ExpertSource
+from sgl_esft.offload.tier import ExpertTier, TierLayer
+from sgl_esft.offload.tiered_layer import TieredLayer
+from sgl_esft.platform import moe
+from sgl_esft.plugin import runner_core
+from sgl_esft.plugin.decoded_tokens import DecodedTokens, embedding_layer
+from sgl_esft.plugin.tier_predictors import make_predictor
+from sgl_esft.plugin.tier_waves import WaveCore
+from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[LoadJob, torch.Tensor, torch.Tensor], None]  # an expert into its two rows
+_MEASURED_LOADS = 8  # at start
+
+
+@dataclass
+class Tiers:
+    """What the manager and the layers of a rank ask."""
+
+    tier: ExpertTier
+    source: ExpertSource
+    reader: ExpertReader
+    index_of: Mapping[int, int]  # layer id -> number among the MoE layers
+    decoded: DecodedTokens | None  # None = nothing is predicted
+    device_rows: DeviceRows | None = None  # None = rows are host memory
+    when_done: list[Callable[[], None]] = field(default_factory=list)  # after each forward pass
+
+    @property
+    def failure(self) -> str | None:
+        """Why tokens of the forward pass at hand have no answer; None = they have."""
+        return self.tier.failure
+
+    def report(self) -> ExpertTiers:
+        """For GET /v1/memory."""
+        counts, reads = self.tier.totals(), self.reader.counts
+        return ExpertTiers(
+            policy=self.tier.decisions.policy.name,
+            num_rows=self.tier.decisions.num_rows,
+            num_requests=counts.num_asked,
+            num_hits=counts.num_hits,
+            num_loads=counts.num_loads,
+            num_prefetches=counts.num_prefetches,
+            num_useful=counts.num_useful,
+            num_wasted=counts.num_wasted,
+            num_failed=self.tier.times.num_failed,
+            read_bytes=reads.num_bytes,
+            stall_s=self.tier.times.stall_s,
+        )
+
+    # ---- AdapterFiles, for weave/plane.py ----
+
+    def register(
+        self, adapter_id: str, manifest: AdapterManifest, shards: Mapping[int, ExpertShard]
+    ) -> Mapping[int, Mapping[int, ExpertPlace]]:
+        """Raises AdapterFormatError when the files are not what was validated."""
+        self.source.register(adapter_id, manifest)
+        return {
+            layer_id: {
+                expert_id: self.source.place(adapter_id, layer_id, expert_id)
+                for expert_id in expert_ids
+                if expert_id in shards[layer_id].expert_ids
+            }
+            for layer_id, expert_ids in manifest.experts.items()
+        }
+
+    def forget(self, adapter_id: str) -> None:
+        self.source.forget(adapter_id)
+
+    # ---- forward ----
+
+    def begin(self, forward_batch: Any, adapter_slots: Sequence[int]) -> None:
+        """A batch was tagged."""
+        if self.decoded is not None:
+            self.decoded.begin(forward_batch, adapter_slots)
+        self.tier.begin(None if self.decoded is None else self.decoded.tokens)
+
+    def embedded(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        """A forward hook of the model's embedding layer."""
+        if self.decoded is not None and self.decoded.num_tokens:
+            self.tier.embedded(self.decoded.embeddings(output))
+
+    def inner(self, module: Any) -> Callable[[Any, Any], Any]:
+        """What runs a FusedMoE's experts (plugin/runner_core.py)."""
+        layer_id = int(module.layer_id)
+        index = self.index_of[layer_id]
+        if self.device_rows is None:
+            run = self._on_host(index, layer_id)
+        else:
+            core = runner_core.inner_core(module, module.esft_layout)
+            seen = partial(self._seen, layer_id)
+            run = WaveCore(self.tier, index, self.device_rows, core, seen)
+        return run if index < len(self.index_of) - 1 else partial(self._last, run)
+
+    def _on_host(self, index: int, layer_id: int) -> Callable[[Any, Any], Any]:
+        """An expert at a time, as they arrive."""
+
+        def run(dispatch_output: Any, weights: Any) -> Any:
+            topk = dispatch_output.topk_output
+            probs, hidden = self._seen(layer_id, dispatch_output)
+            output = moe.moe_forward(
+                dispatch_output.hidden_states,
+                weights.w13_weight,
+                weights.w2_weight,
+                topk.topk_weights,
+                topk.topk_ids,
+                partial(self.tier.arrivals, index, probs=probs, hidden=hidden),
+            )
+            return sglang_api.make_combine_input(hidden_states=output)
+
+        return run
+
+    def _last(self, run: Callable[[Any, Any], Any], dispatch_output: Any, weights: Any) -> Any:
+        """The last layer's, and the pass is over."""
+        found = run(dispatch_output, weights)
+        for call in self.when_done:
+            call()
+        return found
+
+    def _seen(self, layer_id: int, dispatch_output: Any) -> tuple[Floats | None, Floats | None]:
+        """What looks ahead by a layer: probabilities, hidden states."""
+        if self.decoded is None:
+            return None, None
+        probs = self.decoded.probabilities(layer_id, dispatch_output.topk_output)
+        return probs, self._hidden(dispatch_output.hidden_states)
+
+    def _hidden(self, hidden_states: torch.Tensor) -> Floats | None:
+        if self.decoded is None or not self.tier.wants_hidden:
+            return None
+        return self.decoded.hidden(hidden_states)
+
+
+def build_tiers(
+    model: torch.nn.Module,
+    layers: Mapping[int, WovenLayer],
+    spec: MoeSpec,
+    config: EsftConfig,
+    model_path: str,
+) -> Tiers:
+    """Where experts lie, threads that read them, and who decides.
+
+    Raises ConfigError, UnsupportedModelError.
+    """
+    assert config.tiers is not None
+    tiered = [layer for layer in layers.values() if isinstance(layer, TieredLayer)]
+    first = tiered[0]
+    _check_dtype(first.w13, spec)
+    packed = config.tiers.pack_file
+    source = ExpertSource(Path(model_path), None if packed is None else Path(packed))
+    reader = ExpertReader(
+        first.shard.intermediate,
+        first.is_up_first,
+        first.w13.dtype,
+        throttle_bytes_per_s=config.tiers.read_bytes_per_s,
+    )
+    decisions = _decisions(tiered, source, reader, config.tiers)
+    predictor = make_predictor(decisions.policy, config.tiers, spec, model)
+    device_rows = _device_rows(first, reader, config.tiers)
+    tier = _tier(tiered, decisions, predictor, config.tiers, _load_of(reader, device_rows))
+    for index, layer in enumerate(tiered):
+        layer.join(tier, index, _base_places(layer, source))
+    tiers = Tiers(
+        tier,
+        source,
+        reader,
+        {layer.layer_id: index for index, layer in enumerate(tiered)},
+        None if predictor is None else DecodedTokens(model, spec.hidden_size),
+        device_rows,
+        [_publisher(tier, reader)] if sglang_api.has_metrics() else [],
+    )
+    if predictor is not None:
+        embedding_layer(model).register_forward_hook(tiers.embedded)
+    source.drop_page_cache()
+    return tiers
+
+
+def _decisions(
+    tiered: Sequence[TieredLayer], source: ExpertSource, reader: ExpertReader, config: TierConfig
+) -> Decisions:
+    first = tiered[0]
+    loads_per_layer = config.loads_per_layer
+    if loads_per_layer is None and first.w13.device.type != "cpu":
+        raise ConfigError("--expert-cache on an accelerator: give --expert-loads-per-layer too")
+    if loads_per_layer is None:
+        loads_per_layer = measured_loads_per_layer(first, source, reader, config)
+    policy = _policy(config, loads_per_layer)
+    logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
+    return Decisions(
+        len(tiered),
+        first.layout.num_slots,
+        first.w13.shape[0],
+        policy,
+        num_base=first.layout.num_base,
+        loads_per_layer=loads_per_layer,
+    )
+
+
+def _tier(
+    tiered: Sequence[TieredLayer],
+    decisions: Decisions,
+    predictor: Predictor | None,
+    config: TierConfig,
+    load: Load,
+) -> ExpertTier:
+    looks = predictor is not None or decisions.policy.streams
+    ahead = Ahead(decisions, predictor, partial(_slots_of, tiered)) if looks else None
+    rows = [TierLayer(layer.layer_id, layer.w13, layer.w2) for layer in tiered]
+    return ExpertTier(rows, decisions, partial(Loader, config.read_threads), load, ahead)
+
+
+def _device_rows(layer: TieredLayer, reader: ExpertReader, config: TierConfig) -> DeviceRows | None:
+    """None where rows are host memory: experts are read straight into them."""
+    if layer.w13.device.type == "cpu":
+        return None
+    staging = make_staging(layer.w13, layer.w2, config.read_threads, pin_memory=True)
+    return DeviceRows(getattr(torch, layer.w13.device.type), staging, reader.read)
+
+
+def _load_of(reader: ExpertReader, device_rows: DeviceRows | None) -> Load:
+    if device_rows is not None:
+        return device_rows.load
+    return lambda job, w13, w2: reader.read(job.place, w13, w2)
+
+
+def _publisher(tier: ExpertTier, reader: ExpertReader) -> Callable[[], None]:
+    metrics = ExpertTierMetrics(sglang_api.tp_rank())
+
+    def publish() -> None:
+        metrics.set(ExpertTierTotals.of(tier.totals(), tier.times, reader.counts))
+
+    return publish
+
+
+def _check_dtype(w13: torch.Tensor, spec: MoeSpec) -> None:
+    served = str(w13.dtype).removeprefix("torch.")
+    if served != spec.dtype:
+        raise ConfigError(
+            f"--expert-cache: experts are read as the checkpoint has them, in {spec.dtype}, and "
+            f"this server computes in {served}: use --dtype {spec.dtype}"
+        )
+
+
+def _policy(config: TierConfig, loads_per_layer: float) -> ExpertPolicy:
+    if config.policy == AUTO:
+        return auto_policy(loads_per_layer, can_predict=not sglang_api.is_dp_attention())
+    policy = policy_of(config.policy)
+    if policy.predictor is not None and sglang_api.is_dp_attention():
+        raise ConfigError(
+            f"--expert-policy {policy.name}: under DP attention a rank does not know the requests "
+            "of the others' tokens, so nothing is predicted: use lfu, lru, static, stream or auto"
+        )
+    return policy
+
+
+def _slots_of(
+    layers: Sequence[TieredLayer], layer: int, adapter_slot: int, expert_ids: Ints
+) -> Ints:
+    """By the layer's expert map, whose last row is the base's."""
+    found: Ints = layers[layer].expert_map.table[adapter_slot].numpy()[expert_ids].astype(np.int64)
+    return found
+
+
+def _base_places(layer: TieredLayer, source: ExpertSource) -> dict[int, ExpertPlace]:
+    """By slot: this rank's part of the base, in the order of its expert ids."""
+    ids = sorted(layer.shard.expert_ids)
+    return {slot: source.place(None, layer.layer_id, e) for slot, e in enumerate(ids)}
+
+
+def measured_loads_per_layer(
+    layer: TieredLayer, source: ExpertSource, reader: ExpertReader, config: TierConfig
+) -> float:
+    """Experts that can be read while one token's experts of a layer are computed.
+
+    The rest of a layer is left out, so a little less is fetched ahead than could be.
+    """
+    places = list(_base_places(layer, source).values())[:_MEASURED_LOADS]
+    loader = Loader(config.read_threads, lambda job: _read_into(layer, reader, job))
+    try:
+        began = time.perf_counter()
+        tickets = [
+            loader.submit(LoadJob(0, n, n % layer.w13.shape[0], LoadPriority.ON_DEMAND, place))
+            for n, place in enumerate(places)
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        load_s = (time.perf_counter() - began) / len(places)
+    finally:
+        loader.close()
+    return _compute_seconds(layer, config.top_k) / max(load_s, 1e-9)
+
+
+def _read_into(layer: TieredLayer, reader: ExpertReader, job: LoadJob) -> None:
+    reader.read(job.place, layer.w13[job.row], layer.w2[job.row])
+
+
+def _compute_seconds(layer: TieredLayer, top_k: int) -> float:
+    """Of one token's experts; the second time, so that nothing is touched first."""
+    hidden = torch.zeros((1, layer.w13.shape[2]), dtype=layer.w13.dtype)
+    ids = torch.arange(top_k, dtype=torch.int32).remainder(layer.w13.shape[0]).view(1, -1)
+    weights = torch.ones((1, top_k), dtype=torch.float32)
+    for _ in range(2):
+        began = time.perf_counter()
+        moe.moe_forward(hidden, layer.w13, layer.w2, weights, ids)
+        seconds = time.perf_counter() - began
+    return seconds

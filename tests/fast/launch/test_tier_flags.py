@@ -1,0 +1,154 @@
+"""Flags of experts in tiers: what they come to, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sgl_esft.config import EsftConfig, RecordConfig, TierConfig
+from sgl_esft.errors import ConfigError, DeviceMemoryError, UserError
+from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_esft.ports import pick_free_port
+from sgl_esft_launch import elastic, fit, flags, plan, summary
+from sgl_esft_launch.plan import LaunchPlan
+from tests.support.families import Families, Family
+
+Plan = Callable[..., LaunchPlan]
+
+
+@pytest.fixture
+def family(families: Families) -> Family:
+    return families.get("Qwen3MoeForCausalLM")
+
+
+@pytest.fixture
+def planned(family: Family) -> Plan:
+    def make(*argv: str) -> LaunchPlan:
+        base = ("--model-path", str(family.base), "--port", str(pick_free_port()))
+        named = [f"{name}={folder}" for name, folder in family.named]
+        return plan.plan_launch(*flags.parse([*base, "--esft-adapters", *named, *argv]))
+
+    return make
+
+
+def _tiers(launch: LaunchPlan) -> TierConfig:
+    assert launch.config is not None
+    assert launch.config.tiers is not None
+    return launch.config.tiers
+
+
+def test_without_the_flag_there_are_no_tiers(planned: Plan) -> None:
+    launch = planned()
+    assert launch.config is not None
+    assert launch.config.tiers is None
+    assert launch.config.record is None
+
+
+def test_a_number_is_of_each_layer_and_a_size_of_all(planned: Plan, family: Family) -> None:
+    spec = read_moe_spec(family.base)
+    five = 5 * spec.expert_bytes * len(spec.moe_layer_ids)
+    assert _tiers(planned("--expert-cache", "5")).num_rows == 5
+    assert _tiers(planned("--expert-cache", f"{five}B")).num_rows == 5
+    assert _tiers(planned("--expert-cache", f"{five - 1}B")).num_rows == 4
+    # Each of two ranks has half of every expert, or whole ones of half of them.
+    two = ("--tp-size", "2", "--expert-cache", f"{five}B")
+    assert _tiers(planned(*two)).num_rows == 10
+    assert _tiers(planned(*two, "--ep-size", "2")).num_rows == 5
+
+
+def test_it_reaches_every_process(planned: Plan, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    launch = planned(
+        *("--expert-cache", "6", "--expert-policy", "lfu", "--expert-read-bandwidth", "1MiB"),
+        *("--record-routing", str(trace), "--record-routing-limit", "2MiB"),
+    )
+    config = launch.config
+    assert config is not None
+    assert config.record == RecordConfig(str(trace), 2 << 20)
+    assert _tiers(launch).read_bytes_per_s == 1 << 20
+    from dataclasses import asdict
+
+    assert EsftConfig.from_json(json.dumps(asdict(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--expert-cache", "3"), "3 experts of a layer, and one token needs 4"),
+        (("--expert-cache", "1KiB"), "0 experts of a layer, and one token needs 4"),
+        (("--expert-cache", "lots"), "--expert-cache is 'lots'"),
+        (("--expert-policy", "lru"), "--expert-policy without --expert-cache"),
+        (("--expert-pack", "x", "--prefetch-distance", "2"), "--expert-pack, --prefetch-distance"),
+        (("--expert-cache", "6", "--reroute", "router"), "use --reroute fused"),
+        (("--expert-cache", "6", "--adapter-memory", "1GiB"), "leave them out"),
+        (("--expert-cache", "6", "--adapter-host-memory", "1GiB"), "leave them out"),
+        (("--expert-cache", "6", "--expert-read-threads", "0"), "--expert-read-threads 0"),
+        (("--expert-cache", "6", "--expert-loads-per-layer", "-1"), "0 or more"),
+        (("--expert-cache", "6", "--expert-policy", "best"), "invalid choice: 'best'"),
+        (("--record-routing-limit", "1GiB"), "without --record-routing"),
+        (("--record-routing", "x", "--reroute", "router"), "knows no expert ids to record"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    planned: Plan, argv: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        planned(*argv)
+
+
+def test_a_base_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    argv = ["--model-path", str(tmp_path / "nowhere"), "--expert-cache", "4"]
+    with pytest.raises(UserError, match="there is no such folder"):
+        plan.plan_launch(*flags.parse([*argv, "--port", str(pick_free_port())]))
+
+
+def test_devices_that_come_and_go_are_refused(family: Family) -> None:
+    argv = ["--model-path", str(family.base), "--expert-cache", "4", "--max-devices", "2"]
+    with pytest.raises(elastic.ElasticConfigError, match="--expert-cache: that devices come"):
+        elastic.plan_elastic([*argv, "--port", str(pick_free_port())])
+
+
+def test_an_accelerator_is_refused_until_it_was_shown(
+    planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "device_type", lambda: "cuda")
+    with pytest.raises(ConfigError, match="--expert-cache on cuda: experts in tiers"):
+        planned("--expert-cache", "6")
+
+
+def test_adapters_are_not_read_at_start(planned: Plan, family: Family, tmp_path: Path) -> None:
+    """Their headers are; a weight that is no number is found when it is routed to."""
+    from tests.support.adapter_factory import BAD_WEIGHTS, corrupt, write_random_adapter
+
+    folder = write_random_adapter(tmp_path / "bad", family.base, seed=77)
+    corrupt(folder, next(iter(BAD_WEIGHTS)))
+    named = ("--esft-adapters", f"bad={folder}")
+    with pytest.raises(UserError, match="bad"):
+        planned(*named)
+    assert planned(*named, "--expert-cache", "6").adapters["bad"] == folder
+
+
+def test_a_device_must_hold_its_rows_and_no_more(planned: Plan, family: Family) -> None:
+    """A base that does not fit whole is the very case; what rows take is counted."""
+    spec = read_moe_spec(family.base)
+    whole = fit.served_sizes(family.base, ("--dtype", "float32"))
+    assert whole is not None
+    budget = f"{whole.total_bytes - spec.expert_bytes}B"
+    tight = ("--device-memory", budget, "--dtype", "float32", "--mem-fraction-static", "1")
+    with pytest.raises(DeviceMemoryError, match="does not fit"):
+        fit.check(planned(*tight))
+    fit.check(planned(*tight, "--expert-cache", "4"))
+    most = spec.num_experts + 4 * spec.num_experts
+    with pytest.raises(DeviceMemoryError, match="does not fit"):
+        fit.check(planned(*tight, "--expert-cache", str(most)))
+
+
+def test_what_is_ready_says_how_many_are_in_memory(planned: Plan) -> None:
+    lines = list(summary.lines(planned("--expert-cache", "6", "--expert-policy", "lfu"), 100))
+    [line] = [line for line in lines if line.startswith("experts")]
+    assert "6 of each layer in memory" in line
+    assert "policy lfu" in line
+    assert not any(line.startswith("experts") for line in summary.lines(planned(), 100))
