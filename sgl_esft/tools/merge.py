@@ -23,10 +23,13 @@ from sgl_esft.formats.checkpoint import (
 from sgl_esft.formats.manifest import AdapterManifest, read_manifest
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.formats.safetensors_header import read_header
+from sgl_esft.offload.pack import PACKED_NAME
 
 # Other copies of the base's weights. Copied unmerged they would be picked up as the model.
 _WEIGHT_SUFFIXES: Final = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
+    # What `sgl-esft pack` left beside the base is the base's experts, not the merged model's.
+    | {Path(PACKED_NAME).suffix}
 )
 
 

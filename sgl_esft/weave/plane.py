@@ -348,14 +348,15 @@ class AdapterPlane:
             raise UnknownAdapterError(f"adapter ids {sorted(unknown)} are not loaded")
         adapters = {adapter_id: self._loaded[adapter_id] for adapter_id in wanted}
         self._placer.bring(adapters, may_evict=not self.is_resident)
-        for adapter_id in wanted & self._pinned - self._slots.pinned:
+        for adapter_id in (wanted & self._pinned).difference(self._slots.pinned):
             self._slots.pin(adapter_id)
             self._keep(adapter_id, True)
 
     def _keep(self, adapter_id: str, kept: bool) -> None:
         slot = self._slots.slot_of(adapter_id)
-        for layer in self.layers.values() if slot is not None else ():
-            layer.keep(slot, kept)
+        if slot is not None:
+            for layer in self.layers.values():
+                layer.keep(slot, kept)
 
     def slot_of(self, adapter_id: str) -> int:
         """The adapter slot to tag tokens with. Raises InvariantError if it has none."""

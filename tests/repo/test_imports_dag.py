@@ -99,6 +99,7 @@ ROOMS = {
         observe
         config
         formats
+        quant
         access lang weave
         memory platform
         sglang_api tune

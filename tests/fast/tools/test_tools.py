@@ -19,6 +19,7 @@ from sgl_esft.errors import (
 from sgl_esft.formats import checkpoint
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_esft.offload.pack import PACKED_NAME
 from sgl_esft.tools.extract import extract_adapter
 from sgl_esft.tools.merge import merge_adapter
 from tests.support.adapter_factory import (
@@ -101,7 +102,13 @@ def test_merge_into_an_empty_folder_copies_what_belongs(
     base: Path, adapter: Path, tmp_path: Path
 ) -> None:
     (base / "configuration_deepseek.py").write_text("# remote code of the base")
-    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "old.safetensors", ".cache"):
+    for name in (
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "old.safetensors",
+        ".cache",
+        PACKED_NAME,
+    ):
         (base / name).write_text("stale")
     (base / "original").mkdir()
     (tmp_path / "out").mkdir()
