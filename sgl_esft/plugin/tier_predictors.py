@@ -42,7 +42,7 @@ def make_predictor(
         reach = min(config.prefetch_distance, num_layers)
         return RequestCountsPredictor(num_layers, num_experts, config.top_k, reach=reach)
     if policy.predictor == "next-gate":
-        gates = [weight.float().cpu().numpy() for weight in _gates(model, spec)]
+        gates = [weight.detach().float().cpu().numpy() for weight in _gates(model, spec)]
         return NextGatePredictor(gates, config.top_k)
     if policy.predictor == "learned":
         return _learned(config, num_layers, num_experts)

@@ -34,7 +34,9 @@ def spec(root: Path) -> MoeSpec:
 
 @pytest.fixture
 def gates(monkeypatch: pytest.MonkeyPatch, spec: MoeSpec) -> dict[int, torch.Tensor]:
-    found = {i: torch.full((8, spec.hidden_size), float(i)) for i in spec.moe_layer_ids}
+    # As a model holds them: parameters that want gradients.
+    weights = {i: torch.full((8, spec.hidden_size), float(i)) for i in spec.moe_layer_ids}
+    found = {i: torch.nn.Parameter(weight) for i, weight in weights.items()}
     monkeypatch.setattr(sglang_api, "gates", lambda model: found.items())
     monkeypatch.setattr(sglang_api, "rank_in_server", lambda: 0)
     return found
