@@ -12,7 +12,7 @@
 Installed as `sgl_esft_kernels`. Knows neither SGLang nor `sgl_esft`.
 """
 
-from sgl_esft_kernels.checks import check_map_height
+from sgl_esft_kernels.checks import NOT_HERE, check_map_height
 from sgl_esft_kernels.errors import KernelError, KernelInputError, KernelUnavailableError
 from sgl_esft_kernels.implementations import (
     IMPLEMENTATIONS,
@@ -27,6 +27,7 @@ from sgl_esft_kernels.route_spec import RouterSpec, unsupported_reason
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "NOT_HERE",
     "KernelError",
     "KernelInputError",
     "KernelUnavailableError",

@@ -11,12 +11,20 @@ from sgl_esft_kernels.errors import KernelInputError
 
 ID_DTYPES = (torch.int32, torch.int64)
 DEBUG_VARIABLE = "SGL_ESFT_DEBUG_KERNELS"
+# In a table `where`: the slot's expert lies in a lower tier now. Not -1: that is another rank's and
+# is skipped by every kernel of a MoE layer, so that a miss would be a wrong answer without a word.
+NOT_HERE = -2
 
 
 @functools.cache
 def is_debug() -> bool:
     """Whether kernels of this process check the values that they read, too; read once."""
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+def can_wait(device: torch.device) -> bool:
+    """Whether values on this device can be read now: not while a CUDA graph is captured."""
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def check_tensor(
@@ -46,6 +54,7 @@ def check_reroute_inputs(
     token_adapter_slots: torch.Tensor,
     expert_map: torch.Tensor,
     out: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
 ) -> None:
     """What every implementation of reroute asks for. Raises KernelInputError."""
     device = expert_map.device
@@ -69,6 +78,15 @@ def check_reroute_inputs(
             raise KernelInputError(
                 f"out is {tuple(out.shape)}, must be {tuple(topk_ids.shape)} as topk_ids"
             )
+    if where is not None:
+        check_where(where, device)
+
+
+def check_where(where: torch.Tensor, device: torch.device) -> None:
+    """Raises KernelInputError unless this can be a table of rows, one for each slot."""
+    check_tensor(where, "where", ndim=1, dtypes=(torch.int32,), device=device)
+    if where.shape[0] == 0:
+        raise KernelInputError("where has no slots, must have each that the expert map names")
 
 
 def check_map_height(expert_map: torch.Tensor, num_adapters: int) -> None:
@@ -90,6 +108,26 @@ def check_values(
     num_rows, num_experts = expert_map.shape
     _check_range(topk_ids, "topk_ids", num_experts)
     _check_range(token_adapter_slots, "token_adapter_slots", num_rows - 1)
+
+
+def check_rows(topk_ids: torch.Tensor, slot_ids: torch.Tensor, where: torch.Tensor) -> None:
+    """Raises KernelInputError for the first expert that `where` has no row for.
+
+    slot_ids: [num_tokens, k], what the expert map has for topk_ids; -1 = none, which needs no row.
+    Names token, expert id and slot, in the native code's words. Reads the tensors, as above.
+    """
+    num_slots = where.shape[0]
+    rows = where[slot_ids.clamp(0, num_slots - 1).to(torch.int64)]
+    is_slot = (slot_ids >= 0) & (slot_ids < num_slots)
+    wrong = ((slot_ids != -1) & ~(is_slot & (rows >= 0))).nonzero()
+    if wrong.shape[0] == 0:
+        return
+    token, column = wrong[0].tolist()
+    expert, slot, row = (int(each[token, column]) for each in (topk_ids, slot_ids, rows))
+    why = f"is not here, where[{slot}] is {row}"
+    if not is_slot[token, column]:
+        why = f"must be in -1..{num_slots - 1}"
+    raise KernelInputError(f"token {token} asks for expert {expert}: its slot {slot} {why}")
 
 
 def _check_range(values: torch.Tensor, name: str, end: int) -> None:

@@ -21,7 +21,7 @@ from sgl_esft_kernels.reroute_ref import reroute_unfused
 from sgl_esft_kernels.route_ref import route_and_reroute
 
 # (router_logits, token_adapter_slots, expert_map, spec, correction_bias=None,
-#  num_token_non_padded=None) -> weights, slot ids; route_ref.py has the contract
+#  num_token_non_padded=None, where=None) -> weights, slot ids; route_ref.py has the contract
 RouterFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -1,10 +1,10 @@
 """`reroute` on Ascend: blocks for the unified buffer, one launch on the vector cores.
 
-    load() -> op.reroute -> torch.ops.sgl_esft.reroute[_out] -> launch_reroute -> kernel
+    load() -> op.reroute -> torch.ops.sgl_esft.reroute[_out|_rows] -> launch_reroute -> kernel
     sizes -> plan_blocks -> Blocks: the kernel's compile-time arguments
 
-The kernel and its differences from the CUDA one: reroute_triton_ascend_kernel.py. It was lowered
-by the vendor's compiler and interpreted, and has not run on an NPU (docs/ascend_kernel.md).
+The kernels and how they differ from CUDA's: reroute_triton_ascend_kernel.py. They were lowered by
+the vendor's compiler and interpreted, and have not run on an NPU (docs/ascend_kernel.md).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from sgl_esft_kernels.checks import check_reroute_inputs, check_values, is_debug
 from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
 from sgl_esft_kernels.op import RerouteFunction, implement, reroute
+from sgl_esft_kernels.reroute_ref import check_resident
 
 # Sized for the unified buffer, 192 KiB on a vector core of the 910B: 4 KiB for int32 lanes, 16 KiB
 # for a tile. All values that the lowered kernel names fit at once, those that are copied from
@@ -26,6 +27,9 @@ from sgl_esft_kernels.op import RerouteFunction, implement, reroute
 LANES = 1024  # expert ids a block, and the most that a token may have
 MAX_TOKENS = 512  # a block
 MAX_TILE = 4096  # cells of the map: 20 adapters of 160 experts fit in one tile
+# With `where`, which has a tile and vectors of its own: half the lanes leave room for them.
+ROWS_LANES = 512
+MAX_WHERE_TILE = 2048  # slots
 SHIFT = 20  # lane // k by multiplication is exact where lane * k stays below 2**SHIFT
 
 # What the vendor's packages are for, by the module that each must have.
@@ -51,11 +55,11 @@ class Blocks:
         return {name.upper(): value for name, value in asdict(self).items()}
 
 
-def plan_blocks(k: int, num_cells: int) -> Blocks:
+def plan_blocks(k: int, num_cells: int, most_lanes: int = LANES) -> Blocks:
     """Blocks for k experts a token and a map of num_cells. Raises KernelInputError."""
-    if not 1 <= k <= LANES:
-        raise KernelInputError(f"topk_ids has {k} experts a token, must have 1 to {LANES}")
-    tokens = min(LANES // k, MAX_TOKENS)
+    if not 1 <= k <= most_lanes:
+        raise KernelInputError(f"topk_ids has {k} experts a token, must have 1 to {most_lanes}")
+    tokens = min(most_lanes // k, MAX_TOKENS)
     lanes = _power_of_two(tokens * k)
     return Blocks(
         k=k,
@@ -68,6 +72,13 @@ def plan_blocks(k: int, num_cells: int) -> Blocks:
     )
 
 
+def plan_rows(k: int, num_cells: int, num_slots: int) -> dict[str, int]:
+    """The same for `where` of num_slots, as the kernel's arguments. Raises KernelInputError."""
+    constants = plan_blocks(k, num_cells, ROWS_LANES).constants()
+    tile = min(MAX_WHERE_TILE, _power_of_two(num_slots))
+    return constants | {"NUM_SLOTS": num_slots, "WHERE_TILE": tile}
+
+
 def launch_reroute(
     kernel: Any,
     num_cores: int,
@@ -75,29 +86,37 @@ def launch_reroute(
     token_adapter_slots: torch.Tensor,
     expert_map: torch.Tensor,
     out: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reroute` (op.py has the contract), as one launch of `kernel` on at most num_cores programs.
 
+    kernel: reroute_kernel; with `where`, reroute_rows_kernel.
     Allocates nothing when `out` is given. No ids, no launch. Raises KernelInputError.
     """
-    check_reroute_inputs(topk_ids, token_adapter_slots, expert_map, out)
+    check_reroute_inputs(topk_ids, token_adapter_slots, expert_map, out, where)
     if is_debug():
         check_values(topk_ids, token_adapter_slots, expert_map)
+        if where is not None:
+            check_resident(topk_ids, token_adapter_slots, expert_map, where)
     out = torch.empty_like(topk_ids) if out is None else out
     if topk_ids.numel() == 0:
         return out
     num_tokens, k = topk_ids.shape
     num_rows, num_experts = expert_map.shape
-    blocks = plan_blocks(k, expert_map.numel())
-    kernel[(min(num_cores, -(-num_tokens // blocks.tokens)),)](
+    if where is None:
+        constants = plan_blocks(k, expert_map.numel()).constants()
+    else:
+        constants = plan_rows(k, expert_map.numel(), where.shape[0])
+    kernel[(min(num_cores, -(-num_tokens // constants["TOKENS"])),)](
         topk_ids,
         token_adapter_slots,
         expert_map,
+        *([] if where is None else [where]),
         out,
         num_tokens,
         NUM_ROWS=num_rows,
         NUM_EXPERTS=num_experts,
-        **blocks.constants(),
+        **constants,
     )
     return out
 
@@ -111,10 +130,21 @@ def load() -> RerouteFunction:
 
 
 def register(num_cores: int) -> None:
-    """Make this the NPU's implementation of both operators; once a process."""
-    from sgl_esft_kernels.reroute_triton_ascend_kernel import reroute_kernel
+    """Make this the NPU's implementation of the operators; once a process."""
+    from sgl_esft_kernels.reroute_triton_ascend_kernel import reroute_kernel, reroute_rows_kernel
 
-    implement(functools.partial(launch_reroute, reroute_kernel, num_cores), "PrivateUse1")
+    def launch(
+        topk_ids: torch.Tensor,
+        token_adapter_slots: torch.Tensor,
+        expert_map: torch.Tensor,
+        out: torch.Tensor | None = None,
+        where: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        kernel = reroute_kernel if where is None else reroute_rows_kernel
+        inputs = (topk_ids, token_adapter_slots, expert_map)
+        return launch_reroute(kernel, num_cores, *inputs, out, where)
+
+    implement(launch, "PrivateUse1")
 
 
 def _import_needed(name: str, what: str) -> Any:

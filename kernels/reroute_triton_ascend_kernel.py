@@ -1,4 +1,4 @@
-"""The reroute kernel for Ascend's vector cores; reroute_triton_ascend.py plans and launches it.
+"""The reroute kernels for Ascend's vector cores; reroute_triton_ascend.py plans and launches them.
 
     global memory --load--> unified buffer: ids, tags, tiles of the map
     unified buffer: tag -> row -> cell -> slot id, whole vectors at a time --store--> global memory
@@ -27,6 +27,9 @@ tests/fast/kernels/test_ascend_lowering.py reads; docs/ascend_kernel.md shows it
   widest integer that vector cores compute with.
 - **float32 gathers.** `tl.gather` of this compiler takes no int32, so the bits are called float32
   around it. A gather moves bits and computes nothing.
+- **Two kernels.** With `where` a slot is looked up a second time, in tiles as the map is. CUDA's
+  kernel takes None for a table that is not there; here that is a kernel of its own, with smaller
+  blocks, and the one without it keeps its arguments.
 
 Imports triton alone, so that the vendor's compiler can read it without torch.
 """
@@ -46,13 +49,13 @@ def gather_int32(values: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def look_up(
-    cells: tl.tensor,  # [LANES] int32, flat indices into the map
-    expert_map_ptr: tl.tensor,
+    cells: tl.tensor,  # [LANES] int32, flat indices into the table
+    table_ptr: tl.tensor,  # [NUM_CELLS] int32: the map, or `where`
     NUM_CELLS: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The map's values at these cells, [LANES] int32, tile after tile.
+    """The table's values at these cells, [LANES] int32, tile after tile; -1 for a cell of -1.
 
     An index is clamped into the tile: a lane whose cell is elsewhere reads some other cell,
     and drops what it read.
@@ -60,12 +63,43 @@ def look_up(
     tile_lane = tl.arange(0, TILE)
     slot_ids = tl.full([LANES], -1, tl.int32)
     for first in range(0, NUM_CELLS, TILE):
-        is_in_map = tile_lane < NUM_CELLS - first
-        tile = tl.load(expert_map_ptr + first + tile_lane, mask=is_in_map, other=-1)
+        is_in_table = tile_lane < NUM_CELLS - first
+        tile = tl.load(table_ptr + first + tile_lane, mask=is_in_table, other=-1)
         wanted = cells - first
         index = tl.minimum(tl.maximum(wanted, 0), TILE - 1)
         slot_ids = tl.where(wanted == index, gather_int32(tile, index), slot_ids)
     return slot_ids
+
+
+@triton.jit
+def slots_of_block(
+    topk_ids_ptr: tl.tensor,
+    token_adapter_slots_ptr: tl.tensor,
+    expert_map_ptr: tl.tensor,
+    first_token: tl.tensor,
+    block_tokens: tl.tensor,  # tokens of this block
+    lane: tl.tensor,  # [LANES]
+    tag_lane: tl.tensor,  # [TAG_LANES]
+    token_of_lane: tl.tensor,  # [LANES]
+    NUM_ROWS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """[LANES] int32: the map's cells for a block's ids, -1 where the id is."""
+    tags = tl.load(
+        token_adapter_slots_ptr + first_token + tag_lane,
+        mask=tag_lane < block_tokens,
+        other=-1,
+    )
+    expert_ids = tl.load(
+        topk_ids_ptr + first_token * K + lane, mask=lane < block_tokens * K, other=-1
+    ).to(tl.int32)
+    rows = tags + ((tags >> 31) & NUM_ROWS)
+    cells = gather_int32(rows * NUM_EXPERTS, token_of_lane) + tl.maximum(expert_ids, 0)
+    slot_ids = look_up(cells, expert_map_ptr, NUM_ROWS * NUM_EXPERTS, LANES, TILE)
+    return slot_ids | (expert_ids >> 31)
 
 
 # num_tokens changes with each batch: one binary for all of them, a batch of one included.
@@ -94,15 +128,46 @@ def reroute_kernel(
         first_token = block * TOKENS
         block_tokens = tl.minimum(num_tokens - first_token, TOKENS)
         is_ours = lane < block_tokens * K
-        offsets = first_token * K + lane
-        tags = tl.load(
-            token_adapter_slots_ptr + first_token + tag_lane,
-            mask=tag_lane < block_tokens,
-            other=-1,
-        )
-        expert_ids = tl.load(topk_ids_ptr + offsets, mask=is_ours, other=-1).to(tl.int32)
-        rows = tags + ((tags >> 31) & NUM_ROWS)
-        cells = gather_int32(rows * NUM_EXPERTS, token_of_lane) + tl.maximum(expert_ids, 0)
-        slot_ids = look_up(cells, expert_map_ptr, NUM_ROWS * NUM_EXPERTS, LANES, TILE)
-        slot_ids |= expert_ids >> 31
-        tl.store(out_ptr + offsets, slot_ids.to(out_ptr.dtype.element_ty), mask=is_ours)
+        slot_ids = slots_of_block(
+            topk_ids_ptr, token_adapter_slots_ptr, expert_map_ptr, first_token, block_tokens,
+            lane, tag_lane, token_of_lane, NUM_ROWS, NUM_EXPERTS, K, LANES, TILE,
+        )  # fmt: skip
+        slots_of_lanes = out_ptr + first_token * K + lane
+        tl.store(slots_of_lanes, slot_ids.to(out_ptr.dtype.element_ty), mask=is_ours)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def reroute_rows_kernel(
+    topk_ids_ptr: tl.tensor,  # [num_tokens, K] int32 or int64
+    token_adapter_slots_ptr: tl.tensor,  # [num_tokens] int32
+    expert_map_ptr: tl.tensor,  # [NUM_ROWS, NUM_EXPERTS] int32
+    where_ptr: tl.tensor,  # [NUM_SLOTS] int32
+    out_ptr: tl.tensor,  # [num_tokens, K], dtype of topk_ids; may be topk_ids_ptr
+    num_tokens: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,  # these as above
+    TAG_LANES: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    WHERE_TILE: tl.constexpr,  # a power of two: slots that are looked up at a time
+    MULTIPLIER: tl.constexpr,
+    SHIFT: tl.constexpr,
+) -> None:
+    """The same, with where[slot] for each slot, NOT_HERE too; -1 is in no tile and stays -1."""
+    lane, tag_lane = tl.arange(0, LANES), tl.arange(0, TAG_LANES)
+    token_of_lane = (lane * MULTIPLIER) >> SHIFT
+    num_blocks = (num_tokens + TOKENS - 1) // TOKENS
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        first_token = block * TOKENS
+        block_tokens = tl.minimum(num_tokens - first_token, TOKENS)
+        is_ours = lane < block_tokens * K
+        slot_ids = slots_of_block(
+            topk_ids_ptr, token_adapter_slots_ptr, expert_map_ptr, first_token, block_tokens,
+            lane, tag_lane, token_of_lane, NUM_ROWS, NUM_EXPERTS, K, LANES, TILE,
+        )  # fmt: skip
+        rows = look_up(slot_ids, where_ptr, NUM_SLOTS, LANES, WHERE_TILE)
+        rows_of_lanes = out_ptr + first_token * K + lane
+        tl.store(rows_of_lanes, rows.to(out_ptr.dtype.element_ty), mask=is_ours)

@@ -24,6 +24,7 @@ def route_and_reroute(
     spec: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     num_token_non_padded: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts by its logits, as slots of its adapter, with their weights.
 
@@ -34,6 +35,7 @@ def route_and_reroute(
                                                                    of equals the lowest id
         weight = score [/ (sum over the routed + 1e-20)] [* routed_scaling_factor]
         slot_id = expert_map[token_adapter_slot, expert_id]
+                  with `where`: where[slot_id], unless that is -1
 
     router_logits: [num_tokens, M_routed] float32, bfloat16 or float16. NaN is never chosen
         before a number.
@@ -43,14 +45,23 @@ def route_and_reroute(
     correction_bias: [M_routed], any float dtype of the logits'; if and only if spec.has_bias.
     num_token_non_padded: one int32 or int64 on the device; later tokens are padding: slot
         ids -1, weights 0. None = no padding.
+    where: [num_slots] int32, the row that each slot's expert lies in, or NOT_HERE, which
+        no dispatch may see: op.py has the contract.
     Returns topk_weights [num_tokens, top_k] float32 and slot_ids [num_tokens, top_k] int32,
     routed experts best first, then the shared ones.
 
     All tensors contiguous and on one device. ExpertWeave section 4.3, folded into the router.
-    Raises KernelInputError for a wrong shape, dtype, device, layout or an unknown scoring.
+    Raises KernelInputError for a wrong shape, dtype, device, layout or an unknown scoring,
+    and for an expert that is not here, where op.reroute does.
     """
     check_route_inputs(
-        router_logits, token_adapter_slots, expert_map, spec, correction_bias, num_token_non_padded
+        router_logits,
+        token_adapter_slots,
+        expert_map,
+        spec,
+        correction_bias,
+        num_token_non_padded,
+        where,
     )
     weights, expert_ids = select_experts(router_logits, spec, correction_bias)
     if num_token_non_padded is not None:
@@ -58,7 +69,7 @@ def route_and_reroute(
         is_padding = (tokens >= num_token_non_padded.view(-1)).unsqueeze(1)
         weights = weights.masked_fill(is_padding, 0.0)
         expert_ids = expert_ids.masked_fill(is_padding, -1)
-    return weights, reroute_unfused(expert_ids, token_adapter_slots, expert_map)
+    return weights, reroute_unfused(expert_ids, token_adapter_slots, expert_map, where=where)
 
 
 def select_experts(

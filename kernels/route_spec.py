@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_esft_kernels.checks import ID_DTYPES, check_tensor
+from sgl_esft_kernels.checks import ID_DTYPES, check_tensor, check_where
 from sgl_esft_kernels.errors import KernelInputError
 
 MAX_TOP_K = 32
@@ -119,6 +119,7 @@ def check_route_inputs(
     spec: RouterSpec,
     correction_bias: torch.Tensor | None,
     num_token_non_padded: torch.Tensor | None,
+    where: torch.Tensor | None,
 ) -> None:
     """What route_ref.py says of the inputs, for every implementation. Raises KernelInputError."""
     device = expert_map.device
@@ -137,6 +138,8 @@ def check_route_inputs(
     _check_groups(spec, num_experts)
     _check_bias(correction_bias, spec, num_experts, device)
     _check_count(num_token_non_padded, device)
+    if where is not None:
+        check_where(where, device)
 
 
 def _check_same(what: str, name: str, found: int, wanted: int) -> None:

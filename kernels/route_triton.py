@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 
-from sgl_esft_kernels.checks import is_debug
+from sgl_esft_kernels.checks import can_wait, is_debug
 from sgl_esft_kernels.errors import KernelInputError, KernelUnavailableError
+from sgl_esft_kernels.reroute_ref import check_resident
 from sgl_esft_kernels.route_spec import (
     LOWEST_CHOICE,
     RENORMALIZE_EPSILON,
@@ -46,6 +47,8 @@ except ImportError as error:
     raise KernelUnavailableError(
         "the fused router needs triton, which is not installed: install the cuda extra"
     ) from error
+
+from sgl_esft_kernels.reroute_triton import rows_of
 
 MAX_EXPERTS = 1024
 
@@ -181,19 +184,21 @@ def _weigh(
 
 @triton.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["token_adapter_slots_ptr", "expert_map_ptr"],
+    do_not_specialize_on_alignment=["token_adapter_slots_ptr", "expert_map_ptr", "where_ptr"],
 )
 def route_kernel(
     router_logits_ptr: tl.tensor,  # [num_tokens, NUM_EXPERTS]
     correction_bias_ptr: tl.tensor,  # [NUM_EXPERTS], or None
     token_adapter_slots_ptr: tl.tensor,  # [num_tokens] int32
     expert_map_ptr: tl.tensor,  # [NUM_ROWS, NUM_EXPERTS + shared experts] int32
+    where_ptr: tl.tensor,  # [NUM_SLOTS] int32, or None
     num_token_non_padded_ptr: tl.tensor,  # one integer, or None
     topk_weights_ptr: tl.tensor,  # [num_tokens, TOP_K] float32
     slot_ids_ptr: tl.tensor,  # [num_tokens, TOP_K] int32
     num_tokens: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
     NUM_ROWS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -207,6 +212,7 @@ def route_kernel(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HAS_WHERE: tl.constexpr,
     CHECK: tl.constexpr,
 ) -> None:
     """A program routes BLOCK_TOKENS tokens, over experts laid out as [group, member]."""
@@ -246,6 +252,8 @@ def route_kernel(
     rows = tl.where(adapter_slots < 0, NUM_ROWS - 1, adapter_slots).to(tl.int64)
     cells = rows[:, None] * (NUM_EXPERTS + TOP_K - NUM_ROUTED) + expert_ids
     slot_ids = tl.load(expert_map_ptr + cells, mask=is_rerouted, other=-1)
+    if HAS_WHERE:
+        slot_ids = rows_of(slot_ids, where_ptr, NUM_SLOTS, CHECK)
     results = tokens[:, None] * TOP_K + columns
     tl.store(topk_weights_ptr + results, tl.where(is_rerouted, weights, 0.0), mask=is_result)
     tl.store(slot_ids_ptr + results, slot_ids, mask=is_result)
@@ -258,29 +266,33 @@ def route_and_reroute(
     spec: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     num_token_non_padded: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`route_and_reroute` (route_ref.py has the contract), as one launch on the current stream.
 
     Never waits for the device; its only allocations are its results. No tokens, no launch.
     Raises KernelInputError, also for a router that is not supported. Adapter slots out of
     range are checked in a debug build (SGL_ESFT_DEBUG_KERNELS=1) and are undefined otherwise.
+    With `where` such a build waits for the device, to name an expert that is not here.
     """
-    check_route_inputs(
-        router_logits, token_adapter_slots, expert_map, spec, correction_bias, num_token_non_padded
-    )
+    inputs = (spec, correction_bias, num_token_non_padded)
+    check_route_inputs(router_logits, token_adapter_slots, expert_map, *inputs, where)
     _check_supported(spec, router_logits.shape[1])
+    if where is not None and is_debug() and can_wait(where.device):
+        _check_resident(router_logits, token_adapter_slots, expert_map, *inputs, where)
     num_tokens = router_logits.shape[0]
     shape, device = (num_tokens, spec.top_k), router_logits.device
     topk_weights = torch.empty(shape, dtype=torch.float32, device=device)
     slot_ids = torch.empty(shape, dtype=torch.int32, device=device)
     if num_tokens == 0:
         return topk_weights, slot_ids
-    constants = kernel_constants(spec, router_logits.shape[1], expert_map.shape[0])
+    constants = kernel_constants(spec, router_logits.shape[1], expert_map.shape[0], where)
     route_kernel[(triton.cdiv(num_tokens, constants["BLOCK_TOKENS"]),)](
         router_logits,
         correction_bias,
         token_adapter_slots,
         expert_map,
+        where,
         num_token_non_padded,
         topk_weights,
         slot_ids,
@@ -290,7 +302,30 @@ def route_and_reroute(
     return topk_weights, slot_ids
 
 
-def kernel_constants(spec: RouterSpec, num_experts: int, num_rows: int) -> dict[str, Any]:
+def _check_resident(
+    router_logits: torch.Tensor,
+    token_adapter_slots: torch.Tensor,
+    expert_map: torch.Tensor,
+    spec: RouterSpec,
+    correction_bias: torch.Tensor | None,
+    num_token_non_padded: torch.Tensor | None,
+    where: torch.Tensor,
+) -> None:
+    """Raises KernelInputError for an expert that this kernel will choose and that is not here.
+
+    Which ones, the kernel itself says, with a map that leaves ids as they are.
+    """
+    experts = torch.arange(expert_map.shape[1], dtype=torch.int32, device=expert_map.device)
+    as_they_are = experts.expand_as(expert_map).contiguous()
+    _, expert_ids = route_and_reroute(
+        router_logits, token_adapter_slots, as_they_are, spec, correction_bias, num_token_non_padded
+    )
+    check_resident(expert_ids, token_adapter_slots, expert_map, where)
+
+
+def kernel_constants(
+    spec: RouterSpec, num_experts: int, num_rows: int, where: torch.Tensor | None
+) -> dict[str, Any]:
     """The kernel's compile-time arguments and options: the same for batches of any size."""
     block_groups = triton.next_power_of_2(spec.num_expert_groups)
     block_members = triton.next_power_of_2(num_experts // spec.num_expert_groups)
@@ -298,6 +333,7 @@ def kernel_constants(spec: RouterSpec, num_experts: int, num_rows: int) -> dict[
     return {
         "NUM_EXPERTS": num_experts,
         "NUM_ROWS": num_rows,
+        "NUM_SLOTS": 0 if where is None else where.shape[0],
         "NUM_GROUPS": spec.num_expert_groups,
         "TOPK_GROUPS": spec.topk_groups,
         "TOP_K": spec.top_k,
@@ -312,6 +348,7 @@ def kernel_constants(spec: RouterSpec, num_experts: int, num_rows: int) -> dict[
         "BLOCK_GROUPS": block_groups,
         "BLOCK_MEMBERS": block_members,
         "BLOCK_K": triton.next_power_of_2(spec.top_k),
+        "HAS_WHERE": where is not None,
         "CHECK": is_debug(),
         "num_warps": 1 if block_experts <= 512 else 4,
         "enable_fp_fusion": False,  # a fused multiply-add could decide between close experts

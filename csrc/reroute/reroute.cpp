@@ -2,6 +2,7 @@
 // the compiler makes vectors of it, and an error then leaves `out` as it was.
 #include "reroute/reroute.h"
 
+#include <algorithm>
 #include <type_traits>
 
 namespace sgl_reroute {
@@ -78,6 +79,42 @@ void look_up_all(const Id* ids, const std::int32_t* slots, const std::int32_t* m
   }
 }
 
+// Not scan, and no throw_ of the above for what this finds: with a second caller the compiler would
+// no longer make them a part of reroute, whose code stays what it was without `where`.
+template <typename Value>
+bool all_in_range(const Value* values, std::size_t count, std::size_t end) {
+  return std::all_of(values, values + count, [end](Value value) {
+    return value >= -1 && value < static_cast<std::int64_t>(end);
+  });
+}
+
+// Calls visit(i, slot) for the i-th id: the map's slot, -1 where the id is. A plain loop, with its
+// branches: with experts in tiers the look-up is nothing beside one expert that is waited for.
+template <typename Id, typename Visit>
+void for_each_slot(const Id* ids, const std::int32_t* slots, const std::int32_t* map,
+                   const Shape& shape, const Visit& visit) {
+  std::size_t i = 0;
+  for (std::size_t t = 0; t < shape.num_tokens; ++t) {
+    const std::size_t row = slots[t] < 0 ? shape.num_rows - 1 : static_cast<std::size_t>(slots[t]);
+    const std::int32_t* const cells = map + row * shape.num_experts;
+    for (std::size_t j = 0; j < shape.top_k; ++j, ++i) visit(i, ids[i] < 0 ? -1 : cells[ids[i]]);
+  }
+}
+
+bool has_slot(const Where& where, std::int32_t slot) {
+  return slot >= 0 && static_cast<std::size_t>(slot) < where.num_slots;
+}
+
+template <typename Id>
+[[noreturn, gnu::cold]] void throw_no_row(const Id* topk_ids, std::size_t i, std::int32_t slot,
+                                          const Where& where, const Shape& shape) {
+  std::string why = "must be in -1.." + std::to_string(where.num_slots - 1);
+  if (has_slot(where, slot)) {
+    why = "is not here, where[" + std::to_string(slot) + "] is " + std::to_string(where.rows[slot]);
+  }
+  throw NoRowError(i / shape.top_k, topk_ids[i], slot, why);
+}
+
 }  // namespace
 
 template <typename Id>
@@ -93,9 +130,33 @@ void reroute(const Id* topk_ids, const std::int32_t* token_adapter_slots,
   run(topk_ids, token_adapter_slots, expert_map, out, shape);
 }
 
+// Two passes here, too: `out` may be the ids, and the error's words need them.
+template <typename Id>
+void reroute_rows(const Id* topk_ids, const std::int32_t* token_adapter_slots,
+                  const std::int32_t* expert_map, const Where& where, Id* out,
+                  const Shape& shape) {
+  if (!all_in_range(token_adapter_slots, shape.num_tokens, shape.num_rows - 1) ||
+      !all_in_range(topk_ids, shape.num_tokens * shape.top_k, shape.num_experts)) {
+    reroute(topk_ids, token_adapter_slots, expert_map, out, shape);  // names it, and writes nothing
+  }
+  const auto check = [&](std::size_t i, std::int32_t slot) {
+    const bool has_row = has_slot(where, slot) && where.rows[slot] >= 0;
+    if (!has_row && slot != -1) throw_no_row(topk_ids, i, slot, where, shape);
+  };
+  const auto write = [&](std::size_t i, std::int32_t slot) {
+    out[i] = slot < 0 ? slot : where.rows[slot];
+  };
+  for_each_slot(topk_ids, token_adapter_slots, expert_map, shape, check);
+  for_each_slot(topk_ids, token_adapter_slots, expert_map, shape, write);
+}
+
 template void reroute(const std::int32_t*, const std::int32_t*, const std::int32_t*,
                       std::int32_t*, const Shape&);
 template void reroute(const std::int64_t*, const std::int32_t*, const std::int32_t*,
                       std::int64_t*, const Shape&);
+template void reroute_rows(const std::int32_t*, const std::int32_t*, const std::int32_t*,
+                           const Where&, std::int32_t*, const Shape&);
+template void reroute_rows(const std::int64_t*, const std::int32_t*, const std::int32_t*,
+                           const Where&, std::int64_t*, const Shape&);
 
 }  // namespace sgl_reroute

@@ -1,4 +1,5 @@
-// reroute.cpp: every lookup against a plain loop, values out of range, and no allocation.
+// reroute.cpp: every lookup against a plain loop, values out of range, experts that are not here.
+// And no allocation.
 #include <cstdlib>
 #include <limits>
 #include <new>
@@ -8,8 +9,12 @@
 #include "tests/check.h"
 
 using sgl_reroute::BadValueError;
+using sgl_reroute::kNotHere;
+using sgl_reroute::NoRowError;
 using sgl_reroute::reroute;
+using sgl_reroute::reroute_rows;
 using sgl_reroute::Shape;
+using sgl_reroute::Where;
 
 namespace {
 
@@ -25,6 +30,11 @@ struct Batch {
   std::vector<Id> out;
 
   void run() { reroute(ids.data(), slots.data(), map.data(), out.data(), shape); }
+
+  void run_rows(const std::vector<std::int32_t>& where) {
+    const Where rows{where.data(), where.size()};
+    reroute_rows(ids.data(), slots.data(), map.data(), rows, out.data(), shape);
+  }
 };
 
 // Values of the map name their cell; a third of the columns is another rank's. Odd seeds draw ids
@@ -60,6 +70,31 @@ std::vector<Id> looked_up(const Batch<Id>& batch) {
   return found;
 }
 
+// Only what a batch asks for is here, last slot first.
+template <typename Id>
+std::vector<std::int32_t> where_asked(const Batch<Id>& batch) {
+  std::vector<std::int32_t> where(batch.map.size(), kNotHere);
+  const auto last = static_cast<std::int32_t>(where.size()) - 1;
+  for (const Id slot : looked_up(batch)) {
+    if (slot != -1) where[static_cast<std::size_t>(slot)] = last - static_cast<std::int32_t>(slot);
+  }
+  return where;
+}
+
+template <typename Id>
+void check_rows(Batch<Id> batch) {
+  const auto where = where_asked(batch);
+  auto expected = looked_up(batch);
+  for (Id& slot : expected) {
+    if (slot != -1) slot = where[static_cast<std::size_t>(slot)];
+  }
+  batch.run_rows(where);
+  CHECK(batch.out == expected);
+  reroute_rows(batch.ids.data(), batch.slots.data(), batch.map.data(),
+               Where{where.data(), where.size()}, batch.ids.data(), batch.shape);
+  CHECK(batch.ids == expected);
+}
+
 // Into `out`, then in place.
 template <typename Id>
 void check_lookups(Batch<Id> batch) {
@@ -78,8 +113,11 @@ void check_all_shapes() {
       for (const std::size_t num_rows : {1, 2, 21, 65}) {
         for (const std::size_t num_experts : {1, 8, 64, 160}) {
           const Shape shape{num_tokens, top_k, num_rows, num_experts};
-          check_lookups(make_batch<Id>(shape, ++seed));
-          check_lookups(make_batch<Id>(shape, ++seed));
+          for (int i = 0; i < 2; ++i) {
+            const auto batch = make_batch<Id>(shape, ++seed);
+            check_lookups(batch);
+            check_rows(batch);
+          }
         }
       }
     }
@@ -97,6 +135,41 @@ std::string error_of(Batch<Id> batch) {
     return error.what();
   }
   return "no error";
+}
+
+// The same with `where`.
+template <typename Id>
+std::string error_of(Batch<Id> batch, const std::vector<std::int32_t>& where) {
+  const auto before = batch.out;
+  try {
+    batch.run_rows(where);
+  } catch (const std::out_of_range& error) {
+    CHECK(batch.out == before);
+    return error.what();
+  }
+  return "no error";
+}
+
+// Token 31 asks for expert 3, whose slot is 3 and in no tier above, and then for another such.
+template <typename Id>
+void check_not_here() {
+  for (const std::int32_t row : {kNotHere, -1, -3, std::numeric_limits<std::int32_t>::min()}) {
+    for (const std::size_t top_k : {5, 6, 8}) {
+      auto batch = make_batch<Id>({40, top_k, 3, 64}, 5);
+      for (Id& id : batch.ids) {
+        if (id == 3 || id == 4) id = -1;
+      }
+      batch.slots[31] = 0;
+      batch.ids[31 * top_k + 2] = 3;
+      batch.ids[31 * top_k + 4] = 4;
+      auto where = where_asked(batch);
+      CHECK(error_of(batch, where) == "no error");
+      where[3] = where[4] = row;
+      CHECK(error_of(batch, where) ==
+            "token 31 asks for expert 3: its slot 3 is not here, where[3] is " +
+                std::to_string(row));
+    }
+  }
 }
 
 template <typename Id>
@@ -148,12 +221,64 @@ TEST(without_adapter_slots_only_the_base_is_in_range) {
   CHECK(error_of(batch) == "token_adapter_slots[1] is 0, must be in -1..-1");
 }
 
+TEST(an_expert_that_is_not_here_is_named_and_nothing_is_written) {
+  check_not_here<std::int32_t>();
+  check_not_here<std::int64_t>();
+}
+
+TEST(an_expert_that_is_not_here_is_known_by_its_numbers) {
+  auto batch = make_batch<std::int32_t>({1, 1, 2, 8}, 2);
+  batch.slots[0] = -1;
+  batch.ids[0] = 4;
+  try {
+    batch.run_rows(std::vector<std::int32_t>(16, kNotHere));
+    CHECK(false);
+  } catch (const NoRowError& error) {
+    CHECK_EQ(error.token, 0u);
+    CHECK_EQ(error.expert, 4);
+    CHECK_EQ(error.slot, 12);  // the base's row is the last
+  }
+}
+
+TEST(what_is_no_slot_needs_no_row) {
+  auto batch = make_batch<std::int32_t>({2, 2, 1, 8}, 2);
+  batch.ids = {-1, 2, 5, -1};  // the map has -1 for 2 and 5: another rank's
+  batch.slots = {-1, -1};
+  CHECK(error_of(batch, {kNotHere}) == "no error");
+  batch.run_rows({kNotHere});
+  CHECK(batch.out == std::vector<std::int32_t>(4, -1));
+}
+
+TEST(a_slot_that_where_does_not_have_is_named) {
+  auto batch = make_batch<std::int64_t>({1, 2, 1, 8}, 2);
+  batch.slots = {-1};
+  batch.ids = {0, 7};
+  CHECK(error_of(batch, std::vector<std::int32_t>(7, 0)) ==
+        "token 0 asks for expert 7: its slot 7 must be in -1..6");
+  batch.map[0] = -2;
+  CHECK(error_of(batch, std::vector<std::int32_t>(7, 0)) ==
+        "token 0 asks for expert 0: its slot -2 must be in -1..6");
+}
+
+TEST(bad_values_are_named_before_experts_that_are_not_here) {
+  auto batch = make_batch<std::int64_t>({40, 6, 3, 64}, 2);
+  const std::vector<std::int32_t> nowhere(3 * 64, kNotHere);
+  batch.ids[31 * 6 + 2] = 64;
+  CHECK(error_of(batch, nowhere) == "topk_ids[31, 2] is 64, must be in -1..63");
+  batch.slots[17] = 2;
+  CHECK(error_of(batch, nowhere) == "token_adapter_slots[17] is 2, must be in -1..1");
+}
+
 TEST(nothing_is_allocated) {
   auto batch = make_batch<std::int32_t>({133, 6, 21, 64}, 3);
   auto wide = make_batch<std::int64_t>({133, 7, 21, 64}, 3);
+  const auto where = where_asked(batch);
+  const auto wide_where = where_asked(wide);
   const std::size_t before = num_allocations;
   batch.run();
   wide.run();
+  batch.run_rows(where);
+  wide.run_rows(wide_where);
   CHECK_EQ(num_allocations, before);
   batch.ids[0] = 64;
   CHECK(error_of(batch) != "no error");

@@ -2,6 +2,7 @@
 
 read_trace -> [replay]: the calls of tier.py in their order, nothing loaded -> Counts
               [Timeline]: when loads and layers would have ended, by r -> stall
+              [ReplayWatch]: whatever else sees each layer's step (step_work.py)
 [belady], [oracle]: what could not be beaten
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +27,16 @@ def needed_slots(maps: Ints, topk_ids: Ints, adapter_slots: Ints) -> Ints:
     slots = maps[adapter_slots[:, None], np.where(is_some, topk_ids, 0)]
     found: Ints = np.unique(slots[is_some & (slots >= 0)])
     return found
+
+
+class ReplayWatch(Protocol):
+    """Sees a replay as it goes."""
+
+    def guess(self, loads: Iterable[Load], *, during_layer: bool) -> None:
+        """Loads ahead of need; asked for when the last layer began to compute, or now."""
+
+    def compute(self, layer: int, needed: Sequence[int], loads: Sequence[Load]) -> None:
+        """A layer's step: the distinct slots that it needs, and the loads that it must wait for."""
 
 
 @dataclass
@@ -89,9 +101,9 @@ def replay(
     events: Iterable[TraceEvent],
     decisions: Decisions,
     predictor: Predictor | None = None,
-    timeline: Timeline | None = None,
+    timeline: ReplayWatch | None = None,
 ) -> Replayed:
-    """Decide as tier.py does, pass by pass."""
+    """Decide as tier.py does, pass by pass; `timeline` is told of each layer's step."""
     maps = base_maps(header)
     num_steps = num_tokens = 0
     holder = _Maps(maps)
@@ -107,7 +119,7 @@ def replay(
         num_tokens += len(event.adapter_slots)
         _replay_step(event, holder.maps, decisions, ahead, timeline)
     by_layer = tuple(decisions.counts(layer) for layer in range(header.num_layers))
-    stall = 0.0 if timeline is None else timeline.stall
+    stall = timeline.stall if isinstance(timeline, Timeline) else 0.0
     return Replayed(added(by_layer), by_layer, num_steps, num_tokens, stall)
 
 
@@ -125,7 +137,7 @@ def _replay_step(
     maps: Ints,
     decisions: Decisions,
     ahead: Ahead | None,
-    timeline: Timeline | None,
+    timeline: ReplayWatch | None,
 ) -> None:
     decisions.begin()
     if ahead is not None:

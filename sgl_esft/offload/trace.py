@@ -145,7 +145,9 @@ def _arrays_of(events: Sequence[TraceEvent]) -> dict[str, Array]:
         forgotten = [
             (number, *pair) for number, change in enumerate(changes) for pair in change.forgotten
         ]
-        arrays["maps"] = np.stack([change.maps for change in changes]).astype(np.int32)
+        maps = np.stack([change.maps for change in changes])
+        # safetensors saves the memory as it lies, whatever the strides say.
+        arrays["maps"] = np.ascontiguousarray(maps.astype(np.int32))
         arrays["forgotten"] = np.array(forgotten, np.int32).reshape(-1, 3)
     return arrays
 

@@ -1,7 +1,7 @@
 """The two subcommands about memory: `sgl-esft memory` of a running server, `sgl-esft plan` before.
 
 cli.py -> [run_memory] -> server_client.call -> MemoryReport -> [report_lines], memory_svg
-       -> [run_plan]   -> model_sizes, adapter_shapes, memory/plan.py
+       -> [run_plan]   -> model_sizes, adapter_shapes, memory/plan.py; plan_speed.py with --speed
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from sgl_esft.memory.report import (
 from sgl_esft.tools import server_client
 from sgl_esft.tools.memory_svg import report_svg
 
-if TYPE_CHECKING:  # run_plan imports it: only planning needs the extension module
+if TYPE_CHECKING:  # run_plan imports them: only planning needs the extension module, or traces
     from sgl_esft.memory.plan import MemoryPlan
+    from sgl_esft.tools.plan_speed import SpeedPlan
 
 _EXIT_OK: Final = 0
 _ROUTE: Final = "/v1/memory"
@@ -180,17 +181,72 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         help="numbers of adapters; default: %(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_speed(parser)
+
+
+def _add_speed(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "speed",
+        "Tokens a second of a server with --expert-cache, predicted where --speed is given.",
+    )
+    group.add_argument(
+        "--speed",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="files of `sgl-esft offload calibrate`, of one machine and this base",
+    )
+    group.add_argument(
+        "--trace", type=Path, metavar="DIR", help="folder of --record-routing: what is asked"
+    )
+    group.add_argument(
+        "--expert-cache",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="rows of each layer; default: those of the files, and all",
+    )
+    group.add_argument(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        metavar="B",
+        help="requests that decode together; default: 1 2 4 8",
+    )
+    group.add_argument(
+        "--expert-policy", metavar="NAME", help="one that fetches nothing ahead; default: lfu"
+    )
+    group.add_argument(
+        "--expert-read-bandwidth",
+        metavar="SIZE",
+        help="of a link that carries at most so many bytes a second; default: as measured",
+    )
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Read, lay out, print."""
     sizes = read_model_sizes(arguments.model_config)
     plan = _plan(arguments, sizes, _shapes(arguments, sizes))
+    speed = _speed(arguments, sizes)
     if arguments.json:
-        print(json.dumps(plan.as_json()))
+        told = {} if speed is None else {"speed": speed.as_json()}
+        print(json.dumps(plan.as_json() | told))
     else:
-        print("\n".join(plan.as_table()))
+        print("\n".join([*plan.as_table(), *(() if speed is None else ("", *speed.table()))]))
     return _EXIT_OK
+
+
+def _speed(arguments: argparse.Namespace, sizes: ModelSizes) -> SpeedPlan | None:
+    """None where it is not asked for. Raises ConfigError for its flags without it."""
+    if arguments.speed is not None:
+        from sgl_esft.tools.plan_speed import plan_speed
+
+        return plan_speed(arguments, sizes.spec)
+    names = ("trace", "expert_cache", "batch_sizes", "expert_policy", "expert_read_bandwidth")
+    given = [f"--{n.replace('_', '-')}" for n in names if getattr(arguments, n) is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)} without --speed: give it too, or leave out")
+    return None
 
 
 def _shapes(arguments: argparse.Namespace, sizes: ModelSizes) -> list[AdapterShape]:

@@ -2,6 +2,7 @@
 
 cli.py -> [configure, run] -> simulate: a recorded trace against caches and policies
                            -> advise: a machine, measured, and a base
+                           -> calibrate: a running server, for `sgl-esft plan --speed`
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Final
 
 from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE, DEFAULT_READ_THREADS
 from sgl_esft.offload.policies import POLICIES
+from sgl_esft.tools import server_client
 
 _EXIT_OK: Final = 0
 _MEASURED_S: Final = 20.0
+_BATCH_SIZES: Final = (1, 2, 4, 8)
+_TIMEOUT_S: Final = 120.0  # until a stream's next token
 SIMULATED: Final = tuple(
     name
     for name, policy in POLICIES.items()
@@ -23,7 +27,7 @@ SIMULATED: Final = tuple(
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The two commands below `sgl-esft offload`."""
+    """The commands below `sgl-esft offload`."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     simulate = commands.add_parser(
         "simulate",
@@ -46,6 +50,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "those of the trace; without, as if all experts were asked for alike.",
     )
     _add_advise(advised)
+    calibrated = commands.add_parser(
+        "calibrate",
+        help="measure what a step of a running server takes, for `sgl-esft plan --speed`",
+        description="Asks a server, which has nothing else to do, for streams at some batch sizes, "
+        "of its base and then of its loaded adapters too. Start it with --expert-cache N "
+        "--expert-policy lfu --enable-metrics. What it finds is for this machine: a second one "
+        "with another --expert-cache makes it surer.",
+    )
+    _add_calibrate(calibrated)
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -101,10 +114,32 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(report="advise_lines")
 
 
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to make")
+    parser.add_argument(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        default=list(_BATCH_SIZES),
+        metavar="B",
+        help="requests at a time, three sizes or more (default: 1 2 4 8)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=_MEASURED_S,
+        metavar="S",
+        help="of each batch size, at most, in three windows (default: %(default)s)",
+    )
+    parser.add_argument("--base-only", action="store_true", help="ask no adapter")
+    server_client.add_flags(parser, _TIMEOUT_S)
+    parser.set_defaults(report="calibrate_lines")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print one of them."""
     from sgl_esft.tools import offload_reports  # torch, which no other tool needs
 
     for line in getattr(offload_reports, arguments.report)(arguments):
-        print(line)
+        print(line, flush=True)
     return _EXIT_OK

@@ -1,6 +1,7 @@
-"""What `sgl-esft offload` prints: a trace replayed, a machine measured.
+"""What `sgl-esft offload` prints: a trace replayed, a machine or a server measured.
 
     offload_cli.py -> [simulate_lines], [advise_lines] -> lines of a table, or JSON
+                   -> [calibrate_lines] -> lines as it goes, a file for `sgl-esft plan --speed`
 
 Imports torch, so it is imported when one of them is asked for.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +32,9 @@ from sgl_esft.offload.predictors.learned import train
 from sgl_esft.offload.predictors.map_store import MapStore
 from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.simulate import Replayed, Timeline, belady_hits, needs_of, replay
+from sgl_esft.offload.speed import MIN_SETTINGS, SpeedPoint, StepCosts, write_speed
 from sgl_esft.offload.trace import TraceHeader, TraceStep, read_header_of, read_trace
+from sgl_esft.tools import decode_windows, server_client
 
 
 def simulate_lines(arguments: argparse.Namespace) -> Iterator[str]:
@@ -167,3 +172,65 @@ def _advice_lines(machine: Machine, found: Sequence[Advice]) -> Iterator[str]:
         return
     best = fitting[-1]
     yield f"proposed: --expert-cache {best.num_rows} --expert-policy auto (here: {best.policy})"
+
+
+def calibrate_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    """Raises ConfigError, ServerAnswerError, ServerUnreachableError; then nothing is written."""
+    server = server_client.read_flags(arguments)
+    _check_calibrate(arguments)
+    rows = decode_windows.served_rows(server)
+    adapters = [] if arguments.base_only else decode_windows.loaded_adapters(server)
+    yield (
+        f"{server.url}: {rows.num_rows} rows in each of {rows.num_layers} layers, {rows.policy}; "
+        f"adapters: {', '.join(adapters) or 'none'}"
+    )
+    points = []
+    sizes, seconds = arguments.batch_sizes, arguments.seconds
+    for point in decode_windows.windows_of(server, rows, adapters, sizes, seconds):
+        points.append(point)
+        yield _point_line(point)
+    yield from _costs_lines(write_speed(arguments.out, points, _this_machine(server.url)))
+    yield f"wrote {len(points)} windows to {arguments.out}"
+
+
+def _check_calibrate(arguments: argparse.Namespace) -> None:
+    """Before minutes are spent."""
+    sizes = arguments.batch_sizes
+    if len(set(sizes)) < MIN_SETTINGS or min(sizes) < 1:
+        raise ConfigError(f"--batch-sizes {sizes}: give {MIN_SETTINGS} different ones or more")
+    if not arguments.seconds > 0:
+        raise ConfigError(f"--seconds is {arguments.seconds}, not a positive number")
+    if arguments.out.exists():
+        raise ConfigError(f"{arguments.out} exists: name another --out, or remove it")
+
+
+def _point_line(point: SpeedPoint) -> str:
+    return (
+        f"batch {point.num_tokens:3}, {'with adapters' if point.with_adapters else 'base only':13}"
+        f"{point.num_tokens / point.step_s:9.1f} tokens/s: a step {point.step_s * 1e3:.1f} ms, "
+        f"{point.stall_s * 1e3:.1f} of it stalled, {point.num_needed:.1f} experts, "
+        f"{point.num_loads:.1f} read"
+    )
+
+
+def _costs_lines(costs: StepCosts) -> Iterator[str]:
+    link = "nothing was read"
+    if costs.byte_s is not None:
+        speed = f"{gigabytes(1 / costs.byte_s)} a second" if costs.byte_s else "no time by size"
+        link = f"a read {costs.latency_s * 1e3:.2f} ms and {speed}"
+    yield (
+        f"a step takes {costs.fixed_s * 1e3:.2f} ms, {costs.token_s * 1e3:.2f} a token, "
+        f"{costs.expert_s * 1e3:.3f} an expert, {costs.load_s * 1e3:.3f} a load; {link}; "
+        f"windows lie {costs.off_low:+.1%} to {costs.off_high:+.1%} off"
+    )
+
+
+def _this_machine(url: str) -> dict[str, object]:
+    """Where it was measured from; a server elsewhere has its address."""
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    cpu = models[0] if models else platform.machine()
+    return {"name": platform.node(), "cpu": cpu, "cores": len(os.sched_getaffinity(0)), "url": url}

@@ -1,8 +1,9 @@
 """Inputs of rerouting for the tests of every implementation, and where each value came from.
 
     cases() -> Case -> make(device) -> topk_ids, token_adapter_slots, expert_map
+    those -> where_asked, where_drawn -> where: the rows of a smaller tensor, for experts in tiers
 
-A map's values name their cell, so that no wrong lookup gives a right answer.
+A map's values name their cell, so that no wrong lookup gives a right answer; so do the rows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+
+from sgl_esft_kernels import NOT_HERE
 
 TOKEN_COUNTS = (0, 1, 2, 3, 7, 133, 4096)
 POPULARITIES = ("all base", "one adapter", "distinct", "uniform", "zipf", "skewed")
@@ -103,6 +106,32 @@ def naive(topk_ids: torch.Tensor, tags: torch.Tensor, table: torch.Tensor) -> li
         [rows[base if tag == -1 else tag][expert] if expert >= 0 else -1 for expert in experts]
         for tag, experts in zip(tags.tolist(), topk_ids.tolist(), strict=True)
     ]
+
+
+def naive_rows(inputs: Inputs, where: torch.Tensor) -> list[list[int]]:
+    """The definition with `where`: -1 stays -1, and NOT_HERE is found as it lies there."""
+    rows = where.tolist()
+    return [[rows[slot] if slot >= 0 else -1 for slot in slots] for slots in naive(*inputs)]
+
+
+def where_asked(inputs: Inputs) -> torch.Tensor:
+    """[num_slots] int32: of all slots of the map only those that this batch asks for are here.
+
+    The last slot's row is 0 and the first's the last: no row is its slot, but for the middle one's.
+    """
+    num_slots = inputs[2].numel()
+    where = torch.full((num_slots,), NOT_HERE, dtype=torch.int32)
+    for slot in {slot for slots in naive(*inputs) for slot in slots} - {-1}:
+        where[slot] = num_slots - 1 - slot
+    return where.to(inputs[0].device)
+
+
+def where_drawn(inputs: Inputs) -> torch.Tensor:
+    """[num_slots] int32: every third slot of the map is not here, whoever asks for it."""
+    num_slots = inputs[2].numel()
+    where = torch.arange(num_slots - 1, -1, -1, dtype=torch.int32)
+    where[::3] = NOT_HERE
+    return where.to(inputs[0].device)
 
 
 def cases() -> list[Case]:

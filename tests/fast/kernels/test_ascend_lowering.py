@@ -12,7 +12,7 @@ import pytest
 from scripts import ascend_env
 from scripts.ascend_lowering import LoweringError, Request, lower, reroute_request
 from scripts.requirements_files import read_pins
-from sgl_esft_kernels.reroute_triton_ascend import Blocks, plan_blocks
+from sgl_esft_kernels.reroute_triton_ascend import Blocks, plan_blocks, plan_rows
 from tests.fast.kernels.lowered_text import (
     allocations,
     bytes_if_nothing_is_shared,
@@ -51,6 +51,25 @@ def lowered() -> dict[Specialisation, str]:
     return dict(zip(asked, lower([reroute_request(*each) for each in asked]), strict=True))
 
 
+def rows_request(asked: Specialisation) -> Request:
+    """The kernel with `where`, whose table is as long as the map."""
+    _, k, num_adapters, num_experts = asked
+    plain = reroute_request(*asked)
+    signature = {}
+    for name, kind in plain.signature.items():
+        signature |= {"where_ptr": "*i32"} if name == "out_ptr" else {}
+        signature[name] = kind
+    num_cells = (num_adapters + 1) * num_experts
+    constants = plain.constants | plan_rows(k, num_cells, num_cells)
+    return Request(plain.source, "reroute_rows_kernel", signature, constants)
+
+
+@pytest.fixture(scope="module")
+def lowered_rows() -> dict[Specialisation, str]:
+    asked = SERVED + WITH_TILES
+    return dict(zip(asked, lower([rows_request(each) for each in asked]), strict=True))
+
+
 @pytest.fixture(scope="module")
 def naive() -> str:
     return lower([NAIVE])[0]
@@ -65,7 +84,18 @@ def blocks_of(asked: Specialisation) -> Blocks:
 def test_no_element_is_touched_alone(
     asked: Specialisation, lowered: dict[Specialisation, str]
 ) -> None:
-    text = lowered[asked]
+    check_vectors(lowered[asked], id_dtype=asked[0], num_lookups=1)
+
+
+@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
+def test_no_element_is_touched_alone_with_where(
+    asked: Specialisation, lowered_rows: dict[Specialisation, str]
+) -> None:
+    check_vectors(lowered_rows[asked], id_dtype=asked[0], num_lookups=2)
+
+
+def check_vectors(text: str, *, id_dtype: str, num_lookups: int) -> None:
+    """All of it is done for whole vectors, by what vector cores have."""
     assert scalar_accesses(text) == {}
     assert scalar_loops(text) == []
     assert iterators(text) == {'"parallel"'}
@@ -75,9 +105,9 @@ def test_no_element_is_touched_alone(
         "arith.bitcast : i32 to f32",
         "arith.bitcast : f32 to i32",
         "arith.index_cast : index to i32",
-        *(conversions if asked[0] == "int64" else ()),
+        *(conversions if id_dtype == "int64" else ()),
     }
-    assert [body for body in bodies if "cmp" in body] == ["arith.cmpi eq : i32"]
+    assert [body for body in bodies if "cmp" in body] == num_lookups * ["arith.cmpi eq : i32"]
     assert [body for body in bodies if "div" in body or "rem" in body] == []
 
 
@@ -99,6 +129,25 @@ def test_loads_gathers_stores_and_buffers_are_those_of_the_plan(
     wanted = {f"{blocks.tag_lanes}xi32", f"{blocks.lanes}x{id_type}", f"{blocks.tile}xi32"}
     assert allocations(text) == wanted
     assert 64 * 1024 < bytes_if_nothing_is_shared(text) <= UNIFIED_BUFFER  # all values at once
+
+
+@pytest.mark.parametrize("asked", SERVED + WITH_TILES, ids=str)
+def test_where_is_one_load_and_one_gather_more(
+    asked: Specialisation, lowered_rows: dict[Specialisation, str]
+) -> None:
+    text, plan = lowered_rows[asked], rows_request(asked).constants
+    found = operations(text)
+    assert found["memref.copy"] == 4  # ids, tags, a tile of the map, a tile of `where`
+    assert found["bufferization.materialize_in_destination"] == 1  # rows
+    tables = (plan["TILE"], plan["WHERE_TILE"])
+    assert found["scf.for"] == 1 + sum(tile < plan["NUM_SLOTS"] for tile in tables)
+    calls = re.findall(r"func\.call @triton_gather\w*\(.*\) : \((.*)\) -> (.*)", text)
+    lanes = plan["LANES"]
+    assert calls == [
+        (f"tensor<{source}xf32>, tensor<{lanes}xi32>, i32", f"tensor<{lanes}xf32>")
+        for source in (plan["TAG_LANES"], *tables)
+    ]
+    assert bytes_if_nothing_is_shared(text) <= UNIFIED_BUFFER  # all values at once
 
 
 def test_checks_find_the_scalar_loops_of_a_cuda_style_kernel(naive: str) -> None:

@@ -11,15 +11,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_esft_kernels import KernelInputError, KernelUnavailableError, choose, reroute_unfused
+from sgl_esft_kernels import (
+    NOT_HERE,
+    KernelInputError,
+    KernelUnavailableError,
+    RerouteFunction,
+    choose,
+    reroute_unfused,
+)
+from sgl_esft_kernels import reroute_triton_ascend as subject
 from sgl_esft_kernels.reroute_triton_ascend import (
     LANES,
     MAX_TILE,
+    MAX_WHERE_TILE,
+    ROWS_LANES,
     launch_reroute,
     plan_blocks,
+    plan_rows,
 )
-from sgl_esft_kernels.reroute_triton_ascend_kernel import reroute_kernel
-from tests.fast.kernels.cases import Case, Inputs, cases, random_cases
+from sgl_esft_kernels.reroute_triton_ascend_kernel import reroute_kernel, reroute_rows_kernel
+from tests.fast.kernels.cases import (
+    Case,
+    Inputs,
+    cases,
+    naive_rows,
+    random_cases,
+    where_asked,
+    where_drawn,
+)
 from tests.fast.kernels.interpreted import interpreter
 
 NUM_CORES = (1, 3, 40)
@@ -29,6 +48,13 @@ INT32_END = 2**31
 def reroute_on(num_cores: int, inputs: Inputs, out: torch.Tensor | None = None) -> torch.Tensor:
     with interpreter():
         return launch_reroute(reroute_kernel, num_cores, *inputs, out)
+
+
+def rows_on(
+    num_cores: int, inputs: Inputs, where: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    with interpreter():
+        return launch_reroute(reroute_rows_kernel, num_cores, *inputs, out, where)
 
 
 @pytest.mark.parametrize("num_cores", NUM_CORES)
@@ -50,6 +76,28 @@ def test_equals_the_reference_on_any_batch(case: Case, num_cores: int) -> None:
     assert torch.equal(inputs[0], wanted)
 
 
+@pytest.mark.parametrize("num_cores", NUM_CORES)
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_with_where_equals_the_naive_loop(case: Case, num_cores: int) -> None:
+    """NOT_HERE is passed through: whoever gives `where` brings what is asked for first."""
+    inputs = case.make()
+    where = where_drawn(inputs)
+    rows = rows_on(num_cores, inputs, where)
+    assert rows.dtype == case.dtype
+    assert rows.tolist() == naive_rows(inputs, where)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=random_cases(), num_cores=st.integers(1, 40))
+def test_with_where_equals_the_naive_loop_on_any_batch(case: Case, num_cores: int) -> None:
+    inputs = case.make()
+    where = where_drawn(inputs)
+    wanted = naive_rows(inputs, where)
+    assert rows_on(num_cores, inputs, where).tolist() == wanted
+    assert rows_on(num_cores, inputs, where, out=inputs[0]) is inputs[0]
+    assert inputs[0].tolist() == wanted
+
+
 def test_writes_nothing_around_its_output() -> None:
     inputs = Case(num_tokens=300, k=7).make()
     around = torch.full((320, 7), 12345, dtype=torch.int32)
@@ -68,6 +116,14 @@ LARGE += [Case("distinct", 500, num_adapters=64, num_experts=160, dtype=torch.in
 def test_large_sizes(case: Case) -> None:
     assert 2 * MAX_TILE < 65 * 160
     assert torch.equal(reroute_on(3, case.make()), reroute_unfused(*case.make()))
+
+
+@pytest.mark.parametrize("case", [case for case in LARGE if case.k <= ROWS_LANES], ids=str)
+def test_large_sizes_with_where(case: Case) -> None:
+    assert 2 * MAX_WHERE_TILE < 65 * 160
+    inputs = case.make()
+    where = where_drawn(inputs)
+    assert rows_on(3, inputs, where).tolist() == naive_rows(inputs, where)
 
 
 def test_slots_that_are_no_numbers_as_float32() -> None:
@@ -98,6 +154,22 @@ def test_bad_input_is_refused_by_name() -> None:
         reroute_on(1, (topk_ids, tags, expert_map.long()))
 
 
+def test_bad_where_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelInputError, match=f"must have 1 to {ROWS_LANES}"):
+        plan_rows(ROWS_LANES + 1, 64, 64)
+    inputs = Case().make()
+    where = where_asked(inputs)
+    with pytest.raises(KernelInputError, match=r"where is torch\.int64"):
+        rows_on(1, inputs, where.long())
+    monkeypatch.setattr(subject, "is_debug", lambda: True)
+    assert rows_on(1, inputs, where).tolist() == naive_rows(inputs, where)
+    slot = int(inputs[2][inputs[1][0], inputs[0][0, 0]])
+    where[slot] = NOT_HERE
+    message = f"token 0 asks for expert {inputs[0][0, 0]}: its slot {slot} is not here"
+    with pytest.raises(KernelInputError, match=message):
+        rows_on(1, inputs, where)
+
+
 def test_unavailable_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelUnavailableError, match="needs torch-npu, and the CANN toolkit"):
         choose("triton_ascend", "npu")
@@ -106,14 +178,28 @@ def test_unavailable_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> N
         choose("triton_ascend", "npu")
 
 
+def test_the_kernel_is_the_one_for_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[RerouteFunction] = []
+    monkeypatch.setattr(subject, "implement", lambda launch, _: launches.append(launch))
+    subject.register(3)
+    inputs = Case(share_of_none=0.2).make()
+    where, out = where_drawn(inputs), torch.empty_like(inputs[0])
+    with interpreter():
+        assert torch.equal(launches[0](*inputs), reroute_unfused(*inputs))
+        assert torch.equal(launches[0](*inputs, out), reroute_unfused(*inputs))
+        assert launches[0](*inputs, where=where).tolist() == naive_rows(inputs, where)
+        launches[0](*inputs, out=out, where=where)
+    assert out.tolist() == naive_rows(inputs, where)
+
+
 REGISTERED = """
 import torch
 from sgl_esft_kernels.reroute_triton_ascend import register
 register(40)
-for name in ("sgl_esft::reroute", "sgl_esft::reroute_out"):
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"), name
+for name in ("reroute", "reroute_out", "reroute_rows"):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sgl_esft::{name}", "PrivateUse1"), name
 """
 
 
-def test_registers_both_operators_for_the_npu() -> None:
+def test_registers_the_operators_for_the_npu() -> None:
     subprocess.run([sys.executable, "-c", REGISTERED], check=True, timeout=120)

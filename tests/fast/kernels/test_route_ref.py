@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.layers.moe import topk as sglang_topk
 
-from sgl_esft_kernels import reroute_unfused
+from sgl_esft_kernels import NOT_HERE, KernelInputError, reroute_unfused
 from sgl_esft_kernels.route_ref import route_and_reroute, select_experts
 from sgl_esft_kernels.route_spec import RouterSpec
 from tests.fast.kernels.routers import ROUTERS, Router
@@ -76,6 +76,23 @@ def test_a_small_batch_by_hand() -> None:
     assert slot_ids.tolist() == [[2, 4, 6], [0, 1, 6], [-1, -1, -1]]
     expected = torch.tensor([[2 / 3, 1 / 3, 1 / 4], [1 / 2, 1 / 2, 1 / 4], [0, 0, 0]])
     torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+def test_with_where_a_slot_becomes_its_row(router: Router) -> None:
+    arguments = router.make()
+    weights, slot_ids = route_and_reroute(*arguments)
+    where = torch.full((arguments[2].numel(),), NOT_HERE, dtype=torch.int32)
+    asked = slot_ids[slot_ids >= 0].unique().long()
+    where[asked] = torch.arange(len(asked), dtype=torch.int32)
+    same_weights, rows = route_and_reroute(*arguments, where=where)
+    assert torch.equal(weights, same_weights)
+    expected = [[int(where[slot]) if slot >= 0 else -1 for slot in each] for each in slot_ids]
+    assert rows.tolist() == expected
+    if len(asked):
+        where[asked[0]] = NOT_HERE
+        with pytest.raises(KernelInputError, match=f"its slot {asked[0]} is not here"):
+            route_and_reroute(*arguments, where=where)
 
 
 def test_of_equal_experts_and_groups_the_lowest_wins() -> None:

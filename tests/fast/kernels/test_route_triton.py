@@ -12,9 +12,10 @@ import torch
 from sglang.kernels.ops.moe import moe_fused_gate
 from triton.runtime.errors import InterpreterError
 
-from sgl_esft_kernels import KernelInputError, KernelUnavailableError, route_ref
+from sgl_esft_kernels import NOT_HERE, KernelInputError, KernelUnavailableError, route_ref
 from sgl_esft_kernels import route_triton as subject
 from sgl_esft_kernels.route_spec import LOGIT_DTYPES, RouterSpec
+from tests.fast.kernels.cases import where_drawn
 from tests.fast.kernels.compiled import compiler, num_instructions, resources
 from tests.fast.kernels.interpreted import changed_module, interpreter
 from tests.fast.kernels.routers import ROUTERS, Arguments, Router
@@ -56,6 +57,24 @@ BATCHES = [
 def test_equals_the_reference(router: Router, dtype: torch.dtype) -> None:
     with interpreter():
         assert_equals_reference(subject.route_and_reroute, router.make(dtype))
+
+
+def assert_rows_are_those_of_slots(router: Router, device: str = "cpu") -> None:
+    """NOT_HERE is passed through: whoever gives `where` brings what is asked for first."""
+    arguments = router.make(device=device)
+    where = where_drawn(arguments[:3])
+    weights, slot_ids = subject.route_and_reroute(*arguments)
+    same_weights, rows = subject.route_and_reroute(*arguments, where=where)
+    table = where.tolist()
+    expected = [[table[slot] if slot >= 0 else -1 for slot in each] for each in slot_ids.tolist()]
+    assert torch.equal(weights, same_weights)
+    assert rows.tolist() == expected
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+def test_with_where_a_slot_becomes_its_row(router: Router) -> None:
+    with interpreter():
+        assert_rows_are_those_of_slots(router)
 
 
 def with_logits(router: Router, row: list[float]) -> Arguments:
@@ -165,6 +184,26 @@ def test_debug_builds_assert_adapter_slots(
             subject.route_and_reroute(*arguments)
 
 
+def test_debug_builds_name_an_expert_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = BY_NAME["qwen3-moe"].make()  # tokens 5 and later are padding
+    where = torch.arange(arguments[2].numel(), dtype=torch.int32)
+    with interpreter():
+        _, slot_ids = subject.route_and_reroute(*arguments)
+        slot = int(slot_ids[4, 7])
+        assert not slot_ids[:4].eq(slot).any(), "token 4 is not the first that asks for it"
+        where[slot] = NOT_HERE
+        assert subject.route_and_reroute(*arguments, where=where)[1][4, 7] == NOT_HERE
+        monkeypatch.setattr(subject, "is_debug", lambda: True)
+        message = f"token 4 asks for expert {slot % 128}: its slot {slot} is not here, where"
+        with pytest.raises(KernelInputError, match=message):
+            subject.route_and_reroute(*arguments, where=where)
+        monkeypatch.setattr(subject, "can_wait", lambda _: False)
+        with pytest.raises(InterpreterError, match="an expert is not here"):
+            subject.route_and_reroute(*arguments, where=where)
+        where[slot] = slot
+        assert torch.equal(subject.route_and_reroute(*arguments, where=where)[1], slot_ids)
+
+
 SERVED = ["mixtral", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3"]
 
 
@@ -178,6 +217,21 @@ def test_compiles_without_spilling(name: str) -> None:
     used = resources(kernels[0])
     assert (used["STACK"], used["LOCAL"]) == (0, 0)
     assert used["REG"] <= 128
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_without_where_nothing_is_loaded_for_it(name: str) -> None:
+    arguments = BY_NAME[name].make()
+    with compiler() as kernels:
+        subject.route_and_reroute(*arguments)
+        subject.route_and_reroute(*arguments, where=where_drawn(arguments[:3]))
+    plain, rows = (kernel.asm["ptx"] for kernel in kernels)
+    stores = plain.count("st.global")
+    assert 0 < rows.count("ld.global") - plain.count("ld.global") <= stores
+    assert rows.count("ld.param") == plain.count("ld.param") + 1
+    assert rows.count("st.global") == stores
+    assert rows.count(".local") == 0
+    assert num_instructions(kernels[0]) < num_instructions(kernels[1])
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # SGLang leaves it open
@@ -235,3 +289,10 @@ def test_equals_the_reference_on_a_gpu() -> None:
     for router in ROUTERS:
         for dtype in LOGIT_DTYPES:
             assert_equals_reference(route, router.with_tokens(133).make(dtype, "cuda"))
+
+
+@needs_gpu
+def test_with_where_a_slot_becomes_its_row_on_a_gpu() -> None:
+    subject.load()
+    for router in ROUTERS:
+        assert_rows_are_those_of_slots(router.with_tokens(133), "cuda")

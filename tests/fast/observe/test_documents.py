@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from sgl_esft.config import DEFAULT_HEAT_EVERY
 from sgl_esft.memory.metrics import MemoryMetrics
+from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics
 from sgl_esft.observe.labels import MAX_ADAPTERS
 from sgl_esft.observe.request_metrics import OUTCOMES, RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
@@ -56,6 +57,7 @@ def of_the_code() -> dict[str, set[str]]:
     made = [
         RequestMetrics(registry),
         DeviceTierMetrics(0, registry),
+        ExpertTierMetrics(0, registry),
         HostTierMetrics(registry),
         MemoryMetrics(registry),
         BatchingMetrics(0, registry),

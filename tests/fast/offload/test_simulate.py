@@ -66,7 +66,8 @@ def _maps(adapter: dict[int, int]) -> Ints:
     base = np.arange(HEADER.num_experts)
     own = base.copy()
     own[list(adapter)] = list(adapter.values())
-    return np.broadcast_to(np.stack([own, base]), (HEADER.num_layers, 2, HEADER.num_experts)).copy()
+    # Strides of 0, as no rank has them: what is written must be what they mean.
+    return np.broadcast_to(np.stack([own, base]), (HEADER.num_layers, 2, HEADER.num_experts))
 
 
 def _events(seed: int, num_steps: int) -> list[TraceEvent]:

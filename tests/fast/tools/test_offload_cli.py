@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from sgl_esft.errors import ConfigError
 from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_esft.memory.report import ExpertTiers, MemoryReport
 from sgl_esft.offload.advise import Machine, advise
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.simulate import replay
+from sgl_esft.offload.speed import fit, read_points
 from sgl_esft.offload.trace import TraceHeader, TraceStep, TraceWriter, read_header_of, read_trace
+from sgl_esft.tools import decode_windows
 from sgl_esft.tools.cli import EXIT_OK, EXIT_USER, main
+from tests.support import memory_reports
+from tests.support.loopback import JsonHandler, served, url_of
 
 HEADER = TraceHeader(
     num_layers=3, num_experts=8, top_k=2, num_slots=16, num_base=8, embedding_size=64
@@ -106,3 +119,182 @@ def test_a_trace_says_more_than_uniform_routing(root: Path, trace: Path) -> None
     slow = advise(spec, 2, replace(machine, read_s=1.0), 1 << 30)
     assert slow[0].seconds_per_token == pytest.approx(slow[0].loads_per_token * 1.0)
     assert slow[-1].seconds_per_token == pytest.approx(3 * 2 * 1e-3)
+
+
+# ---- calibrate ----
+
+NEEDED, LOADS, LOAD_BYTES, STALL_S = 6, 2, 1000, 0.001  # of a token, of the server below
+TIERS = ExpertTiers("lfu", 8, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+
+
+@dataclass
+class Decoding:
+    """A server of tiers that answers with a token every `step_s`, and counts."""
+
+    tiers: ExpertTiers | None = TIERS
+    adapters: tuple[str, ...] = ("law", "math")
+    has_metrics: bool = True
+    prefetches: int = 0
+    failures: int = 0
+    error_at: int = 1 << 30  # of a stream's tokens
+    step_s: float = 0.003
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    num_tokens: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report(self) -> bytes:
+        device = replace(memory_reports.virtual_device(), tiers=self.tiers)
+        return json.dumps(MemoryReport((device,)).to_json()).encode()
+
+    def listing(self) -> dict[str, Any]:
+        loaded = [{"name": name, "state": "on_device"} for name in self.adapters]
+        return {"adapters": [*loaded, {"name": "idle", "state": "on_disk"}]}
+
+    def metrics(self) -> str:
+        """Rank 1 has counted something else, and prompts are no decoded tokens."""
+        counted = {
+            'expert_requests_total{rank="0"}': NEEDED * self.num_tokens,
+            'expert_requests_total{rank="1"}': 7777 * self.num_tokens,
+            'expert_loads_total{rank="0",why="demand"}': LOADS * self.num_tokens,
+            'expert_loads_total{rank="0",why="prefetch"}': self.prefetches * self.num_tokens,
+            'expert_read_bytes_total{rank="0"}': LOADS * LOAD_BYTES * self.num_tokens,
+            'expert_read_failures_total{rank="0"}': self.failures * self.num_tokens,
+            'expert_stall_seconds_total{rank="0"}': STALL_S * self.num_tokens,
+        }
+        tokens = {"decode": self.num_tokens, "prefill_compute": 9 * self.num_tokens}
+        of_sglang = 'sglang:realtime_tokens_total{tp_rank="0",mode="%s"} %d\n'
+        return "".join(
+            [
+                *(f"sgl_esft:{name} {value}\n" for name, value in counted.items()),
+                *(of_sglang % each for each in tokens.items()),
+            ]
+        )
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        for number in itertools.count(1):
+            time.sleep(self.step_s)
+            if number == self.error_at:
+                yield {"error": {"message": "no more"}}
+                return
+            with self.lock:
+                self.num_tokens += 1
+            yield {"text": "w" * number, "meta_info": {"completion_tokens": number}}
+
+
+@contextmanager
+def decoding(server: Decoding) -> Iterator[str]:
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            if self.path == "/v1/memory":
+                self.send_bytes(200, server.report())
+            elif self.path == "/v1/adapters":
+                self.send_json(200, server.listing())
+            else:
+                self.send_bytes(200 if server.has_metrics else 404, server.metrics().encode())
+
+        def do_POST(self) -> None:
+            body = self.read_json()
+            server.asked.append(body)
+            if not body.get("stream"):
+                self.send_json(200, {"text": f"{body['text']} cat hat"})
+                return
+            with suppress(ConnectionError):  # a window does not wait for a stream's end
+                self.send_events(server.events())
+
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as http:
+        yield url_of(http)
+
+
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_windows, "NEW_TOKENS", 32)
+    monkeypatch.setattr(decode_windows, "WARM_TOKENS", 4)
+
+
+def _calibrate(url: str, out: Path, *more: str) -> int:
+    argv = ["offload", "calibrate", "--url", url, "--out", str(out), "--seconds", "6"]
+    return main([*argv, "--batch-sizes", "1", "2", "3", *more])
+
+
+@pytest.mark.usefixtures("_short")
+def test_calibrate_writes_what_windows_count(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out, server = tmp_path / "speed.json", Decoding()
+    with decoding(server) as url:
+        assert _calibrate(url, out) == EXIT_OK
+    points = read_points(out)
+    settings = [(p.num_tokens, p.with_adapters) for p in points]
+    forth = [(size, adapters) for adapters in (False, True) for size in (1, 2, 3)]
+    assert settings == [*forth, *reversed(forth), *forth]
+    for point in points:
+        assert (point.num_rows, point.num_layers) == (8, 2)
+        assert point.step_s > 0.003
+        assert point.num_needed == pytest.approx(NEEDED * point.num_tokens)
+        assert point.num_loads / point.num_needed == pytest.approx(LOADS / NEEDED)
+        assert point.read_bytes / point.num_loads == pytest.approx(LOAD_BYTES)
+        assert point.stall_s == pytest.approx(STALL_S * point.num_tokens)
+    streams = [each for each in server.asked if each.get("stream")]
+    assert {each.get("adapter") for each in streams} == {None, "law", "math"}
+    assert all(each["sampling_params"]["temperature"] == 1.0 for each in streams)
+    assert len({each["text"] for each in streams}) == len(streams), "prompts do not repeat"
+    assert {"cat", "hat"} <= {word for each in streams for word in each["text"].split()}
+    told = json.loads(out.read_text())
+    assert told["costs"]["fixed_s"] == fit(points).fixed_s
+    assert told["machine"]["cores"] >= 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "8 rows in each of 2 layers, lfu; adapters: law, math" in lines[0]
+    assert len(lines) == 1 + len(points) + 2
+    assert _calibrate(url, out) == EXIT_USER
+    assert "speed.json exists: name another --out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_short")
+def test_calibrate_of_the_base_asks_no_adapter(tmp_path: Path) -> None:
+    server = Decoding()
+    with decoding(server) as url:
+        assert _calibrate(url, tmp_path / "speed.json", "--base-only") == EXIT_OK
+    assert not any("adapter" in each for each in server.asked)
+    assert not any(point.with_adapters for point in read_points(tmp_path / "speed.json"))
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (Decoding(tiers=None), "has all experts on the device: start --expert-cache"),
+        (Decoding(has_metrics=False), "start the server with --enable-metrics"),
+        (Decoding(prefetches=1), "fetches ahead (lfu)"),
+        (Decoding(failures=1), "experts could not be read"),
+        (Decoding(error_at=12), "no more"),
+    ],
+)
+def test_calibrate_names_what_it_cannot_measure(
+    server: Decoding, words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with decoding(server) as url:
+        assert _calibrate(url, tmp_path / "speed.json") == EXIT_USER
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "speed.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--batch-sizes", "1", "2", "2"], "--batch-sizes [1, 2, 2]: give 3 different ones"),
+        (["--batch-sizes", "0", "1", "2"], "--batch-sizes [0, 1, 2]"),
+        (["--seconds", "0"], "--seconds is 0.0"),
+        ([], "nothing answers at"),
+    ],
+)
+def test_bad_calibrations_are_named_at_once(
+    argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert _calibrate("http://127.0.0.1:1", tmp_path / "speed.json", *argv) == EXIT_USER
+    assert words in capsys.readouterr().err
+
+
+def test_counters_that_are_missing_are_named() -> None:
+    text = Decoding(num_tokens=3).metrics()
+    assert decode_windows.counters_in(text)["needed"] == 3 * NEEDED
+    without = text.replace("expert_stall", "expert_other")
+    with pytest.raises(ConfigError, match="does not have stall_s of rank 0"):
+        decode_windows.counters_in(without)

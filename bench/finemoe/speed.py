@@ -1,0 +1,372 @@
+"""Does `sgl-esft plan` say how fast a server will be? Predicted and served tokens a second.
+
+    a server that records --[some windows]--> trace: what is asked
+    two servers --[windows of other prompts]--> SpeedPoints --[fit]--> StepCosts
+    trace + costs --[tools/plan_speed.py's own function]--> predicted, with its interval
+    four servers that nothing was fitted to, windows in rounds --> measured
+    both --[rows_of]--> finemoe_speed.json: median and worst error
+
+Every point of the grid differs from what was calibrated in its rows or its link, and most in the
+batch size too. Windows of both kinds are taken in the same rounds, forth and back, so that drift of
+a shared machine hits both; a point's speed is the median of its rounds. Streams end after so many
+tokens, whatever the speed: later tokens repeat more, so windows by time would not ask the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.common.load import ServerCommand, end_on_sigterm, servers
+from bench.common.record import RESULTS, spread, write_result
+from bench.finemoe.served import calibrated
+from bench.finemoe.tier_servers import NONE, ZooModel, link_of, tier_command
+from sgl_esft import zoo
+from sgl_esft.offload.policies import policy_of
+from sgl_esft.offload.speed import Speed, SpeedPoint, StepCosts, fit
+from sgl_esft.offload.step_work import BASE, StepWork, TracedRequests, requests_of, work_of
+from sgl_esft.offload.trace import read_header_of, read_trace
+from sgl_esft.tools import decode_windows
+from sgl_esft.tools.decode_windows import DecodeAsk, ServedRows
+from sgl_esft.tools.server_client import ServerAddress
+
+ALL = 0.0  # a share of rows: one for every slot
+WANTED = {"median_error": 0.06, "worst_error": 0.15}
+PAPER = "MoE-Lens predicts throughput 94 % right, on average over its systems and models"
+_T = TypeVar("_T")
+_PROMPTS = 32  # whose words are shuffled
+_PROMPT_WORDS = 12
+_FLUSHED_S = 3.0  # until a trace has its last steps
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class SpeedServer:
+    """`share`: rows, of the base's experts; r: tier_servers.py's, of the link."""
+
+    share: float
+    r: float
+
+
+@dataclass(frozen=True)
+class GridPoint:
+    """What is predicted and measured."""
+
+    server: SpeedServer
+    batch: int
+    with_adapters: bool
+
+
+@dataclass(frozen=True)
+class SpeedBench:
+    """How much is asked."""
+
+    model: str = "deep"
+    calibrated: tuple[SpeedServer, ...] = (SpeedServer(0.5, 0.3), SpeedServer(ALL, 0.3))
+    calibrated_batches: tuple[int, ...] = (1, 2, 4, 8)
+    grid: tuple[SpeedServer, ...] = (
+        SpeedServer(0.375, 0.3),
+        SpeedServer(0.75, 0.3),
+        SpeedServer(0.5, 1.0),
+        SpeedServer(0.75, 3.0),
+    )
+    grid_batches: tuple[int, ...] = (1, 3, 6)
+    rounds: int = 3
+    num_tokens: int = 96  # of a stream
+    window_s: float = 60.0  # at most
+    num_requests: int = 24  # of the trace, of the base and of all
+    recorded_batch: int = 4
+
+    def points(self, which: Sequence[SpeedServer], batches: Sequence[int]) -> list[GridPoint]:
+        """Server after server."""
+        return [
+            GridPoint(server, batch, with_adapters)
+            for server in which
+            for batch in batches
+            for with_adapters in (False, True)
+        ]
+
+
+@dataclass
+class SpeedRounds:
+    """Windows of all rounds so far."""
+
+    calibration: list[SpeedPoint] = field(default_factory=list)
+    measured: dict[GridPoint, list[list[SpeedPoint]]] = field(default_factory=dict)  # by round
+
+
+def forth_or_back(items: Sequence[_T], number: int) -> list[_T]:
+    """The other way round in every second round."""
+    return list(reversed(items)) if number % 2 else list(items)
+
+
+def asks_of(model: ZooModel, count: int, with_adapters: bool, seed: int) -> list[DecodeAsk]:
+    """Words of held-out prompts, shuffled: after a task's own prompt tokens soon repeat."""
+    rng = random.Random(seed)
+    words = [word for ask in model.asks(_PROMPTS, seed) for word in ask.text.split()]
+    names = [None, *model.adapters] if with_adapters else [None]
+    return [
+        DecodeAsk(" ".join(rng.choices(words, k=_PROMPT_WORDS)), rng.choice(names))
+        for _ in range(count)
+    ]
+
+
+def recorded(model: ZooModel, bench: SpeedBench, folder: Path) -> TracedRequests:
+    """The routing of requests that no window has."""
+    enough = model.spec.num_experts * (1 + len(model.adapters))
+    command = tier_command(model, NONE, link_of(model, 1.0, 1e-6), enough)
+    command = ServerCommand([*command.arguments, "--record-routing", str(folder)])
+    with servers({NONE: command}) as urls:
+        address = ServerAddress(urls[NONE], _TIMEOUT_S)
+        rows = decode_windows.served_rows(address)
+        for number in range(-(-bench.num_requests // bench.recorded_batch)):
+            for with_adapters in (False, True):
+                asks = asks_of(model, bench.recorded_batch, with_adapters, 5000 + number)
+                decode_windows.measure(address, rows, asks, bench.window_s, bench.num_tokens)
+        time.sleep(_FLUSHED_S)
+    return in_windows(requests_of(read_header_of(folder), read_trace(folder)))
+
+
+def in_windows(traced: TracedRequests) -> TracedRequests:
+    """Without the tokens before a window, and what a server asks itself at its start."""
+    after = decode_windows.WARM_TOKENS
+    long = [each for each in traced.requests if len(each.topk_ids) > after]
+    return replace(
+        traced, requests=tuple(replace(each, topk_ids=each.topk_ids[after:]) for each in long)
+    )
+
+
+def mixed_of(traced: TracedRequests) -> TracedRequests:
+    """Base and adapters, each as often as the others, as `asks_of` asks them."""
+    of_adapters = [each for each in traced.requests if each.adapter_slot != BASE]
+    of_base = [each for each in traced.requests if each.adapter_slot == BASE]
+    num_adapters = len({each.adapter_slot for each in of_adapters})
+    share = round(len(of_adapters) / max(1, num_adapters))
+    return replace(traced, requests=(*of_adapters, *of_base[:share]))
+
+
+def rows_of_server(server: SpeedServer, traced: TracedRequests) -> int:
+    """Of each layer."""
+    if server.share == ALL:
+        return traced.header.num_slots
+    return max(traced.header.top_k, round(server.share * traced.header.num_base))
+
+
+def take_round(
+    urls: Mapping[SpeedServer, str],
+    model: ZooModel,
+    bench: SpeedBench,
+    number: int,
+    so: SpeedRounds,
+) -> None:
+    """A window of everything, by servers in turns. Calibration asks what a server itself says."""
+    for server in forth_or_back([*bench.calibrated, *bench.grid], number):
+        address = ServerAddress(urls[server], _TIMEOUT_S)
+        rows = decode_windows.served_rows(address)
+        if server in bench.calibrated:
+            points = bench.points([server], bench.calibrated_batches)
+            so.calibration += calibration(address, rows, model, points, bench, number)
+            continue
+        warm = asks_of(model, max(bench.grid_batches), True, 7000 + number)
+        decode_windows.measure(address, rows, warm, bench.window_s, bench.num_tokens)
+        for point in forth_or_back(bench.points([server], bench.grid_batches), number):
+            found = grid_windows(address, rows, model, point, bench, number)
+            so.measured.setdefault(point, []).append(found)
+
+
+def calibration(
+    address: ServerAddress,
+    rows: ServedRows,
+    model: ZooModel,
+    points: Sequence[GridPoint],
+    bench: SpeedBench,
+    number: int,
+) -> list[SpeedPoint]:
+    """As `sgl-esft offload calibrate`, one window of each setting."""
+    words, adapters = decode_windows.own_words(address), list(model.adapters)
+    found = []
+    for turn, point in enumerate([points[-1], *points]):  # the first fills the rows
+        of = adapters if point.with_adapters else []
+        asks = decode_windows.make_asks(words, of, point.batch, 100 * number + turn)
+        found.append(decode_windows.measure(address, rows, asks, bench.window_s, bench.num_tokens))
+    return found[1:]
+
+
+def grid_windows(
+    address: ServerAddress,
+    rows: ServedRows,
+    model: ZooModel,
+    point: GridPoint,
+    bench: SpeedBench,
+    number: int,
+) -> list[SpeedPoint]:
+    """Of few requests several: one request's experts are not everyone's."""
+    count = max(3, round(8 / point.batch))
+    seeds = [1000 * (number + 1) + 20 * point.batch + turn for turn in range(count)]
+    asks = [asks_of(model, point.batch, point.with_adapters, seed) for seed in seeds]
+    return [
+        decode_windows.measure(address, rows, each, bench.window_s, bench.num_tokens)
+        for each in asks
+    ]
+
+
+# ---- what came of it ----
+
+
+def tokens_per_s(windows: Sequence[SpeedPoint]) -> float:
+    """Of one round's windows of a point."""
+    return windows[0].num_tokens / statistics.fmean(each.step_s for each in windows)
+
+
+def rows_of(
+    so: SpeedRounds, traced: TracedRequests, bytes_per_s: Mapping[float, int]
+) -> list[dict[str, Any]]:
+    """A row for each point of the grid. bytes_per_s: of a link, by r."""
+    costs = fit(so.calibration)
+    return [
+        _row(costs, point, rounds, traced, bytes_per_s) for point, rounds in so.measured.items()
+    ]
+
+
+def _row(
+    costs: StepCosts,
+    point: GridPoint,
+    rounds: Sequence[Sequence[SpeedPoint]],
+    traced: TracedRequests,
+    bytes_per_s: Mapping[float, int],
+) -> dict[str, Any]:
+    requests = mixed_of(traced) if point.with_adapters else traced.of_base(point.batch)
+    num_rows = rows_of_server(point.server, traced)
+    work = work_of(requests, point.batch, num_rows, policy_of(NONE))
+    link = costs.with_bandwidth(bytes_per_s[point.server.r])
+    speed = link.speed(work, with_adapters=point.with_adapters)
+    measured = [tokens_per_s(windows) for windows in rounds]
+    served = statistics.median(measured)
+    return {
+        "rows": num_rows,
+        "r": point.server.r,
+        "batch": point.batch,
+        "with_adapters": point.with_adapters,
+        "predicted_tokens_per_s": asdict(speed),
+        "tokens_per_s": spread(measured),
+        "error": speed.expected / served - 1,
+        "is_inside": speed.low <= served <= speed.high,
+        "of_which": _parts(link, work, speed, [each for windows in rounds for each in windows]),
+    }
+
+
+def _parts(
+    link: StepCosts, work: StepWork, speed: Speed, windows: Sequence[SpeedPoint]
+) -> dict[str, Any]:
+    """A step's parts, predicted and measured: where an error comes from."""
+
+    def measured(name: str) -> float:
+        return statistics.fmean(getattr(each, name) for each in windows)
+
+    step_s = work.num_tokens / speed.expected
+    compute_s = link.compute_s(work)
+    return {
+        "experts": [work.num_needed, measured("num_needed")],
+        "loads": [work.num_loads, measured("num_loads")],
+        "compute_s": [compute_s, measured("step_s") - measured("stall_s")],
+        "stall_s": [step_s - compute_s, measured("stall_s")],
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of all points together."""
+    errors = [abs(row["error"]) for row in rows]
+    return {
+        "points": len(rows),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "share_inside": sum(row["is_inside"] for row in rows) / len(rows),
+    }
+
+
+def write(
+    so: SpeedRounds,
+    traced: TracedRequests,
+    bytes_per_s: Mapping[float, int],
+    bench: SpeedBench,
+    out: Path,
+) -> None:
+    """The result, with the rounds so far."""
+    rows = rows_of(so, traced, bytes_per_s)
+    found = summary(rows)
+    print(f"  {found}", flush=True)
+    figures = {
+        "what": "Tokens a second as `sgl-esft plan --speed` predicts them, and as served",
+        "paper": PAPER,
+        "wanted": WANTED,
+        "plan": asdict(bench),
+        "rounds": len(next(iter(so.measured.values()))),
+        **found,
+        "costs": asdict(fit(so.calibration)),
+        "rows": rows,
+        "calibration": [asdict(point) for point in so.calibration],
+    }
+    write_result("finemoe_speed", figures, folder=out)
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """A row, to be read."""
+    of = "with adapters" if row["with_adapters"] else "base only"
+    speed = row["predicted_tokens_per_s"]
+    return (
+        f"  {row['rows']:3} rows, r {row['r']:g}, batch {row['batch']}, {of:13}: "
+        f"{speed['expected']:.1f} ({speed['low']:.1f} - {speed['high']:.1f}) predicted, "
+        f"{row['tokens_per_s']['median']:.1f} served, {row['error']:+.1%}"
+    )
+
+
+def run(bench: SpeedBench, out: Path) -> None:
+    """Record, then rounds, each written."""
+    so = SpeedRounds()
+    with tempfile.TemporaryDirectory(prefix="finemoe-speed-") as work:
+        model = ZooModel.of(bench.model, Path(work))
+        layer_s = calibrated(model)
+        traced = recorded(model, bench, Path(work) / "trace")
+        every = [*bench.calibrated, *bench.grid]
+        links = {server.r: link_of(model, server.r, layer_s) for server in every}
+        commands = {
+            f"{number}": tier_command(model, NONE, links[s.r], rows_of_server(s, traced))
+            for number, s in enumerate(every)
+        }
+        with servers(commands) as named:
+            urls = dict(zip(every, named.values(), strict=True))
+            for number in range(bench.rounds):
+                print(f"round {number + 1} of {bench.rounds}", flush=True)
+                take_round(urls, model, bench, number, so)
+                bytes_per_s = {r: link.bytes_per_s for r, link in links.items()}
+                for row in rows_of(so, traced, bytes_per_s):
+                    print(said(row), flush=True)
+                write(so, traced, bytes_per_s, bench, out)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write bench/results/finemoe_speed.json, after each round."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=list(zoo.MODELS), default="deep")
+    parser.add_argument("--rounds", type=int, default=SpeedBench.rounds)
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, of short windows and two servers"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    end_on_sigterm()
+    bench = SpeedBench(model=options.model, rounds=options.rounds)
+    if options.quick:
+        bench = replace(bench, grid=bench.grid[:2], rounds=1, num_tokens=48, num_requests=8)
+    run(bench, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""How long a decoding step takes: fitted to a server's own windows, asked for any other step.
+
+    windows of steady decoding: SpeedPoint --[fit]--> StepCosts, by least squares, none negative
+    StepWork of a batch, a cache, adapters (step_work.py) --[StepCosts.speed]--> tokens a second
+
+A step is computing and stall. Computing: something in any case, something for each token, for each
+distinct expert and, of the processor, for each load; a (token, expert) pair is part of its token,
+which has as many experts whatever it is. Stall, layer by layer: experts that are here are computed
+while the missing ones are read, and those as they arrive, so it is what loads take beyond that and
+beyond the processor's own part of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_esft.config import DEFAULT_READ_THREADS
+from sgl_esft.errors import ConfigError
+from sgl_esft.formats.strict_json import read_object
+from sgl_esft.offload.policies import Values
+from sgl_esft.offload.step_work import StepWork
+
+FORMAT: Final = "sgl-esft speed 1"
+INTERVAL: Final = (10.0, 90.0)  # percentiles of what measured windows lie off
+MIN_SETTINGS: Final = 3  # batch size, rows, adapters: fewer leave nothing to compare with
+_MIN_LOADS: Final = 0.05  # a step; fewer say nothing about the link
+_PARTS: Final = 3  # in which an expert is read: gate, up, down
+_ROUNDS: Final = 50  # of finding which layers wait, and for which load, by turns with the costs
+
+Measure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # JSON of Python knows Infinity
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True)
+class SpeedPoint:
+    """A window of `num_tokens` requests decoding together on one rank; a step, on average."""
+
+    num_tokens: Size
+    num_rows: Size  # of each layer
+    num_layers: Size  # that have experts
+    with_adapters: bool  # some of the requests were adapters'
+    step_s: Positive
+    stall_s: Measure  # of it nothing could be computed
+    num_needed: Positive  # distinct experts, all layers together
+    num_loads: Measure
+    read_bytes: Measure
+
+    @property
+    def setting(self) -> tuple[int, int, bool]:
+        """What is repeated from window to window."""
+        return self.num_tokens, self.num_rows, self.with_adapters
+
+    def work(self) -> StepWork:
+        """As if layers asked for equally many, and any expert were missing alike.
+
+        A window's counters do not say more; how many layers wait at all follows from it.
+        """
+        per_layer = self.num_needed / self.num_layers
+        count = max(1, round(per_layer))
+        missing = min(1.0, self.num_loads / self.num_needed)
+        share = [
+            math.comb(count, n) * missing**n * (1 - missing) ** (count - n)
+            for n in range(count + 1)
+        ]
+        return StepWork(
+            self.num_tokens,
+            needed=np.full(count + 1, per_layer),
+            loads=np.arange(count + 1, dtype=np.float64) * (per_layer / count),
+            layers=np.array(share) * self.num_layers,
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of all requests together, and where INTERVAL of measured ones would lie."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds that a step is made of, on one machine.
+
+    `byte_s` None: nothing was read when it was measured, so no load can be predicted.
+    """
+
+    fixed_s: float
+    token_s: float
+    expert_s: float  # a distinct expert, loop and computing
+    load_s: float  # the processor's, for each expert that is read
+    latency_s: float  # of a layer's first load, beyond its bytes
+    byte_s: float | None  # 1 / bandwidth
+    base_load_bytes: float  # of an expert read, where only the base is asked
+    mixed_load_bytes: float  # with adapters: theirs are not aligned, and read some more
+    off_low: float = 0.0  # measured over predicted seconds, less 1: INTERVAL
+    off_high: float = 0.0
+
+    def with_bandwidth(self, bytes_per_s: float) -> StepCosts:
+        """On a link that carries at most so much."""
+        return replace(self, byte_s=max(self.byte_s or 0.0, 1.0 / bytes_per_s))
+
+    def compute_s(self, work: StepWork) -> float:
+        """Of a step, without stall."""
+        return (
+            self.fixed_s
+            + self.token_s * work.num_tokens
+            + self.expert_s * work.num_needed
+            + self.load_s * work.num_loads
+        )
+
+    def stall_s(self, work: StepWork, load_bytes: float) -> float:
+        """Of a step whose loads have so many bytes each. Raises ConfigError: byte_s is None."""
+        if work.num_loads == 0.0:
+            return 0.0
+        if self.byte_s is None:
+            raise ConfigError(
+                "the server that was calibrated read no expert: calibrate one with a smaller "
+                "--expert-cache too, and name both files"
+            )
+        waits = _Queue.of(work).waits(self, load_bytes * self.byte_s)
+        return float(work.layers @ waits.max(axis=0))
+
+    def step_s(self, work: StepWork, *, with_adapters: bool) -> float:
+        """Of a step."""
+        load_bytes = self.mixed_load_bytes if with_adapters else self.base_load_bytes
+        return self.compute_s(work) + self.stall_s(work, load_bytes)
+
+    def speed(self, work: StepWork, *, with_adapters: bool) -> Speed:
+        """Tokens a second while such steps follow each other: prompts take time of their own."""
+        expected = work.num_tokens / self.step_s(work, with_adapters=with_adapters)
+        return Speed(expected, expected / (1 + self.off_high), expected / (1 + self.off_low))
+
+
+def _landings(num_loads: int) -> Values:
+    """[n]: when each load of a layer has landed, in times of one load by itself.
+
+    Those that are read at a time share the link, a part each by turns, so they land together.
+    """
+    group, place = np.divmod(np.arange(num_loads), DEFAULT_READ_THREADS)
+    together = np.minimum(num_loads - group * DEFAULT_READ_THREADS, DEFAULT_READ_THREADS)
+    last_parts = (_PARTS - 1) * together + place + 1
+    found: Values = group * DEFAULT_READ_THREADS + last_parts / _PARTS
+    return found
+
+
+@dataclass(frozen=True)
+class _Queue:
+    """What each kind of layer's step may wait for: [m, n], the first row for nothing.
+
+    `is_load`; `landed`: in times of a load; `beside`: experts that are computed until it lands;
+    `loads`: all of the layer's, begun before.
+    """
+
+    is_load: NDArray[np.bool_]
+    landed: Values
+    beside: Values
+    loads: Values
+
+    @classmethod
+    def of(cls, work: StepWork) -> _Queue:
+        counts = np.maximum(np.rint(work.loads), work.loads > 0.0).astype(np.int64)
+        shape = 1 + int(counts.max(initial=0)), len(counts)
+        found = cls(np.zeros(shape, np.bool_), *(np.zeros(shape) for _ in range(3)))
+        for kind, count in enumerate(counts.tolist()):
+            rows = slice(1, 1 + count)
+            found.is_load[rows, kind] = True
+            # On average over steps a layer may load a part of an expert.
+            found.landed[rows, kind] = _landings(count) * work.loads[kind] / max(1, count)
+            found.beside[rows, kind] = max(0.0, work.needed[kind] - count) + np.arange(count)
+            found.loads[rows, kind] = work.loads[kind]
+        return found
+
+    def waits(self, costs: StepCosts, transfer_s: float) -> Values:
+        """[m, n] seconds, where a layer waits for this load; the longest is what it does wait."""
+        busy = self.beside * costs.expert_s + self.loads * costs.load_s
+        seconds = costs.latency_s + self.landed * transfer_s - busy
+        found: Values = np.where(self.is_load, seconds, 0.0)
+        return found
+
+
+def fit(points: Iterable[SpeedPoint]) -> StepCosts:
+    """Costs by which measured steps are explained best, each setting by its relative error.
+
+    Of a setting's windows the medians count, so that one that was disturbed does not. The interval
+    is as wide as all windows' residuals, and as those of settings that are left out of the fit.
+    Raises ConfigError for points of fewer than three settings or of one batch size.
+    """
+    every = list(points)
+    if not _is_enough(every):
+        raise ConfigError(
+            f"windows of {len({p.setting for p in every})} settings (batch size, rows, adapters): "
+            f"give at least {MIN_SETTINGS}, of at least 2 batch sizes"
+        )
+    costs = _fitted(every)
+    spread = [_percentiles(_residuals(costs, every))]
+    held_out = [off for setting in {p.setting for p in every} for off in _left_out(every, setting)]
+    if held_out:
+        spread.append(_percentiles(held_out))
+    return replace(
+        costs,
+        off_low=min(0.0, *(low for low, _ in spread)),
+        off_high=max(0.0, *(high for _, high in spread)),
+    )
+
+
+def _is_enough(points: Sequence[SpeedPoint]) -> bool:
+    many = len({p.setting for p in points}) >= MIN_SETTINGS
+    return many and len({p.num_tokens for p in points}) > 1
+
+
+def _left_out(points: Sequence[SpeedPoint], setting: tuple[int, int, bool]) -> list[float]:
+    """Residuals of a setting's windows by a fit of the others; none where those are too few."""
+    others = [p for p in points if p.setting != setting]
+    if not _is_enough(others):
+        return []
+    costs, own = _fitted(others), [p for p in points if p.setting == setting]
+    is_known = costs.byte_s is not None or all(p.num_loads == 0.0 for p in own)
+    return _residuals(costs, own) if is_known else []
+
+
+def _residuals(costs: StepCosts, points: Sequence[SpeedPoint]) -> list[float]:
+    """Measured over predicted, less 1."""
+    return [p.step_s / costs.step_s(p.work(), with_adapters=p.with_adapters) - 1 for p in points]
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    low, high = np.percentile(values, INTERVAL)
+    return float(low), float(high)
+
+
+def _typical(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
+    """One for each setting: the median of each number of its windows."""
+    by_setting: dict[tuple[int, int, bool], list[SpeedPoint]] = {}
+    for point in points:
+        by_setting.setdefault(point.setting, []).append(point)
+    names = ("step_s", "stall_s", "num_needed", "num_loads", "read_bytes")
+    return [
+        replace(windows[0], **{n: statistics.median(getattr(p, n) for p in windows) for n in names})
+        for windows in by_setting.values()
+    ]
+
+
+def _fitted(windows: Sequence[SpeedPoint]) -> StepCosts:
+    """Which load a layer waits for depends on the costs: it is taken from the last round's."""
+    points = _typical(windows)
+    queues = [_Queue.of(point.work()) for point in points]
+    found, before = _solved(points, queues, None), None
+    for _ in range(_ROUNDS):
+        if found == before or all(point.num_loads <= _MIN_LOADS for point in points):
+            break
+        before, found = found, _solved(points, queues, found)
+    return found
+
+
+def _solved(
+    points: Sequence[SpeedPoint], queues: Sequence[_Queue], last: StepCosts | None
+) -> StepCosts:
+    """Computing and stall together: an expert's cost is in both. `last` None: computing alone."""
+    terms, wanted = [], []
+    for point, queue in zip(points, queues, strict=True):
+        terms.append([1.0, point.num_tokens, point.num_needed, point.num_loads, 0.0, 0.0])
+        wanted.append([max(0.0, point.step_s - point.stall_s), point.step_s])
+        if last is not None and point.num_loads > _MIN_LOADS:
+            terms.append(_stall_terms(point, queue, last))
+            wanted.append([point.stall_s, point.step_s])
+    seconds, of_step = np.array(wanted).T
+    parts = non_negative(np.array(terms) / of_step[:, None], seconds / of_step)
+    fixed_s, token_s, expert_s, load_s, latency_s, byte_s = map(float, parts)
+    base, mixed = _load_bytes(points)
+    if last is None:
+        return StepCosts(fixed_s, token_s, expert_s, load_s, 0.0, None, base, mixed)
+    return StepCosts(fixed_s, token_s, expert_s, load_s, latency_s, byte_s, base, mixed)
+
+
+def _stall_terms(point: SpeedPoint, queue: _Queue, costs: StepCosts) -> list[float]:
+    """Of each cost in a step's stall: computing beside hides some of it."""
+    size = point.read_bytes / point.num_loads
+    if costs.byte_s is None:  # at first: every layer that reads waits for its last load
+        waits_for = queue.is_load.sum(axis=0)
+    else:
+        waits_for = queue.waits(costs, size * costs.byte_s).argmax(axis=0)
+
+    def of(values: Values) -> float:
+        return float(point.work().layers @ np.take_along_axis(values, waits_for[None], axis=0)[0])
+
+    is_load = queue.is_load.astype(np.float64)
+    busy = -of(queue.beside), -of(queue.loads)
+    return [0.0, 0.0, *busy, of(is_load), of(queue.landed) * size]
+
+
+def _load_bytes(points: Sequence[SpeedPoint]) -> tuple[float, float]:
+    """(base alone, with adapters): bytes of a load; where one was not measured, the other."""
+
+    def of(which: Callable[[SpeedPoint], bool]) -> float:
+        num_loads = sum(p.num_loads for p in points if which(p))
+        return sum(p.read_bytes for p in points if which(p)) / num_loads if num_loads else 0.0
+
+    base, mixed = of(lambda p: not p.with_adapters), of(lambda p: p.with_adapters)
+    return base or mixed, mixed or base
+
+
+def non_negative(terms: Values, wanted: Values) -> Values:
+    """[n] factors >= 0 of the columns of `terms` [m, n] whose sum is nearest to `wanted` [m].
+
+    By trying each set of columns: there are few.
+    """
+    scale = np.maximum(np.linalg.norm(terms, axis=0), 1e-300)
+    scaled, num_columns = terms / scale, terms.shape[1]
+    best, least = np.zeros(num_columns), float(wanted @ wanted)
+    for count in range(1, num_columns + 1):
+        for chosen in itertools.combinations(range(num_columns), count):
+            columns = scaled[:, chosen]
+            found = np.linalg.lstsq(columns, wanted, rcond=None)[0]
+            error = float(np.sum((columns @ found - wanted) ** 2))
+            if found.min() >= 0.0 and error < least:
+                best, least = np.zeros(num_columns), error
+                best[list(chosen)] = found
+    result: Values = best / scale
+    return result
+
+
+# ---- files ----
+
+
+def write_speed(
+    path: Path, points: Sequence[SpeedPoint], machine: Mapping[str, object]
+) -> StepCosts:
+    """Windows, the costs that they come to, and where it was. Returns the costs."""
+    costs = fit(points)
+    found = {
+        "format": FORMAT,
+        "machine": dict(machine),
+        "costs": asdict(costs),
+        "points": [asdict(point) for point in points],
+    }
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return costs
+
+
+def read_points(path: Path) -> tuple[SpeedPoint, ...]:
+    """A file's windows: several files' are fitted together. Raises ConfigError."""
+    found = read_object(path, ConfigError)
+    if found.get("format") != FORMAT:
+        raise ConfigError(f"{path.name} is no {FORMAT}: make it by `sgl-esft offload calibrate`")
+    try:
+        return msgspec.convert(found.get("points"), tuple[SpeedPoint, ...])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path.name} is damaged: {error}") from error
