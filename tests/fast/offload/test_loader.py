@@ -398,6 +398,7 @@ def run_jobs(loader: Loader, num_jobs: int) -> int:
 
 def test_nothing_is_left_of_very_many_jobs() -> None:
     num_jobs = 100_000
+    gc.collect()  # files of other tests
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with Loader(4, fails) as loader:
         run_jobs(loader, 1000)
