@@ -12,11 +12,10 @@ import anthropic
 import openai
 import pytest
 import requests
-from prometheus_client import CollectorRegistry
 
 from sgl_esft import __version__, zoo
-from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics
 from tests.support.servers import ROOT, Server, ServerPool, ServerSpec
+from tests.support.tier_metrics import tier_metrics
 
 pytestmark = pytest.mark.server
 
@@ -47,16 +46,10 @@ def test_a_fresh_server_has_every_metric_of_the_grafana_file(server: Server) -> 
     """First here: nothing has been asked of the model yet. Scaling's come with --elastic, those of
     experts in tiers with --expert-cache (test_tiers.py).
     """
-    asked = set(re.findall(r"\b(?:sgl_esft|sglang):\w+", grafana())) - TIERED
+    asked = set(re.findall(r"\b(?:sgl_esft|sglang):\w+", grafana())) - tier_metrics()
     told = set(re.findall(r"^([\w:]+)[{ ]", ask(server, "GET", "/metrics", ADMIN).text, re.M))
     assert len(asked) > 20
     assert asked - told == set()
-
-
-# Only with --expert-cache; of the code, so that a new one is not forgotten here.
-_REGISTRY = CollectorRegistry()
-ExpertTierMetrics(0, _REGISTRY)
-TIERED = {name for names in _REGISTRY._collector_to_names.values() for name in names}
 
 
 def grafana() -> str:

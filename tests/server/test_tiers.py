@@ -31,6 +31,7 @@ from tests.server.test_equality import BATCH, CHUNKED
 from tests.support.families import Families
 from tests.support.references import NUM_NEW_TOKENS, reference_of
 from tests.support.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec
+from tests.support.tier_metrics import tier_metrics
 
 pytestmark = pytest.mark.server
 
@@ -166,6 +167,13 @@ def test_the_simulator_counts_what_the_server_counted(demo: Demo) -> None:
         "num_useful": counter(demo.server, "expert_prefetches", 'was="useful"'),
         "num_wasted": counter(demo.server, "expert_prefetches", 'was="wasted"'),
     }
+
+
+def test_every_metric_of_tiers_is_told(demo: Demo) -> None:
+    """Those that servers without tiers are excused from, by the code's own list."""
+    text = http.get(f"{demo.server.url}/metrics", timeout=30).text
+    assert len(tier_metrics()) > 7
+    assert [name for name in tier_metrics() if f"\n{name}{{" not in text] == []
 
 
 def test_a_file_that_changes_while_it_serves_is_no_answer(demo: Demo) -> None:
