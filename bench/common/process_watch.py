@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -47,16 +47,15 @@ class Sample:
 QUANTITIES = ("rss_bytes", "num_fds", "num_threads", "mapped_bytes")
 
 
-class Watch:
-    """Samples in a thread for as long as its context is open."""
+class Sampler:
+    """Calls `sample` in a thread, every so often, for as long as its context is open."""
 
-    def __init__(self, url: str, period_s: float = PERIOD_S) -> None:
-        self.samples: list[Sample] = []
-        self._url, self._period_s = url, period_s
+    def __init__(self, period_s: float, name: str) -> None:
+        self._period_s = period_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -70,11 +69,28 @@ class Watch:
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
-        launcher = launcher_of(self._url)
         while not self._stop.wait(self._period_s):
-            processes = [launcher, *launcher.children(recursive=True)]
-            held = {each.pid: _process(each) for each in processes if each.is_running()}
-            self.samples.append(Sample(time.monotonic(), held, mapped_bytes(self._url)))
+            self.sample()
+
+    def sample(self) -> None:
+        """Of the subclass."""
+        raise NotImplementedError
+
+
+class Watch(Sampler):
+    """What a server's processes hold."""
+
+    def __init__(self, url: str, period_s: float = PERIOD_S) -> None:
+        super().__init__(period_s, "watch")
+        self.samples: list[Sample] = []
+        self._url = url
+        self._launcher: psutil.Process | None = None
+
+    def sample(self) -> None:
+        self._launcher = self._launcher or launcher_of(self._url)
+        processes = [self._launcher, *self._launcher.children(recursive=True)]
+        held = {each.pid: _process(each) for each in processes if each.is_running()}
+        self.samples.append(Sample(time.monotonic(), held, mapped_bytes(self._url)))
 
 
 def launcher_of(url: str) -> psutil.Process:

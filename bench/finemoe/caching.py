@@ -14,17 +14,15 @@ All maps are of known tokens, and none are added: FineMoE's offline setting.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from bench.common.record import RESULTS, write_result
+from bench.common.record import write_result
 from bench.finemoe import prediction
 from bench.finemoe.prediction import Rows, read_subjects
 from bench.finemoe.replays import WAYS, Replays, Run, Setting
-from bench.finemoe.traces import NUM_EXPERTS
+from bench.finemoe.traces import NUM_EXPERTS, options_of
 from sgl_esft.offload.ahead import MAX_TOKENS
 
 EXPERT_BYTES = 3 * 2048 * 1408 * 2  # DeepSeek-V2-Lite's, whose traces these are
@@ -218,13 +216,7 @@ def shown(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Replay and write bench/results/finemoe_figure12.json and the others."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--figures", nargs="+", choices=list(FIGURES), default=list(FIGURES))
-    parser.add_argument("--seed", type=int, default=0, help="of the split into known and judged")
-    parser.add_argument("--quick", action="store_true", help="few sequences, few points")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__.partition("\n")[0], list(FIGURES), arguments)
     plan = QUICK if options.quick else CachePlan()
     read = prediction.Plan(most_sequences=plan.most_sequences)
     subjects = read_subjects(options.trace, read, options.seed)

@@ -9,45 +9,29 @@ for the process that mapped them; pages that were only read are in the page cach
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import psutil
+
+from bench.common.process_watch import Sampler
 
 PERIOD_S = 1.0
 _KIB = 1024
 
 
-class MemoryWatch:
-    """Samples in a thread for as long as its context is open."""
+class MemoryWatch(Sampler):
+    """The peaks, for as long as its context is open."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
+        super().__init__(period_s, "memory")
         self.peak_bytes = 0  # of all children together
         self.peak_cached_bytes = 0  # beyond what was cached before
         self._before = cached_bytes()
-        self._period_s = period_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
 
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join(timeout=30)
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
-            self.peak_bytes = max(self.peak_bytes, children_bytes())
-            self.peak_cached_bytes = max(self.peak_cached_bytes, cached_bytes() - self._before)
+    def sample(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, children_bytes())
+        self.peak_cached_bytes = max(self.peak_cached_bytes, cached_bytes() - self._before)
 
 
 def children_bytes() -> int:

@@ -17,7 +17,6 @@ The paper's figures are curves without numbers; `paper` has what its text says.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.record import RESULTS, write_result
-from bench.finemoe.traces import NUM_EXPERTS, Trace, read_trace, split, tasks_of
+from bench.common.record import write_result
+from bench.finemoe.traces import NUM_EXPERTS, Trace, options_of, read_trace, split, tasks_of
 from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import train
@@ -464,13 +463,7 @@ def described(name: str, subjects: Sequence[Subject], plan: Plan, seed: int) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count and write bench/results/finemoe_figure3.json and the others."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--figures", nargs="+", choices=list(FIGURES), default=list(FIGURES))
-    parser.add_argument("--seed", type=int, default=0, help="of the split into known and judged")
-    parser.add_argument("--quick", action="store_true", help="few sequences, few points")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__.partition("\n")[0], list(FIGURES), arguments)
     plan = QUICK if options.quick else Plan()
     subjects = read_subjects(options.trace, plan, options.seed)
     for name in options.figures:

@@ -9,13 +9,15 @@ published, so these maps are poorer than a server's: of DeepSeek-V2-Lite they ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.common.record import RESULTS
 from sgl_esft.offload.routing import Floats, Ints
 
 NUM_EXPERTS = 64  # DeepSeek-V2-Lite's, a layer; a file does not say
@@ -103,3 +105,16 @@ def split(trace: Trace, seed: int) -> tuple[Trace, Trace]:
     order = np.random.default_rng(seed).permutation(trace.num_sequences)
     cut = round(KNOWN_SHARE * len(order))
     return trace.of(order[:cut]), trace.of(order[cut:])
+
+
+def options_of(
+    description: str, figures: Sequence[str], arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """--trace, --figures, --seed, --quick, --out: of every bench that reads published traces."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--figures", nargs="+", choices=list(figures), default=list(figures))
+    parser.add_argument("--seed", type=int, default=0, help="of the split into known and judged")
+    parser.add_argument("--quick", action="store_true", help="few sequences, few points")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)

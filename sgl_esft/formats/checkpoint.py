@@ -22,6 +22,13 @@ from sgl_esft.formats.strict_json import read_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 
+PACKED_SUFFIX: Final = ".esftpack"  # what `sgl-esft pack` makes of a base's experts
+
+# Copies of a base's weights. Beside another model's they would be picked up as that model.
+_WEIGHT_SUFFIXES: Final = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
+    | {PACKED_SUFFIX}
+)
 _CHUNK_BYTES: Final = 8 << 20
 _HEADER_ALIGNMENT: Final = 8
 
@@ -123,6 +130,22 @@ def _shards(path: Path) -> tuple[Path, ...]:
     if not names or not all(isinstance(n, str) and n == Path(n).name for n in names):
         raise UnsupportedModelError(f"{index} has no weight_map of plain file names.")
     return tuple(path / name for name in sorted(names))
+
+
+def companions(base_dir: Path, *, keeps_index: bool) -> list[Path]:
+    """Files of a checkpoint to copy as they are: all at the top that is not weights or hidden.
+
+    keeps_index: whether the copy has the shards that INDEX_NAME lists; any other index goes.
+    """
+    indices = ".bin.index.json" if keeps_index else ".index.json"
+    return [
+        file
+        for file in sorted(base_dir.iterdir())
+        if file.is_file()
+        and not file.name.startswith(".")
+        and file.suffix not in _WEIGHT_SUFFIXES
+        and not file.name.endswith(indices)
+    ]
 
 
 def write_tensors(path: Path, tensors: Sequence[tuple[str, TensorBytes]]) -> None:

@@ -25,14 +25,14 @@ import xxhash
 
 from sgl_esft.byte_size import gigabytes
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.formats.checkpoint import Checkpoint, open_checkpoint
+from sgl_esft.formats.checkpoint import PACKED_SUFFIX, Checkpoint, open_checkpoint
 from sgl_esft.formats.model_spec import PROJS, MoeSpec
 from sgl_esft.formats.safetensors_header import MAX_HEADER_BYTES
 from sgl_esft.formats.strict_json import JsonObject, open_regular, parse_object, shown
 
 ALIGNMENT: Final = 4096
 """Of offsets, lengths and addresses: what every device and filesystem takes for O_DIRECT."""
-PACKED_NAME: Final = "experts.esftpack"
+PACKED_NAME: Final = f"experts{PACKED_SUFFIX}"
 """Found by this name in the base's folder."""
 
 _MAGIC: Final = b"ESFTPACK"

@@ -66,6 +66,7 @@ class Recorder:
         self._writer = TraceWriter(trace_folder(config.folder), header, config.max_bytes)
         self._owners: Mapping[int, str] = {}  # adapter slot -> adapter id, as last written
         self._num_changes = -1
+        self._has_new = threading.Event()  # an idle server writes nothing, and is not woken for it
         self._begin_pass()
         embedding_layer(model).register_forward_hook(self._embedded)
         threading.Thread(target=self._flush, name="routing-trace", daemon=True).start()
@@ -127,10 +128,13 @@ class Recorder:
                 self._embeddings,
             )
         )
+        self._has_new.set()
         self._begin_pass()
 
     def _flush(self) -> None:
         """A rank is ended by a signal: what a trace lacks then is the last second's steps."""
         while True:
-            time.sleep(FLUSH_PERIOD_S)
+            self._has_new.wait()
+            time.sleep(FLUSH_PERIOD_S)  # others come with it
+            self._has_new.clear()
             self._writer.flush()

@@ -31,6 +31,7 @@ from sgl_esft.formats.checkpoint import (
     Checkpoint,
     TensorBytes,
     all_experts,
+    companions,
     copy_to,
     new_folder,
     open_checkpoint,
@@ -52,11 +53,6 @@ FILE_BYTES: Final = 4_000_000_000
 
 _HEADER_ALIGNMENT: Final = 8
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The base's weights in other forms, an index of its files, and what was packed from them.
-_NOT_COPIED: Final = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
-    | {".esftpack"}
-)
 
 OnProgress = Callable[[int, int], None]
 """Bytes of tensors written so far, and in all."""
@@ -126,7 +122,7 @@ def quantise_checkpoint(
     _check_room(out_dir, num_bytes)
     writer = _Writer(base, scheme, num_bytes, on_progress)
     with _told_of_room(out_dir, num_bytes), new_folder(out_dir) as folder:
-        for file in _companions(base_dir):
+        for file in companions(base_dir, keeps_index=False):
             shutil.copyfile(file, folder / file.name)
         writer.write(folder, jobs)
         settings = settings_of(scheme, unquantised_linears(_linears(base)))
@@ -261,15 +257,6 @@ def _linears(base: Checkpoint) -> set[str]:
             if is_decoder and len(tensor.info.shape) == 2 and ".experts." not in module:
                 found.add(module.removesuffix(".weight"))
     return found
-
-
-def _companions(base_dir: Path) -> Iterator[Path]:
-    """Files to copy as they are: what is at the top, and neither weights nor an index of them."""
-    for file in sorted(base_dir.iterdir()):
-        is_hidden = file.name.startswith(".")
-        is_weights = file.suffix in _NOT_COPIED or file.name.endswith(".index.json")
-        if file.is_file() and not is_hidden and not is_weights:
-            yield file
 
 
 def _write_json(path: Path, value: object) -> None:

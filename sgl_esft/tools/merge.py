@@ -11,11 +11,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 from sgl_esft.formats.checkpoint import (
     Checkpoint,
     TensorBytes,
+    companions,
     copy_to,
     new_folder,
     open_checkpoint,
@@ -23,14 +23,6 @@ from sgl_esft.formats.checkpoint import (
 from sgl_esft.formats.manifest import AdapterManifest, read_manifest
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.formats.safetensors_header import read_header
-from sgl_esft.offload.pack import PACKED_NAME
-
-# Other copies of the base's weights. Copied unmerged they would be picked up as the model.
-_WEIGHT_SUFFIXES: Final = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
-    # What `sgl-esft pack` left beside the base is the base's experts, not the merged model's.
-    | {Path(PACKED_NAME).suffix}
-)
 
 
 def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path) -> None:
@@ -44,7 +36,7 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path) -> None:
     manifest = read_manifest(adapter_dir, base.spec)
     tuned = _tuned_tensors(base.spec, manifest)
     with new_folder(out_dir) as folder:
-        for file in _companions(base_dir):
+        for file in companions(base_dir, keeps_index=True):
             shutil.copyfile(file, folder / file.name)
         for shard in base.shards:
             shutil.copyfile(shard, folder / shard.name)
@@ -70,15 +62,3 @@ def _overwrite(copy: Path, shard: Path, base: Checkpoint, tuned: Mapping[str, Te
             if here.file == shard:
                 stream.seek(here.info.start)
                 copy_to(source, stream)
-
-
-def _companions(base_dir: Path) -> list[Path]:
-    """Files to copy as they are: everything at the top that is not weights or hidden."""
-    return [
-        file
-        for file in sorted(base_dir.iterdir())
-        if file.is_file()
-        and not file.name.startswith(".")
-        and file.suffix not in _WEIGHT_SUFFIXES
-        and not file.name.endswith(".bin.index.json")
-    ]

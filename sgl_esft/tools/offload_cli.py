@@ -81,7 +81,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--expert-map-memory", metavar="SIZE", help="default: 64MiB")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(report="simulate_lines")
+    parser.set_defaults(report="simulate")
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ridge", type=float, default=1e-4, help="penalty of weights (default: %(default)s)"
     )
-    parser.set_defaults(report="train_lines")
+    parser.set_defaults(report="train")
 
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
         help="read for so long (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(report="advise_lines")
+    parser.set_defaults(report="advise")
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -133,13 +133,19 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--base-only", action="store_true", help="ask no adapter")
     server_client.add_flags(parser, _TIMEOUT_S)
-    parser.set_defaults(report="calibrate_lines")
+    parser.set_defaults(report="calibrate")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one of them."""
     from sgl_esft.tools import offload_reports  # torch, which no other tool needs
 
-    for line in getattr(offload_reports, arguments.report)(arguments):
+    lines_of = {
+        "simulate": offload_reports.simulate_lines,
+        "train": offload_reports.train_lines,
+        "calibrate": offload_reports.calibrate_lines,
+        "advise": offload_reports.advise_lines,
+    }
+    for line in lines_of[arguments.report](arguments):
         print(line, flush=True)
     return _EXIT_OK

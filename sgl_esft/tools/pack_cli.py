@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 from sgl_esft.byte_size import gigabytes
 from sgl_esft.offload.pack import PACKED_NAME, pack_experts
+from sgl_esft.tools.progress_line import ProgressLine
 
 _EXIT_OK: Final = 0
-_STEP_PERCENT: Final = 10  # between two lines of a log
 
 
 def configure_pack(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,9 @@ def run_pack(arguments: argparse.Namespace) -> int:
     """Pack, show how far it is, and say what was written."""
     base: Path = arguments.base
     out: Path = arguments.out or base / PACKED_NAME
-    progress = _Progress(sys.stderr)
+    progress = ProgressLine(
+        sys.stderr, "packed", lambda done, every: f"{done:,} of {every:,} experts"
+    )
     try:
         layout = pack_experts(base, out, progress.show)
     finally:
@@ -43,32 +45,3 @@ def run_pack(arguments: argparse.Namespace) -> int:
         f"{len(spec.moe_layer_ids)} layers ({gigabytes(layout.num_bytes)}) to {out}"
     )
     return _EXIT_OK
-
-
-class _Progress:
-    """One line that is rewritten on a terminal; else a line every `_STEP_PERCENT`."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._is_terminal = stream.isatty()
-        self._step = 1 if self._is_terminal else _STEP_PERCENT
-        self._next_percent = self._step
-        self._is_line_open = False
-
-    def show(self, num_done: int, num_all: int) -> None:
-        """Called after each expert; most calls print nothing."""
-        percent = 100 * num_done // num_all
-        if percent < self._next_percent:
-            return
-        self._next_percent = percent - percent % self._step + self._step
-        text = f"packed {percent:3} %: {num_done:,} of {num_all:,} experts"
-        self._stream.write(f"\r{text}" if self._is_terminal else f"{text}\n")
-        self._stream.flush()
-        self._is_line_open = self._is_terminal
-
-    def end(self) -> None:
-        """What is printed next, an error perhaps, begins a line of its own."""
-        if self._is_line_open:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._is_line_open = False

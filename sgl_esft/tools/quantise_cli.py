@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 from sgl_esft.byte_size import gigabytes
 from sgl_esft.formats.expert_scheme import SCHEME_NAMES
+from sgl_esft.tools.progress_line import ProgressLine
 
 _EXIT_OK: Final = 0
-_STEP_PERCENT: Final = 10  # between two lines of a log
 
 # What SGLang must be told besides, where a scheme does not follow from the checkpoint alone.
 _FLAGS: Final = {"int4": "--quantization moe_wna16"}
@@ -45,7 +45,9 @@ def run_quantise(arguments: argparse.Namespace) -> int:
     from sgl_esft.quant.write import quantise_checkpoint
 
     out: Path = arguments.out
-    progress = _Progress(sys.stderr)
+    progress = ProgressLine(
+        sys.stderr, "quantised", lambda done, every: f"{gigabytes(done)} of {gigabytes(every)}"
+    )
     try:
         written = quantise_checkpoint(arguments.base, arguments.to, out, progress.show)
     finally:
@@ -57,32 +59,3 @@ def run_quantise(arguments: argparse.Namespace) -> int:
     if written.scheme.name in _FLAGS:
         print(f"serve it with {_FLAGS[written.scheme.name]}")
     return _EXIT_OK
-
-
-class _Progress:
-    """One line that is rewritten on a terminal; else a line every `_STEP_PERCENT`."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._is_terminal = stream.isatty()
-        self._step = 1 if self._is_terminal else _STEP_PERCENT
-        self._next_percent = self._step
-        self._is_line_open = False
-
-    def show(self, num_done: int, num_all: int) -> None:
-        """Called after each tensor; most calls print nothing."""
-        percent = 100 * num_done // num_all
-        if percent < self._next_percent:
-            return
-        self._next_percent = percent - percent % self._step + self._step
-        text = f"quantised {percent:3} %: {gigabytes(num_done)} of {gigabytes(num_all)}"
-        self._stream.write(f"\r{text}" if self._is_terminal else f"{text}\n")
-        self._stream.flush()
-        self._is_line_open = self._is_terminal
-
-    def end(self) -> None:
-        """What is printed next, an error perhaps, begins a line of its own."""
-        if self._is_line_open:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._is_line_open = False
