@@ -22,10 +22,9 @@ from sgl_esft.errors import ConfigError, EsftError
 from sgl_esft.formats.adapter_config import write_expert_config
 from sgl_esft.tools import (
     adapters_cli,
+    base_cli,
     memory_cli,
     offload_cli,
-    pack_cli,
-    quantise_cli,
     tune_cli,
 )
 from sgl_esft.tools.adapter_report import inspect_adapter
@@ -292,16 +291,16 @@ _COMMANDS: Final = (
         "write a base's experts into one aligned file, for experts in tiers",
         "Copy every routed expert, aligned and in one piece, into a file that a server with "
         "--expert-cache reads straight into place. All or nothing, with progress.",
-        pack_cli.configure_pack,
-        pack_cli.run_pack,
+        base_cli.configure_pack,
+        base_cli.run_pack,
     ),
     Subcommand(
         "quantise",
         "write a base with its routed experts in int8, fp8 or int4",
         "Write a checkpoint that plain SGLang reads on an accelerator, its routed experts in fewer "
         "bits and all else as it is. All or nothing, with progress. Weaving refuses it so far.",
-        quantise_cli.configure_quantise,
-        quantise_cli.run_quantise,
+        base_cli.configure_quantise,
+        base_cli.run_quantise,
     ),
     Subcommand(
         "offload",

@@ -21,7 +21,7 @@ from sgl_esft.formats.model_spec import PROJS
 from sgl_esft.offload import pack
 from sgl_esft.offload.pack import ALIGNMENT, PACKED_NAME, PackedLayout, pack_experts, read_layout
 from sgl_esft.offload.source import ExpertSource
-from sgl_esft.tools import pack_cli
+from sgl_esft.tools import base_cli
 from tests.fast.conftest import SMALL
 from tests.fast.offload.test_source import as_bytes, copied, load
 from tests.support.adapter_factory import write_random_base
@@ -296,8 +296,8 @@ def test_no_base(tmp_path: Path) -> None:
 
 def run(*argv: str) -> int:
     parser = argparse.ArgumentParser()
-    pack_cli.configure_pack(parser)
-    return pack_cli.run_pack(parser.parse_args(argv))
+    base_cli.configure_pack(parser)
+    return base_cli.run_pack(parser.parse_args(argv))
 
 
 def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,13 +334,13 @@ def test_on_a_terminal_one_line_is_rewritten(root: Path, monkeypatch: pytest.Mon
 def test_an_error_begins_a_line_of_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    real = pack_cli.pack_experts
+    real = base_cli.pack_experts
 
     def broken(base: Path, out: Path, on_progress: pack.OnProgress) -> PackedLayout:
         real(base, out, lambda done, total: on_progress(done, 2 * total))
         raise ConfigError("x")
 
-    monkeypatch.setattr(pack_cli, "pack_experts", broken)
+    monkeypatch.setattr(base_cli, "pack_experts", broken)
     with pytest.raises(ConfigError):
         run(str(root / "base"))
     assert terminal.getvalue().endswith("packed  50 %: 24 of 48 experts\n")

@@ -12,7 +12,7 @@ import pytest
 
 from sgl_esft.errors import ConfigError
 from sgl_esft.formats.expert_scheme import SCHEME_NAMES
-from sgl_esft.tools.quantise_cli import configure_quantise, run_quantise
+from sgl_esft.tools.base_cli import configure_quantise, run_quantise
 from tests.fast.quant.test_write import load, small_base
 
 
