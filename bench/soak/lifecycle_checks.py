@@ -22,6 +22,7 @@ from bench.soak.lifecycle_operator import LOADS, Done, History
 # Error types that name a limit of the server, with 429 or 503: a client is to come again later.
 LIMITS = ("KeyLimitError", "RetryLaterError", "NoFreeSlotError", "OutOfExpertMemoryError")
 UNKNOWN = "UnknownAdapterError"  # right while the adapter is unloaded
+WARM_UP = 0.3  # of a run: caches fill
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,24 @@ class Growth:
         return self.late / self.early - 1 if self.early else float(self.late > 0)
 
 
-def growth(values: Sequence[float], warm_up: float = 0.3) -> Growth:
-    """Of evenly spaced samples, the first share `warm_up` of them left out: caches fill then."""
-    steady = np.asarray(values[int(warm_up * len(values)) :], dtype=float)
+def growth(
+    values: Sequence[float], num_processes: Sequence[int], warm_up: float = WARM_UP
+) -> Growth:
+    """Of evenly spaced samples, the first share `warm_up` of them left out: caches fill then.
+
+    Compared are samples with as many processes as most have: a server that ends as two ranks holds
+    more than it did as one, and that is no leak. A process too many is `process_growth`'s to find.
+    """
+    counts = num_processes[int(warm_up * len(num_processes)) :]
+    usual = statistics.mode(counts)
+    kept = zip(values[int(warm_up * len(values)) :], counts, strict=True)
+    steady = np.asarray([value for value, count in kept if count == usual], dtype=float)
     part = max(1, len(steady) // 5)
     return Growth(float(np.median(steady[:part])), float(np.median(steady[-part:])))
+
+
+def process_growth(num_processes: Sequence[int], warm_up: float = WARM_UP) -> Growth:
+    """The fewest processes of either half: what a scale leaves behind raises the second one's."""
+    steady = num_processes[int(warm_up * len(num_processes)) :]
+    half = len(steady) // 2
+    return Growth(float(min(steady[:half])), float(min(steady[half:])))

@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 from bench.common.load import end_on_sigterm
-from bench.common.process_watch import QUANTITIES, Watch
+from bench.common.process_watch import QUANTITIES, Sample, Watch
 from bench.common.record import RESULTS, spread, write_result
 from bench.common.recorded_client import Request, read_requests
 from bench.elasticmoe.rounds import DEVICE_MEMORY
@@ -56,7 +56,8 @@ PATTERNS = {
 MAX_REQUESTS_A_SECOND = 100  # more than the demo serves: the client is given so many prompts
 MOST_PACE = 2.0  # p99 of the time per output token, during loads over without
 MOST_OVERTAKES = 64  # twice what --max-overtakes allows where every adapter has a slot
-MOST_GROWTH = {"rss_bytes": 0.05, "num_fds": 0.1, "num_threads": 0.1}  # in runs of some minutes
+# In runs of some minutes.
+MOST_GROWTH = {"rss_bytes": 0.05, "num_fds": 0.1, "num_threads": 0.1, "num_processes": 0.0}
 LONG_S = 120.0  # a pattern that takes less says nothing about growth
 START_TIMEOUT_S = 120.0  # of the client
 TURN_MARGIN_S = 1.5  # at the start of a turn the last one's requests end
@@ -262,11 +263,19 @@ def run_pattern(
     done = [*before, *operations.done]
     history = History.of(ground.live, done)
     row = row_of(name, requests, operations, history, ground.texts)
-    row["memory"] = {
-        quantity: vars(checks.growth([sample.total(quantity) for sample in watch.samples]))
+    row["memory"] = memory_of(watch.samples)
+    return row, done
+
+
+def memory_of(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Quantity -> early and late, over one pattern."""
+    counts = [len(sample.processes) for sample in samples]
+    grown = {
+        quantity: checks.growth([sample.total(quantity) for sample in samples], counts)
         for quantity in QUANTITIES
     }
-    return row, done
+    every = {**grown, "num_processes": checks.process_growth(counts)}
+    return {quantity: vars(growth) for quantity, growth in every.items()}
 
 
 def row_of(

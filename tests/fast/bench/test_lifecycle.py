@@ -15,7 +15,7 @@ from bench.common.recorded_client import Request, noting_errors, read_requests, 
 from bench.elasticmoe.traffic import Served
 from bench.soak import lifecycle_checks as checks
 from bench.soak import turns
-from bench.soak.lifecycle_load import verdict
+from bench.soak.lifecycle_load import MOST_GROWTH, verdict
 from bench.soak.lifecycle_operator import Done, History, Operation
 from bench.soak.lifecycle_versions import Versions, clear_texts
 
@@ -119,9 +119,26 @@ def test_overtakes_count_who_came_later_and_began_earlier() -> None:
 
 def test_growth_sees_a_leak_and_not_the_warm_up() -> None:
     warm = [100.0 + 10 * i for i in range(30)]
-    assert checks.growth([*warm, *[400.0] * 70]).share == 0.0
-    leak = checks.growth([*warm, *[400.0 + i for i in range(70)]])
+    alike = [5] * 100
+    assert checks.growth([*warm, *[400.0] * 70], alike).share == 0.0
+    leak = checks.growth([*warm, *[400.0 + i for i in range(70)]], alike)
     assert leak.share == pytest.approx(56 / 406, abs=0.01)
+
+
+def test_a_server_that_ends_larger_did_not_leak() -> None:
+    """One rank and two by turns, and an odd number of scales."""
+    ranks = [1 + i // 20 % 2 for i in range(100)][::-1]
+    held = [400.0 * each for each in ranks]
+    assert checks.growth(held, ranks, warm_up=0.0).share == 0.0
+    leaking = [value + i for i, value in enumerate(held)]
+    assert checks.growth(leaking, ranks, warm_up=0.0).share > 0.1
+
+
+def test_processes_that_scales_leave_behind_are_seen() -> None:
+    ranks = [1 + i // 20 % 2 for i in range(100)]
+    assert checks.process_growth(ranks, warm_up=0.0).share == 0.0
+    left = [each + i // 40 for i, each in enumerate(ranks)]
+    assert checks.process_growth(left, warm_up=0.0).share > 0.0
 
 
 ASKED = SimpleNamespace(lora_name="a", prompt="p")
@@ -175,15 +192,17 @@ def test_a_prompt_on_which_any_model_ties_is_left_out() -> None:
 
 def test_the_verdict_names_what_is_wrong() -> None:
     row = json.loads((RESULTS / "lifecycle_load.json").read_text())["rows"][0]
-    good = {**row, "memory": {name: {"early": 100.0, "late": 101.0} for name in row["memory"]}}
+    good = {**row, "memory": dict.fromkeys(MOST_GROWTH, {"early": 100.0, "late": 100.0})}
     assert verdict(good) == []
-    grown = {**good["memory"], "rss_bytes": {"early": 100.0, "late": 106.0}}
+    memory = good["memory"] | {"num_processes": {"early": 8.0, "late": 9.0}}
+    grown = {**memory, "rss_bytes": {"early": 100.0, "late": 106.0}}
     bad = {**good, "failed": 3, "loads_over_none": 2.5, "most_overtakes": 99, "memory": grown}
     assert verdict(bad) == [
         "zipf: 3 failed",
         "zipf: loads slow streams 2.50 times",
         "zipf: a request was overtaken 99 times",
         "zipf: rss_bytes grew from 100 to 106",
+        "zipf: num_processes grew from 8 to 9",
     ]
     assert len(verdict({**bad, "seconds": 15.0})) == 3
 
