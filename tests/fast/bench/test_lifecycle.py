@@ -192,7 +192,7 @@ def test_a_prompt_on_which_any_model_ties_is_left_out() -> None:
 
 def test_the_verdict_names_what_is_wrong() -> None:
     row = json.loads((RESULTS / "lifecycle_load.json").read_text())["rows"][0]
-    good = {**row, "memory": dict.fromkeys(MOST_GROWTH, {"early": 100.0, "late": 100.0})}
+    good = {**row, "memory": {key: {"early": 100.0, "late": 100.0} for key in MOST_GROWTH}}
     assert verdict(good) == []
     memory = good["memory"] | {"num_processes": {"early": 8.0, "late": 9.0}}
     grown = {**memory, "rss_bytes": {"early": 100.0, "late": 106.0}}
