@@ -21,18 +21,22 @@ ExpertMemoryKind = Literal["virtual", "padded"]
 DEFAULT_MAX_OVERTAKES = 2
 DEFAULT_SLOT_OVERTAKES = 32
 DEFAULT_HEAT_EVERY = 16
+DEFAULT_QUANTISED_ADAPTERS_BYTES = 64 * 10**9
 MAX_PAGE_BYTES = 2 << 20
 MIN_PAGE_BYTES = 4 << 10
 
 RerouteKind = Literal["fused", "router", "unfused"]
+StoreBy = Literal["all", "adapter"]
 
 EXPERT_MEMORY_KINDS: tuple[str, ...] = get_args(ExpertMemoryKind)
 REROUTE_KINDS: tuple[str, ...] = get_args(RerouteKind)
+STORE_BY: tuple[str, ...] = get_args(StoreBy)
 
 
 DEFAULT_READ_THREADS = 4
 DEFAULT_PREFETCH_DISTANCE = 3  # FineMoE section 6.1; docs/offload.md: what others give
 DEFAULT_MAP_STORE_BYTES = 64 << 20
+_KEEP_MAPS = ("auto", "finemoe")  # policies with a store of expert maps
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class TierConfig:
     prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE  # layers
     map_store_bytes: int = DEFAULT_MAP_STORE_BYTES
     map_store_file: str | None = None  # kept across restarts
+    store_by: StoreBy = "all"  # whose expert maps a request is compared with
     probe_file: str | None = None  # of `sgl-esft offload train`, for the policy `learned`
     pack_file: str | None = None  # of `sgl-esft pack`; None = the checkpoint's own files
     read_bytes_per_s: int | None = None  # at most; None = what the storage gives
@@ -57,6 +62,9 @@ class TierConfig:
         _check_at_least(1, "--expert-map-memory", self.map_store_bytes)
         if self.probe_file is not None and self.policy != "learned":
             raise ConfigError("--expert-probe is for --expert-policy learned: leave it out")
+        _check_choice("--store-by", self.store_by, STORE_BY)
+        if self.store_by != "all" and self.policy not in _KEEP_MAPS:
+            raise ConfigError("--store-by is for --expert-policy finemoe or auto: leave it out")
         if self.num_rows < self.top_k:
             raise ConfigError(
                 f"--expert-cache: {self.num_rows} experts of a layer, and one token needs "
@@ -75,6 +83,21 @@ class RecordConfig:
 
 
 @dataclass(frozen=True)
+class LoraLimits:
+    """LoRA adapters beside ESFT ones, as configured at launch (`--enable-lora`)."""
+
+    max_loras: int  # LoRA slots on the device: so many adapters can run in one batch
+    max_rank: int
+    targets: tuple[str, ...] | None = None  # projections; None = all that the model has
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, "--max-loras", self.max_loras)
+        _check_at_least(1, "--max-lora-rank", self.max_rank)
+        if self.targets is not None:  # JSON has lists only
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+
+@dataclass(frozen=True)
 class EsftConfig:
     """Weaving, as configured at launch."""
 
@@ -84,6 +107,8 @@ class EsftConfig:
     expert_page_bytes: int | None = None  # on the host; None = by the experts' size
     adapter_memory_bytes: int | None = None  # pages for adapters, made at start; None = as needed
     adapter_host_bytes: int | None = None  # of all loaded adapters' experts; None = no limit
+    quantised_adapters: str | None = None  # folder of adapters' quantised copies; None = default
+    quantised_adapters_bytes: int = DEFAULT_QUANTISED_ADAPTERS_BYTES  # of all copies in it
     reroute: str = "fused"
     adapter_root: str | None = None  # adapters may only lie below; None = anywhere
     max_overtakes: int = DEFAULT_MAX_OVERTAKES  # B of adapter_batching; 0 = first come first served
@@ -91,6 +116,7 @@ class EsftConfig:
     heat_every: int = DEFAULT_HEAT_EVERY  # experts are counted in every so many steps; 0 = never
     tiers: TierConfig | None = None  # None = every expert is on the device
     record: RecordConfig | None = None  # None = the routing is not recorded
+    lora: LoraLimits | None = None  # None = no LoRA adapters
 
     def __post_init__(self) -> None:
         _check_at_least(1, "--max-adapters", self.max_adapters)
@@ -101,6 +127,7 @@ class EsftConfig:
             _check_at_least(1, "--adapter-memory", self.adapter_memory_bytes)
         if self.adapter_host_bytes is not None:
             _check_at_least(1, "--adapter-host-memory", self.adapter_host_bytes)
+        _check_at_least(1, "--quantised-adapters-bytes", self.quantised_adapters_bytes)
         if self.expert_page_bytes is not None:
             _check_page_bytes(self.expert_page_bytes)
         _check_choice("--expert-memory", self.expert_memory, EXPERT_MEMORY_KINDS)
@@ -116,6 +143,11 @@ class EsftConfig:
             raise ConfigError("--reroute router knows no expert ids to record: use --reroute fused")
 
     def _check_tiers(self) -> None:
+        if self.lora is not None:
+            raise ConfigError(
+                "--enable-lora and --expert-cache: LoRA beside experts in tiers was not shown; "
+                "leave one of them out"
+            )
         if self.reroute == "router":
             raise ConfigError("--reroute router and --expert-cache: use --reroute fused")
         if self.adapter_memory_bytes is not None or self.adapter_host_bytes is not None:
@@ -125,8 +157,21 @@ class EsftConfig:
             )
 
     @property
+    def adapter_files(self) -> tuple[str, ...]:
+        """A folder with one of these holds an adapter that this server may load."""
+        esft = ("expert_cfg.json",)
+        return esft if self.lora is None else (*esft, "adapter_config.json")
+
+    @property
     def adapter_root_path(self) -> Path | None:
         return None if self.adapter_root is None else Path(self.adapter_root)
+
+    @property
+    def quantised_adapters_path(self) -> Path:
+        """Where adapters' quantised copies are kept over a quantised base."""
+        if self.quantised_adapters is not None:
+            return Path(self.quantised_adapters)
+        return env.cache_home() / "sgl-esft" / "quantised-adapters"
 
     def export(self) -> None:
         """Hand the configuration to the processes SGLang will start."""
@@ -138,10 +183,12 @@ class EsftConfig:
         try:
             fields: dict[str, Any] = dict(json.loads(text))
             tiers, record = fields.pop("tiers", None), fields.pop("record", None)
+            lora = fields.pop("lora", None)
             return cls(
                 **fields,
                 tiers=None if tiers is None else TierConfig(**tiers),
                 record=None if record is None else RecordConfig(**record),
+                lora=None if lora is None else LoraLimits(**lora),
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{env.CONFIG} is not a configuration: {error}") from error

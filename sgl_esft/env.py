@@ -10,6 +10,7 @@
 | ESFT_DEVICE_LEDGER | a file | unset | where servers that share devices write what they use |
 | ESFT_LOG_FORMAT | text, json | text | set by the launcher, from --log-format |
 | ESFT_QUIET | 1 | unset | set by the launcher: notices of every start are left out |
+| XDG_CACHE_HOME | a folder | ~/.cache | below it adapters' quantised copies are kept |
 | ESFT_KEY | a server's admin key | unset | shown to it by `sgl-esft memory` and `adapters` |
 
 A value outside its set is a `ConfigError`, not a default.
@@ -32,6 +33,7 @@ LOG_FORMAT = "ESFT_LOG_FORMAT"
 LogFormat = Literal["text", "json"]
 QUIET = "ESFT_QUIET"
 KEY = "ESFT_KEY"
+CACHE_HOME = "XDG_CACHE_HOME"
 HEARTBEAT_TABLE = "ESFT_HEARTBEAT_TABLE"
 LOAD_FILE = "ESFT_LOAD_FILE"
 _PLATFORMS = ("auto", "cpu", "native")
@@ -78,6 +80,12 @@ def is_quiet() -> bool:
 def key() -> str | None:
     """The key that the command line tools show to a server; None = they show none."""
     return os.environ.get(KEY) or None
+
+
+def cache_home() -> Path:
+    """Where this user's programs keep what they can make anew; relative values count as unset."""
+    text = os.environ.get(CACHE_HOME, "")
+    return Path(text) if text.startswith("/") else Path.home() / ".cache"
 
 
 def heartbeat_table() -> Path | None:

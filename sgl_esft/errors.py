@@ -232,6 +232,10 @@ class EngineLostError(RetryLaterError):
     """A process of the engine died or hung, and the request with it."""
 
 
+class QuantisedCopyError(RetryLaterError):
+    """An adapter's quantised copy cannot be kept: no room, or no right to write."""
+
+
 class ExpertReadError(RetryLaterError, status=503):
     """An expert's weights cannot be read from where they are kept.
 

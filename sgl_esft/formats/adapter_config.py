@@ -12,15 +12,19 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from sgl_esft.errors import AdapterFormatError, AdapterMismatchError, UnsupportedAdapterError
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.formats.strict_json import read_object, shown
 
 EXPERT_CONFIG_NAME: Final = "expert_cfg.json"
+LORA_CONFIG_NAME: Final = "adapter_config.json"
 
-_LORA_FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_LORA_FILES: Final = (LORA_CONFIG_NAME, "adapter_model.safetensors", "adapter_model.bin")
+
+# ESFT: whole experts in place of the base's. LoRA: low-rank changes of attention and dense layers.
+AdapterKind: TypeAlias = Literal["esft", "lora"]
 
 # Decimal, no sign, no leading zero: one layer has one spelling, so no layer can come twice.
 _LAYER_KEY = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
@@ -59,15 +63,34 @@ def read_expert_config(path: Path) -> dict[int, tuple[int, ...]]:
     return experts
 
 
+def kind_of(folder: Path) -> AdapterKind:
+    """Which kind of adapter a folder holds, by its files; a folder with neither's files is ESFT's.
+
+    Raises UnsupportedAdapterError for a folder with both kinds' files.
+    """
+    is_lora = any((folder / name).exists() for name in _LORA_FILES)
+    if not (folder / EXPERT_CONFIG_NAME).exists():
+        return "lora" if is_lora else "esft"
+    if is_lora:
+        raise UnsupportedAdapterError(
+            f"the folder holds {EXPERT_CONFIG_NAME} and a LoRA adapter's files: an adapter is of "
+            "one kind. Make a folder of each, load both, and name both in a request."
+        )
+    return "esft"
+
+
+def config_name_of(folder: Path) -> str:
+    """The file that describes the folder's adapter. Raises as `kind_of` does."""
+    return LORA_CONFIG_NAME if kind_of(folder) == "lora" else EXPERT_CONFIG_NAME
+
+
 def refuse_lora(folder: Path) -> None:
-    """Raises UnsupportedAdapterError for a folder with a LoRA adapter and no expert_cfg.json."""
-    if (folder / EXPERT_CONFIG_NAME).exists():
-        return
-    if any((folder / name).exists() for name in _LORA_FILES):
+    """Raises UnsupportedAdapterError for a folder that holds a LoRA adapter, alone or too."""
+    if kind_of(folder) == "lora":
         raise UnsupportedAdapterError(
             "the folder holds a LoRA adapter, no ESFT adapter, which has whole experts and "
-            f"{EXPERT_CONFIG_NAME}. Serve it with --no-esft --enable-lora --lora-paths, or tune "
-            "experts (docs/guide_adapters.md)."
+            f"{EXPERT_CONFIG_NAME}. LoRA adapters are for a server that was started with "
+            "--enable-lora, or with some of them as --lora-paths (docs/lora.md)."
         )
 
 

@@ -19,7 +19,7 @@ from sgl_esft.errors import (
     AdapterPathError,
     UnsupportedAdapterError,
 )
-from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, config_name_of
 from sgl_esft.formats.strict_json import read_object, shown
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
@@ -80,7 +80,9 @@ def adapter_weight_files(path: Path) -> tuple[Path, ...]:
     _refuse_remote_code(path / "config.json")
     files = tuple(entry for entry in entries if entry.suffix == ".safetensors")
     if not files:
-        raise AdapterFormatError(f"the adapter holds no *.safetensors beside {EXPERT_CONFIG_NAME}.")
+        raise AdapterFormatError(
+            f"the adapter holds no *.safetensors beside {config_name_of(path)}."
+        )
     return files
 
 

@@ -62,7 +62,7 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An unquantised safetensors checkpoint of a supported architecture."""
+    """A safetensors checkpoint of a supported architecture."""
 
     path: Path
     spec: MoeSpec
@@ -70,13 +70,19 @@ class Checkpoint:
     tensors: Mapping[str, TensorBytes]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, *, may_be_quantised: bool = False) -> Checkpoint:
     """Read config.json, the shard index if there is one, and every shard's header.
 
     Every routed expert that config.json promises is there afterwards, in its shape and dtype.
-    Raises UnsupportedModelError, also for missing and damaged files.
+    may_be_quantised: for callers that know of experts' scales. Raises UnsupportedModelError, also
+    for missing and damaged files.
     """
     spec = read_moe_spec(path)
+    if spec.scheme is not None and not may_be_quantised:
+        raise UnsupportedModelError(
+            f"{path} has its routed experts quantised as {spec.scheme.label}, and is needed "
+            "unquantised here: name the base that it was made of."
+        )
     shards = _shards(path)
     tensors: dict[str, TensorBytes] = {}
     for shard in shards:
@@ -104,16 +110,17 @@ def all_experts(spec: MoeSpec) -> dict[int, Collection[int]]:
 
 
 def _check_routed_experts(path: Path, spec: MoeSpec, tensors: Mapping[str, TensorBytes]) -> None:
-    for name, proj in expert_tensor_names(spec, all_experts(spec)):
-        if name not in tensors:
-            raise UnsupportedModelError(f"{path} has no tensor {name}.")
-        info = tensors[name].info
-        wanted = (spec.dtype, spec.expert_tensor_shape(proj))
-        if (info.dtype, info.shape) != wanted:
-            raise UnsupportedModelError(
-                f"{path} has tensor {name} as {info.dtype} {list(info.shape)}, but its config.json "
-                f"says {wanted[0]} {list(wanted[1])}."
-            )
+    for key in expert_keys(all_experts(spec)):
+        for part in spec.expert_parts(key[2]):
+            name = spec.expert_part_name(key, part)
+            if name not in tensors:
+                raise UnsupportedModelError(f"{path} has no tensor {name}.")
+            info = tensors[name].info
+            if (info.dtype, info.shape) != (part.dtype, part.shape):
+                raise UnsupportedModelError(
+                    f"{path} has tensor {name} as {info.dtype} {list(info.shape)}, but its "
+                    f"config.json says {part.dtype} {list(part.shape)}."
+                )
 
 
 def _shards(path: Path) -> tuple[Path, ...]:

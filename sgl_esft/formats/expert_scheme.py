@@ -1,8 +1,8 @@
 """How a base's routed experts are quantised, and how its config.json says so.
 
-    config.json -> [read_scheme] -> ExpertScheme -> quant/rounding.py (an adapter's experts),
+    config.json -> [read_scheme] -> ExpertScheme -> model_spec.py, manifest.py (which tensors),
+                                                    quant/rounding.py (an adapter's experts),
                                                     expert tensor (which parts, how large)
-    --to NAME -> [choose_scheme] -> ExpertScheme -> quant/write.py -> [settings_of] -> config.json
 
 Pure: imports neither torch nor SGLang. Each scheme is one that SGLang 0.5.23 reads with a method of
 its own, and that leaves every other linear layer as it is. Projections are [out, in], whole.
@@ -10,13 +10,19 @@ its own, and that leaves every other linear layer as it is. Projections are [out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.formats.model_spec import DTYPE_BYTES, MoeSpec, Proj
+from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.formats.safetensors_header import ITEM_BYTES
 from sgl_esft.formats.strict_json import JsonObject, shown
+
+Proj = Literal["gate", "up", "down"]
+PROJS: Final[tuple[Proj, ...]] = get_args(Proj)
+DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of weights that are not quantised."""
 
 SchemeName = Literal["int8", "fp8", "fp8-tensor", "int4"]
 SCHEME_NAMES: Final[tuple[SchemeName, ...]] = get_args(SchemeName)
@@ -35,19 +41,9 @@ NIBBLES: Final = 8
 # zero points (AWQ's lie two outputs to a byte, so that no row stands alone), packed along the input
 # in order, so that SGLang's loader only transposes. Its config can also be made without a GPU: that
 # of AWQ compares a compute capability, and raises where there is none.
-_GPTQ: Final = "gptq"
-# It leaves modules out by `dynamic` alone, and asks it of linear layers alone: everything is left
-# out but what holds routed experts, for readers that ask it of experts too. By re.match.
-_ALL_BUT_EXPERTS: Final = r"-:(?!.*\.experts(\.|$)).*"
+GPTQ: Final = "gptq"
 
 _IGNORE_KEYS: Final = ("ignore", "ignored_layers", "modules_to_not_convert")
-# Of a decoder layer, as a checkpoint names them: the joined layer that SGLang makes of them. Its
-# fp8 asks for the parts, its int8 sometimes for the one and sometimes for the others.
-_JOINED: Final = {
-    "q_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "q_a_proj": "fused_qkv_a_proj_with_mqa",
-}
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,10 @@ class ExpertPart:
     suffix: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,15 @@ class ExpertScheme:
         scale_shape = () if self.name == "fp8-tensor" else grid
         return ExpertPart("weight", dtype, shape), ExpertPart(suffix, self.scale_dtype, scale_shape)
 
+    @property
+    def label(self) -> str:
+        """Name and numbers, for a file's name and for messages: two that differ differ in it."""
+        numbers = {
+            "fp8": f"-{self.rows}x{self.columns}",
+            "int4": f"-{self.columns}-{self.scale_dtype}",
+        }
+        return self.name + numbers.get(self.name, "")
+
     def partner(self, proj: Proj) -> Proj | None:
         """The projection of the same expert that has the same scale, if one has.
 
@@ -97,38 +106,7 @@ class ExpertScheme:
         return pairs.get(proj) if self.name == "fp8-tensor" else None
 
 
-def choose_scheme(name: str, spec: MoeSpec, config: Mapping[str, object]) -> ExpertScheme:
-    """The scheme of this name for an unquantised base.
-
-    Raises ConfigError for an unknown name, UnsupportedModelError if SGLang could not read the
-    base's experts in it.
-    """
-    _refuse_by_model(name, config)
-    if name == "int8":
-        return ExpertScheme("int8", 1, 0)
-    if name == "fp8-tensor":
-        return ExpertScheme("fp8-tensor", 0, 0)
-    if name == "fp8":
-        _divisor(name, spec, (BLOCK,))
-        return ExpertScheme("fp8", BLOCK, BLOCK)
-    if name == "int4":
-        return ExpertScheme("int4", 1, _divisor(name, spec, GROUP_SIZES), spec.dtype)
-    raise ConfigError(f"there is no scheme {name!r}: name one of {', '.join(SCHEME_NAMES)}.")
-
-
-def _divisor(name: str, spec: MoeSpec, sizes: Collection[int]) -> int:
-    """The first of `sizes` that divides both widths of an expert."""
-    widths = (spec.hidden_size, spec.expert_intermediate_size)
-    for size in sizes:
-        if not any(width % size for width in widths):
-            return size
-    raise UnsupportedModelError(
-        f"{name} needs both widths of an expert to be multiples of {' or '.join(map(str, sizes))}; "
-        f"they are {widths[0]} and {widths[1]}. Choose int8 or fp8-tensor."
-    )
-
-
-def _refuse_by_model(name: str, config: Mapping[str, object]) -> None:
+def refuse_by_model(name: str, config: Mapping[str, object]) -> None:
     """What SGLang has no woven layer for, or cannot load."""
     architectures = config.get("architectures")
     if name in ("int8", "int4") and architectures == ["MixtralForCausalLM"]:
@@ -144,44 +122,6 @@ def _refuse_by_model(name: str, config: Mapping[str, object]) -> None:
             f"the base has q_lora_rank {config['q_lora_rank']}, whose projections SGLang's "
             "moe_wna16 cannot load beside int4 experts. Choose int8, fp8 or fp8-tensor."
         )
-
-
-def settings_of(scheme: ExpertScheme, linears: Collection[str] = ()) -> JsonObject:
-    """The `quantization_config` that SGLang reads as this scheme for the routed experts alone.
-
-    `linears`: every other linear layer, as `unquantised_linears` names them.
-    """
-    if scheme.name == "int4":
-        return {
-            "quant_method": _GPTQ,
-            "bits": 4,
-            "group_size": scheme.columns,
-            "sym": True,
-            "desc_act": False,
-            "lm_head": False,
-            "checkpoint_format": "gptq",
-            "dynamic": {_ALL_BUT_EXPERTS: {}},
-        }
-    settings: JsonObject = {"activation_scheme": "dynamic"}
-    if scheme.name == "int8":
-        return {"quant_method": "w8a8_int8", **settings, "bits": 8, "ignore": list(linears)}
-    if scheme.name == "fp8":
-        settings["weight_block_size"] = [scheme.rows, scheme.columns]
-    return {"quant_method": "fp8", **settings, "modules_to_not_convert": list(linears)}
-
-
-def unquantised_linears(modules: Collection[str]) -> list[str]:
-    """What stands in an ignore list: modules within a decoder layer, and what SGLang joins them to.
-
-    `modules`: such as ``self_attn.q_proj``, without the layer. SGLang compares whole parts of a
-    dotted name, from its end (int8) or anywhere (fp8), so these match in every layer, and no
-    embedding, attention kernel or routed expert.
-    """
-    joined = set()
-    for module in modules:
-        block, dot, leaf = module.rpartition(".")
-        joined.add(f"{block}{dot}{_JOINED.get(leaf, leaf)}")
-    return sorted({*modules, *joined})
 
 
 def read_scheme(config: Mapping[str, object]) -> ExpertScheme | None:
@@ -202,7 +142,7 @@ def read_scheme(config: Mapping[str, object]) -> ExpertScheme | None:
         raise _unsupported(f"config.json has quant_method {shown(method)}")
     _refuse_mixed_experts(settings)
     scheme = reader(settings, config)
-    _refuse_by_model(scheme.name, config)
+    refuse_by_model(scheme.name, config)
     return scheme
 
 
@@ -247,7 +187,7 @@ _Reader = Callable[[JsonObject, Mapping[str, object]], ExpertScheme]
 _READERS: Final[Mapping[str, _Reader]] = {
     "w8a8_int8": _read_int8,
     "fp8": _read_fp8,
-    _GPTQ: _read_gptq,
+    GPTQ: _read_gptq,
 }
 
 

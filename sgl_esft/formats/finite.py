@@ -3,8 +3,9 @@
     host_cache.py --each piece as it is read--> [FiniteCheck] --> AdapterNotFiniteError
     launch, inspect --manifest--> [check_weights] --'
 
-A float's exponent bits are all ones in a NaN or an infinity and in no other value. So the check is
-the largest of them: exact, the same for each type, and within the processor's cache.
+A float's exponent bits are all ones in a NaN or an infinity and in no other value; float8_e4m3fn
+has no infinity, and all ones, the sign apart, are its NaN. So the check is the largest of these
+bits: exact, the same for each type, and within the processor's cache. Integers are always finite.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sgl_esft.errors import AdapterFormatError, AdapterNotFiniteError
 from sgl_esft.formats.checkpoint import TensorBytes
 from sgl_esft.formats.manifest import AdapterManifest
 from sgl_esft.formats.model_spec import ExpertTensorKey
-from sgl_esft.formats.safetensors_header import read_header
+from sgl_esft.formats.safetensors_header import ITEM_BYTES, read_header
 
 PIECE_BYTES: Final = 256 << 10
 
@@ -26,21 +27,26 @@ _EXPONENTS: Final[dict[str, tuple[Any, int]]] = {
     "float32": (np.uint32, 0x7F80_0000),
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
+    "float8_e4m3fn": (np.uint8, 0x7F),
 }
+
+_INTEGERS: Final = frozenset({"int8", "int32"})
 
 
 class FiniteCheck:
     """Looks at values of one type. Not for two threads at a time."""
 
     def __init__(self, dtype: str) -> None:
-        integer, mask = _EXPONENTS[dtype]
+        """dtype: of weights, or of what they become in an `ExpertScheme`."""
+        self.item_bytes: Final = ITEM_BYTES[dtype]
+        self._is_integer = dtype in _INTEGERS
+        integer, mask = (np.uint8, 0) if self._is_integer else _EXPONENTS[dtype]
         self._mask = integer(mask)
         self._exponents = np.empty(PIECE_BYTES // self._mask.itemsize, dtype=integer)
-        self.item_bytes = int(self._mask.itemsize)
 
     def holds(self, values: bytes | memoryview) -> bool:
         """Whether all are finite; `values` is a whole number of them."""
-        if not values:
+        if self._is_integer or not values:
             return True
         bits = np.frombuffer(values, dtype=self._exponents.dtype)
         step = len(self._exponents)
@@ -62,18 +68,18 @@ def not_finite(adapter: str, key: ExpertTensorKey) -> AdapterNotFiniteError:
 
 
 def check_weights(name: str, manifest: AdapterManifest) -> None:
-    """Read all of a validated adapter's weights, a few megabytes at a time.
+    """Read all of a validated adapter's tensors, a few megabytes at a time.
 
     Raises AdapterNotFiniteError, or AdapterFormatError when a file changed since.
     """
-    check = FiniteCheck(manifest.dtype)
     headers = {file: read_header(file) for file in manifest.files}
-    for key, location in manifest.tensors.items():
-        info = headers[location.file].tensors.get(location.name)
-        if info is None or info.dtype != manifest.dtype:
-            raise AdapterFormatError(f"tensor {location.name} changed since it was validated.")
+    locations = [*manifest.tensors.items(), *manifest.scales.items()]
+    checks = {dtype: FiniteCheck(dtype) for dtype in {each.dtype for _, each in locations}}
+    for key, location in locations:
+        info = location.info_in(headers[location.file])
+        chunks = TensorBytes(location.file, info).chunks()
         try:
-            is_finite = all(check.holds(c) for c in TensorBytes(location.file, info).chunks())
+            is_finite = all(map(checks[location.dtype].holds, chunks))
         except OSError as error:
             raise AdapterFormatError(f"{location.file.name} cannot be read: {error}.") from error
         if not is_finite:

@@ -4,16 +4,17 @@
     folder           -> [content_digest] -> prefix-cache key
 
 In: `expert_cfg.json` and ``*.safetensors`` (headers only). Out: where each projection of each
-tuned expert lies. A manifest exists only for an adapter that fits the base model exactly.
+tuned expert lies. A manifest exists only for an adapter that fits the base model exactly: in its
+dtype or, where the base is quantised, in its scheme as well.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import xxhash
 
@@ -22,6 +23,7 @@ from sgl_esft.errors import AdapterExistsError, AdapterFormatError, AdapterMisma
 from sgl_esft.formats.adapter_config import (
     EXPERT_CONFIG_NAME,
     check_ids,
+    config_name_of,
     read_expert_config,
     refuse_lora,
 )
@@ -30,29 +32,51 @@ from sgl_esft.formats.adapter_paths import (
     resolve_adapter_path,
     validate_adapter_name,
 )
-from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, Proj, expert_keys
+from sgl_esft.formats.expert_scheme import ExpertPart, ExpertScheme
+from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, expert_keys
 from sgl_esft.formats.safetensors_header import SafetensorsHeader, TensorInfo, read_header
 from sgl_esft.formats.strict_json import open_regular, read_object
 
 _PREFIX: Final = "model."
+_FLOATS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+# What the schemes of others keep beside a projection's numbers, or in the place of them.
+_QUANTISED_LEAVES: Final = frozenset(
+    {"weight_scale", "weight_scale_inv", "qweight", "scales", "qzeros", "g_idx", "input_scale"}
+)
 _CHUNK_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """One projection of one expert: which file, under which name, of which shape [out, in]."""
+    """One tensor of a projection: which file, under which name, of which dtype and shape.
+
+    A weight is [out, in]; numbers and scales of a quantised one are as in `ExpertScheme.parts`.
+    """
 
     file: Path
     name: str
-    shape: tuple[int, int]
+    dtype: str
+    shape: tuple[int, ...]
+
+    def info_in(self, header: SafetensorsHeader) -> TensorInfo:
+        """Its bytes in its file, read again. Raises AdapterFormatError if the tensor changed."""
+        info = header.tensors.get(self.name)
+        if info is None or (info.dtype, info.shape) != (self.dtype, self.shape):
+            raise AdapterFormatError(
+                f"tensor {self.name} changed since it was validated: it is now "
+                f"{'gone' if info is None else f'{info.dtype} {list(info.shape)}'}."
+            )
+        return info
 
 
 @dataclass(frozen=True)
 class AdapterManifest:
-    """A validated adapter: every listed expert has its three tensors, and there are no others.
+    """A validated adapter: every listed expert has its three projections, and there are no others.
 
     `experts` maps a layer id to its tuned expert ids, ascending; layers without any are absent.
-    `dtype` is the tensors' and the base checkpoint's. `num_bytes` counts tensor bytes.
+    `tensors` are the projections' weights and, of an adapter that is stored quantised, their
+    numbers, whose `scales` have the same keys; `scheme` is then the base's, else None. `dtype` is
+    that of `tensors`. `num_bytes` counts the bytes of all of them.
     """
 
     path: Path
@@ -61,6 +85,8 @@ class AdapterManifest:
     dtype: str
     num_bytes: int
     num_moe_layers: int
+    scheme: ExpertScheme | None = None
+    scales: Mapping[ExpertTensorKey, TensorLocation] = field(default_factory=dict)
 
     @property
     def num_experts(self) -> int:
@@ -89,7 +115,8 @@ class AdapterManifest:
     @property
     def files(self) -> tuple[Path, ...]:
         """The safetensors files that hold tensors, in the order of their names."""
-        return tuple(sorted({location.file for location in self.tensors.values()}))
+        every = (*self.tensors.values(), *self.scales.values())
+        return tuple(sorted({location.file for location in every}))
 
 
 def read_manifest(path: Path, spec: MoeSpec) -> AdapterManifest:
@@ -104,20 +131,23 @@ def read_manifest(path: Path, spec: MoeSpec) -> AdapterManifest:
     check_ids(experts, spec)
     headers = [read_header(file) for file in files]
     _check_index(path, headers)
-    wanted = {spec.expert_tensor_name(*key): key for key in expert_keys(experts)}
+    stored = spec if _is_quantised(headers) else replace(spec, scheme=None)
+    parts = _listed_parts(experts, stored)
+    found = _found(headers, parts, stored)
     tensors: dict[ExpertTensorKey, TensorLocation] = {}
-    num_bytes = 0
-    for header, name, info in _expert_tensors(headers, wanted):
-        key = wanted[_canonical(name)]
-        if key in tensors:
-            raise AdapterFormatError(
-                f"tensor {name} is in {tensors[key].file.name} and again in {header.path.name}."
-            )
-        shape = _checked_shape(name, info, spec, key[2])
-        tensors[key] = TensorLocation(header.path, name, shape)
-        num_bytes += info.num_bytes
-    _check_complete(tensors, wanted)
-    return AdapterManifest(path, experts, tensors, spec.dtype, num_bytes, len(spec.moe_layer_ids))
+    scales: dict[ExpertTensorKey, TensorLocation] = {}
+    for name, (key, _) in parts.items():  # a projection's scales come after its numbers
+        (scales if key in tensors else tensors)[key] = found[name]
+    return AdapterManifest(
+        path=path,
+        experts=experts,
+        tensors=tensors,
+        dtype=stored.expert_parts("gate")[0].dtype,
+        num_bytes=sum(part.num_bytes for _, part in parts.values()),
+        num_moe_layers=len(spec.moe_layer_ids),
+        scheme=stored.scheme,
+        scales=scales,
+    )
 
 
 def check_fits(manifest: AdapterManifest, max_experts_per_adapter: int) -> None:
@@ -131,26 +161,31 @@ def check_fits(manifest: AdapterManifest, max_experts_per_adapter: int) -> None:
         )
 
 
-def content_digest(path: Path) -> str:
-    """xxh3-128, in hex, of an adapter folder's expert_cfg.json and safetensors files, streamed.
+def content_digest(path: Path, on_piece: Callable[[], None] = lambda: None) -> str:
+    """xxh3-128, in hex, of an adapter folder's configuration and safetensors files, streamed.
 
     Changes with any byte of them and with their names, not with the folder's. Not a defence
-    against forgery: it tells one version of an adapter from the next. Raises as
-    `adapter_weight_files` does, and AdapterFormatError for an unreadable file.
+    against forgery: it tells one version of an adapter from the next. `on_piece` is called after
+    each piece that was read. Raises what that raises, as `adapter_weight_files` does, and
+    AdapterFormatError for an unreadable file.
     """
     digest = xxhash.xxh3_128()
-    for file in (path / EXPERT_CONFIG_NAME, *adapter_weight_files(path)):
+    for file in (path / config_name_of(path), *adapter_weight_files(path)):
         # Name and length first, so that bytes cannot move from one file to the next unnoticed.
         with open_regular(file, AdapterFormatError) as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
             digest.update(f"{file.name}\0{num_bytes}\0".encode("utf-8", "surrogateescape"))
-            try:
-                while chunk := stream.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-            except OSError as error:
-                reason = error.strerror
-                raise AdapterFormatError(f"{file.name} cannot be read: {reason}.") from error
+            while chunk := _read_chunk(stream, file.name):
+                digest.update(chunk)
+                on_piece()
     return digest.hexdigest()
+
+
+def _read_chunk(stream: BinaryIO, name: str) -> bytes:
+    try:
+        return stream.read(_CHUNK_BYTES)
+    except OSError as error:
+        raise AdapterFormatError(f"{name} cannot be read: {error.strerror}.") from error
 
 
 def stamp_digest(path: Path) -> str:
@@ -160,7 +195,7 @@ def stamp_digest(path: Path) -> str:
     Raises as `adapter_weight_files` does, and AdapterFormatError for an unreadable file.
     """
     digest = xxhash.xxh3_128()
-    for file in (path / EXPERT_CONFIG_NAME, *adapter_weight_files(path)):
+    for file in (path / config_name_of(path), *adapter_weight_files(path)):
         with open_regular(file, AdapterFormatError) as stream:
             stat = os.fstat(stream.fileno())
         stamp = f"{file.name}\0{stat.st_size}\0{stat.st_ino}\0{stat.st_mtime_ns}\0"
@@ -173,18 +208,60 @@ def _canonical(name: str) -> str:
     return name if name.startswith(_PREFIX) else _PREFIX + name
 
 
+def _is_quantised(headers: Sequence[SafetensorsHeader]) -> bool:
+    """By any tensor: what is quantised in part is checked, and named, as what is not whole."""
+    return any(
+        info.dtype not in _FLOATS or name.rpartition(".")[2] in _QUANTISED_LEAVES
+        for header in headers
+        for name, info in header.tensors.items()
+    )
+
+
+def _listed_parts(
+    experts: Mapping[int, tuple[int, ...]], spec: MoeSpec
+) -> dict[str, tuple[ExpertTensorKey, ExpertPart]]:
+    """Checkpoint name -> what it is, of all that the listed experts have to have."""
+    return {
+        spec.expert_part_name(key, part): (key, part)
+        for key in expert_keys(experts)
+        for part in spec.expert_parts(key[2])
+    }
+
+
+def _found(
+    headers: Sequence[SafetensorsHeader],
+    parts: Mapping[str, tuple[ExpertTensorKey, ExpertPart]],
+    spec: MoeSpec,
+) -> dict[str, TensorLocation]:
+    """Where each of `parts` is; raises unless each is there once, and nothing else."""
+    found: dict[str, TensorLocation] = {}
+    for header, name, info in _expert_tensors(headers, parts, spec):
+        canonical = _canonical(name)
+        if canonical in found:
+            raise AdapterFormatError(
+                f"tensor {name} is in {found[canonical].file.name} and again in {header.path.name}."
+            )
+        _check_part(name, info, parts[canonical][1], spec)
+        found[canonical] = TensorLocation(header.path, name, info.dtype, info.shape)
+    missing = [name for name in parts if name not in found]
+    if missing:
+        num_parts = len(PROJS) * len(spec.expert_parts("gate"))
+        raise AdapterFormatError(
+            f"{len(missing)} of {len(parts)} tensors are missing, the first is {missing[0]}. "
+            f"Every expert that {EXPERT_CONFIG_NAME} lists needs its {num_parts} tensors."
+        )
+    return found
+
+
 def _expert_tensors(
-    headers: Sequence[SafetensorsHeader], wanted: Mapping[str, ExpertTensorKey]
+    headers: Sequence[SafetensorsHeader], parts: Collection[str], spec: MoeSpec
 ) -> Iterator[tuple[SafetensorsHeader, str, TensorInfo]]:
     """Every tensor of the files; raises on one that is no listed expert's, or on mixed prefixes."""
     first: str | None = None
     for header in headers:
         for name, info in header.tensors.items():
-            if _canonical(name) not in wanted:
-                raise AdapterFormatError(
-                    f"tensor {name[:200]!r} in {header.path.name} is of no expert that "
-                    f"{EXPERT_CONFIG_NAME} lists. List its expert, or remove the tensor."
-                )
+            if _canonical(name) not in parts:
+                raise _foreign(name, header.path.name, parts, spec)
             first = first or name
             if name.startswith(_PREFIX) != first.startswith(_PREFIX):
                 raise AdapterFormatError(
@@ -194,30 +271,51 @@ def _expert_tensors(
             yield header, name, info
 
 
-def _checked_shape(name: str, info: TensorInfo, spec: MoeSpec, proj: Proj) -> tuple[int, int]:
-    shape = spec.expert_tensor_shape(proj)
-    if info.shape != shape:
+def _foreign(
+    name: str, file_name: str, parts: Collection[str], spec: MoeSpec
+) -> AdapterFormatError | AdapterMismatchError:
+    """What is raised for a tensor that is none of `parts`."""
+    stem, _, leaf = _canonical(name).rpartition(".")
+    listed = {part.rpartition(".")[0] for part in parts}
+    if stem in listed and (leaf in _QUANTISED_LEAVES or leaf == "weight"):
+        suffixes = " and ".join(part.suffix for part in spec.expert_parts("gate"))
+        return AdapterMismatchError(
+            f"tensor {name} in {file_name} is of a quantised adapter; for the base's experts, "
+            f"{_in_words(spec)}, there are only {suffixes}. {_remedy(spec)}"
+        )
+    return AdapterFormatError(
+        f"tensor {name[:200]!r} in {file_name} is of no expert that "
+        f"{EXPERT_CONFIG_NAME} lists. List its expert, or remove the tensor."
+    )
+
+
+def _check_part(name: str, info: TensorInfo, part: ExpertPart, spec: MoeSpec) -> None:
+    if (info.dtype, info.shape) == (part.dtype, part.shape):
+        return
+    if spec.scheme is not None:
         raise AdapterMismatchError(
-            f"tensor {name} has shape {list(info.shape)}, the base model's is {list(shape)}. "
+            f"tensor {name} is {info.dtype} {list(info.shape)}; of the base's experts, "
+            f"{_in_words(spec)}, it is {part.dtype} {list(part.shape)}. {_remedy(spec)}"
+        )
+    if info.shape != part.shape:
+        raise AdapterMismatchError(
+            f"tensor {name} has shape {list(info.shape)}, the base model's is {list(part.shape)}. "
             "Was the adapter made for another model?"
         )
-    if info.dtype != spec.dtype:
-        raise AdapterMismatchError(
-            f"tensor {name} has dtype {info.dtype}, the base checkpoint's is {spec.dtype}. "
-            f"Save the adapter as {spec.dtype}."
-        )
-    return shape
+    raise AdapterMismatchError(
+        f"tensor {name} has dtype {info.dtype}, the base checkpoint's is {part.dtype}. "
+        f"{_remedy(spec)}"
+    )
 
 
-def _check_complete(
-    tensors: Mapping[ExpertTensorKey, TensorLocation], wanted: Mapping[str, ExpertTensorKey]
-) -> None:
-    missing = [name for name, key in wanted.items() if key not in tensors]
-    if missing:
-        raise AdapterFormatError(
-            f"{len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}. "
-            f"Every expert that {EXPERT_CONFIG_NAME} lists needs its {len(PROJS)} tensors."
-        )
+def _in_words(spec: MoeSpec) -> str:
+    return "not quantised" if spec.scheme is None else f"quantised as {spec.scheme.label}"
+
+
+def _remedy(spec: MoeSpec) -> str:
+    if spec.scheme is None:
+        return f"Save the adapter as {spec.dtype}."
+    return f"Save the adapter as {spec.dtype}, or quantise that by `sgl-esft quantise --adapter`."
 
 
 def _check_index(path: Path, headers: Sequence[SafetensorsHeader]) -> None:

@@ -1,8 +1,9 @@
 """What the base checkpoint's config.json says about its routed experts.
 
-    config.json -> [MoeSpec] -> adapter_format (does this adapter fit?)
+    config.json -> [MoeSpec] -> manifest.py (does this adapter fit?)
                              -> merge, extract (which tensors are routed experts?)
                              -> expert tensor (how many, how large?)
+      how they are quantised: expert_scheme.py
 
 Pure: reads one JSON file, imports neither torch nor transformers nor SGLang. The rules are those
 of SGLang 0.5.23's model files, not those of transformers, where the two differ: SGLang builds
@@ -16,19 +17,33 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, TypeAlias
 
 from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.formats.expert_scheme import (
+    DTYPE_BYTES,
+    PROJS,
+    ExpertPart,
+    ExpertScheme,
+    Proj,
+    read_scheme,
+)
 from sgl_esft.formats.strict_json import read_object
 
-Proj = Literal["gate", "up", "down"]
-PROJS: Final[tuple[Proj, ...]] = get_args(Proj)
+__all__ = [
+    "DTYPE_BYTES",
+    "PROJS",
+    "SUPPORTED",
+    "ExpertTensorKey",
+    "MoeSpec",
+    "Proj",
+    "expert_keys",
+    "read_moe_spec",
+    "refuse_quantised",
+]
+
 ExpertTensorKey: TypeAlias = tuple[int, int, Proj]
 """Layer id, expert id, projection."""
-
-DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,7 @@ class _TensorNames:
     down: str
 
 
+_WEIGHT: Final = "weight"
 _MLP_NAMES = _TensorNames("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_NAMES = _TensorNames("block_sparse_moe", "w1", "w3", "w2")
 
@@ -50,8 +66,9 @@ class MoeSpec:
     """Shape of a base model's routed experts, as its checkpoint stores them.
 
     `num_layers` counts all decoder layers; `moe_layer_ids` (ascending) are those with routed
-    experts, each with `num_experts` of them. `dtype` is the checkpoint's own ("float32",
-    "bfloat16" or "float16"), which a server may still cast when it loads.
+    experts, each with `num_experts` of them. `dtype` is that of the weights that are not quantised
+    ("float32", "bfloat16" or "float16"), which a server may still cast when it loads. `scheme` is
+    how the routed experts are quantised; None: they are in `dtype` as well.
     """
 
     architecture: str
@@ -61,15 +78,16 @@ class MoeSpec:
     hidden_size: int
     expert_intermediate_size: int
     dtype: str
+    scheme: ExpertScheme | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> MoeSpec:
         """Read a parsed config.json. Raises UnsupportedModelError, naming what is supported."""
         architecture = _architecture(config)
-        _refuse_quantization(config)
+        scheme = read_scheme(config)
         family = _FAMILIES[architecture]
         num_layers = _positive_int(config, "num_hidden_layers")
-        return cls(
+        spec = cls(
             architecture=architecture,
             num_layers=num_layers,
             moe_layer_ids=family.moe_layer_ids(config, num_layers),
@@ -77,7 +95,10 @@ class MoeSpec:
             hidden_size=_positive_int(config, "hidden_size"),
             expert_intermediate_size=_positive_int(config, family.intermediate_size_key),
             dtype=_dtype(config),
+            scheme=scheme,
         )
+        _check_widths(spec)
+        return spec
 
     def expert_tensor_name(self, layer_id: int, expert_id: int, proj: Proj) -> str:
         """Checkpoint name, e.g. ``model.layers.1.mlp.experts.0.gate_proj.weight``.
@@ -94,11 +115,21 @@ class MoeSpec:
             return (self.hidden_size, self.expert_intermediate_size)
         return (self.expert_intermediate_size, self.hidden_size)
 
+    def expert_parts(self, proj: Proj) -> tuple[ExpertPart, ...]:
+        """What a projection is stored as: its weight or, quantised, numbers and then scales."""
+        shape = self.expert_tensor_shape(proj)
+        if self.scheme is None:
+            return (ExpertPart(_WEIGHT, self.dtype, shape),)
+        return self.scheme.parts(shape)
+
+    def expert_part_name(self, key: ExpertTensorKey, part: ExpertPart) -> str:
+        """Checkpoint name, e.g. ``model.layers.1.mlp.experts.0.gate_proj.weight_scale``."""
+        return self.expert_tensor_name(*key).removesuffix(_WEIGHT) + part.suffix
+
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one routed expert (gate, up and down) in the checkpoint's dtype."""
-        elements = len(PROJS) * self.hidden_size * self.expert_intermediate_size
-        return elements * DTYPE_BYTES[self.dtype]
+        """Bytes of one routed expert as the checkpoint stores it: gate, up and down, and scales."""
+        return sum(part.num_bytes for proj in PROJS for part in self.expert_parts(proj))
 
 
 def expert_keys(experts: Mapping[int, Collection[int]]) -> Iterator[ExpertTensorKey]:
@@ -118,9 +149,21 @@ def read_moe_spec(model_dir: Path) -> MoeSpec:
     if (model_dir / "hf_quant_config.json").exists():
         raise UnsupportedModelError(
             f"{model_dir} holds hf_quant_config.json: it is quantised (modelopt). "
-            "Only unquantised float32, bfloat16 and float16 checkpoints are supported."
+            "Use its unquantised weights, or a base that `sgl-esft quantise` made of them."
         )
     return MoeSpec.from_config(read_object(model_dir / "config.json", UnsupportedModelError))
+
+
+def refuse_quantised(spec: MoeSpec, what: str) -> None:
+    """Raises UnsupportedModelError for a base whose experts are quantised.
+
+    what: what was not shown for it, as the subject of a sentence.
+    """
+    if spec.scheme is not None:
+        raise UnsupportedModelError(
+            f"{what} cannot be used with a quantised base, whose routed experts are in "
+            f"{spec.scheme.label}: name the unquantised base that it was made of."
+        )
 
 
 def _architecture(config: Mapping[str, object]) -> str:
@@ -133,15 +176,14 @@ def _architecture(config: Mapping[str, object]) -> str:
     return name
 
 
-def _refuse_quantization(config: Mapping[str, object]) -> None:
-    for key in _QUANTIZATION_KEYS:
-        quantization = config.get(key)
-        if quantization is None:
-            continue
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+def _check_widths(spec: MoeSpec) -> None:
+    """Scales of blocks that are cut at an edge: SGLang loads none."""
+    block = max(spec.scheme.rows, spec.scheme.columns) if spec.scheme else 0
+    widths = (spec.hidden_size, spec.expert_intermediate_size)
+    if block and any(width % block for width in widths):
         raise UnsupportedModelError(
-            f"config.json has {key} (quant_method {method!r}). "
-            "Only unquantised float32, bfloat16 and float16 checkpoints are supported."
+            f"config.json has experts in blocks of {block}, of which their widths, {widths[0]} and "
+            f"{widths[1]}, are no multiples: SGLang cannot load them."
         )
 
 

@@ -48,6 +48,8 @@ _DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "C64": ("complex64", 8),
 }
 SAFETENSORS_CODES: Final[Mapping[str, str]] = {name: code for code, (name, _) in _DTYPES.items()}
+ITEM_BYTES: Final[Mapping[str, int]] = dict(_DTYPES.values())
+"""Of one element, by torch's word for its dtype."""
 
 # What torch.save writes: a zip archive, or a bare pickle of protocol 2 to 5.
 _PICKLE_MAGICS = (b"PK\x03\x04", b"PK\x05\x06", *(bytes((0x80, p)) for p in range(2, 6)))

@@ -13,6 +13,7 @@ from sgl_esft.memory.report import (
     ExpertTiers,
     KvMemory,
     LayerMemory,
+    LoraMemory,
     PoolMemory,
     layer_memory,
 )
@@ -29,6 +30,7 @@ def measure_device(
     device: torch.device,
     kv: KvMemory | None,
     tiers: ExpertTiers | None = None,
+    lora: LoraMemory | None = None,
 ) -> DeviceMemory:
     """Everything GET /v1/memory says of this rank."""
     arena = expert_tensor.arena_of(device)
@@ -42,14 +44,14 @@ def measure_device(
         kv=kv,
         layers=tuple(_layer_memory(layer) for layer in plane.layers.values()),
         tiers=tiers,
+        lora=lora,
     )
 
 
 def _layer_memory(layer: WovenLayer) -> LayerMemory:
-    slot_bytes = layer.w13[0].nbytes + layer.w2[0].nbytes
     usage = layer.memory.usage()
     adapters, base = layer.slots_by_adapter, layer.base_slots
-    return layer_memory(layer.layer_id, layer.layout, slot_bytes, usage, adapters, base)
+    return layer_memory(layer.layer_id, layer.layout, layer.slot_bytes, usage, adapters, base)
 
 
 def _pool_memory(arena: ExpertArena) -> PoolMemory:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.formats.model_spec import DTYPE_BYTES, MoeSpec, read_moe_spec
+from sgl_esft.formats.model_spec import DTYPE_BYTES, PROJS, MoeSpec, read_moe_spec
 from sgl_esft.formats.strict_json import read_object
 
 Config = Mapping[str, object]
@@ -45,11 +45,12 @@ class ModelSizes:
             _embeddings(config, spec)
             + spec.num_layers * (attention + 2 * spec.hidden_size)
             + (spec.num_layers - num_moe) * _dense_mlp(config, spec)
-            + num_moe * _moe_block(config, spec)
+            + num_moe * _moe_trunk(config, spec)
         )
+        routed_bytes = num_moe * spec.num_experts * spec.expert_bytes
         return cls(
             spec=spec,
-            total_bytes=elements * DTYPE_BYTES[spec.dtype],
+            total_bytes=elements * DTYPE_BYTES[spec.dtype] + routed_bytes,
             kv_elements_per_token=spec.num_layers * kv_elements,
             vocab_size=_int(config, "vocab_size"),
             experts_per_token=_int(config, "num_experts_per_tok"),
@@ -69,9 +70,14 @@ class ModelSizes:
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
-        """One expert in the two tensors of a layer: w13 (gate and up together) and w2."""
-        w2 = self.spec.expert_bytes // 3
-        return (2 * w2, w2)
+        """One expert in the two large tensors of a layer: w13 (gate and up together) and w2."""
+        gate, up, down = (self.spec.expert_parts(proj)[0].num_bytes for proj in PROJS)
+        return (gate + up, down)
+
+    @property
+    def scale_bytes(self) -> int:
+        """One expert's scales, which have memory for every slot; 0 where nothing is quantised."""
+        return self.spec.expert_bytes - sum(self.slot_bytes)
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None) -> int:
         """Bytes of one token's KV cache in all layers; None means the checkpoint's dtype."""
@@ -155,18 +161,17 @@ def _dense_mlp(config: Config, spec: MoeSpec) -> int:
     return 3 * spec.hidden_size * _int(config, "intermediate_size")
 
 
-def _moe_block(config: Config, spec: MoeSpec) -> int:
-    """Routed experts, router and shared experts of one MoE layer."""
+def _moe_trunk(config: Config, spec: MoeSpec) -> int:
+    """Router and shared experts of one MoE layer."""
     hidden = spec.hidden_size
-    routed = spec.num_experts * 3 * hidden * spec.expert_intermediate_size
     router = spec.num_experts * (hidden + (config.get("topk_method") == "noaux_tc"))
     if spec.architecture.startswith("Deepseek"):
         width = _int(config, "n_shared_experts", 0) * spec.expert_intermediate_size
-        return routed + router + 3 * hidden * width
+        return router + 3 * hidden * width
     if spec.architecture == "Qwen2MoeForCausalLM":
         width = _int(config, "shared_expert_intermediate_size")
-        return routed + router + 3 * hidden * width + hidden  # the last: the gate of it
-    return routed + router
+        return router + 3 * hidden * width + hidden  # the last: the gate of it
+    return router
 
 
 def _int(config: Config, key: str, default: int | None = None) -> int:

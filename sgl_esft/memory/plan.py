@@ -88,6 +88,7 @@ class MemoryPlan:
                 "total_bytes": self.sizes.total_bytes,
                 "routed_bytes": self.sizes.routed_bytes,
                 "expert_bytes": spec.expert_bytes,
+                "scheme": None if spec.scheme is None else spec.scheme.label,
                 "num_moe_layers": len(spec.moe_layer_ids),
                 "kv_bytes_per_token": self.kv_bytes_per_token,
             },
@@ -118,7 +119,7 @@ class MemoryPlan:
         yield (
             f"model     {sizes.spec.architecture}: {gigabytes(sizes.total_bytes)}, "
             f"{gigabytes(sizes.routed_bytes)} of it in {layers} layers of "
-            f"{sizes.spec.num_experts} routed experts"
+            f"{sizes.spec.num_experts} routed experts{_quantised(sizes)}"
         )
         yield (
             f"device    {gigabytes(device.memory_bytes)} x {device.memory_fraction:g}, less "
@@ -174,9 +175,7 @@ def expert_usage(
         max_experts_per_adapter=slots,
     )
     layers = [
-        _layer_usage(
-            layout, sizes.slot_bytes, [s.experts.get(layer, 0) for s in shapes], page_bytes
-        )
+        _layer_usage(layout, sizes, [s.experts.get(layer, 0) for s in shapes], page_bytes)
         for layer in spec.moe_layer_ids
     ]
     return SlotUsage(
@@ -188,14 +187,16 @@ def expert_usage(
 
 
 def _layer_usage(
-    layout: SlotLayout, slot_bytes: Sequence[int], counts: Sequence[int], page_bytes: int
+    layout: SlotLayout, sizes: ModelSizes, counts: Sequence[int], page_bytes: int
 ) -> SlotUsage:
     """One layer by itself: layers share no page, and so no device's worth of pages is ever held."""
+    slot_bytes = sizes.slot_bytes
     capacity = sum(-(-layout.num_slots * size // page_bytes) for size in slot_bytes) * page_bytes
     backend = sgl_vmm.open_backend(
         "host", page_bytes=page_bytes, capacity_bytes=capacity, populate=False
     )
     layer = ExpertArena(backend, page_bytes, None).make_layer(layout.num_slots, slot_bytes)
+    layer.padded_slot_bytes = sizes.scale_bytes
     layer.map(range(layout.num_base))
     for adapter_slot, count in enumerate(counts):
         if count:
@@ -240,6 +241,11 @@ def _plan_row(
             sizes.trunk_bytes + usage.mapped_bytes, usage.mapped_bytes / usage.used_bytes
         ),
     )
+
+
+def _quantised(sizes: ModelSizes) -> str:
+    scheme = sizes.spec.scheme
+    return "" if scheme is None else f", quantised as {scheme.label}"
 
 
 def _cells(way: Footprint) -> str:

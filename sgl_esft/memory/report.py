@@ -105,6 +105,15 @@ class ExpertTiers:
     stall_s: Annotated[float, msgspec.Meta(ge=0)]  # nothing could be computed
 
 
+@dataclass(frozen=True)
+class LoraMemory:
+    """LoRA adapters' matrices on one device; its slots are memory from the start."""
+
+    num_slots: Positive  # one more holds zeros, for requests without LoRA
+    slot_bytes: Count
+    adapters: Mapping[str, Count]  # adapter name -> LoRA slot, of those on the device
+
+
 # What follows from a device's other numbers, told too.
 _DERIVED: Final = (
     "mapped_bytes",
@@ -131,6 +140,7 @@ class DeviceMemory:
     kv: KvMemory | None
     layers: tuple[LayerMemory, ...]
     tiers: ExpertTiers | None = None  # None = every expert is on the device
+    lora: LoraMemory | None = None  # None = the server takes no LoRA adapters
 
     @property
     def mapped_bytes(self) -> int:

@@ -10,22 +10,17 @@ what is left alone is the same in the base and in a checkpoint that an adapter w
 
 from __future__ import annotations
 
-import errno
-import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import torch
 
-from sgl_esft.byte_size import gigabytes
-from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.formats.checkpoint import (
     INDEX_NAME,
     Checkpoint,
@@ -36,23 +31,21 @@ from sgl_esft.formats.checkpoint import (
     new_folder,
     open_checkpoint,
 )
-from sgl_esft.formats.expert_scheme import (
-    ExpertScheme,
-    choose_scheme,
-    read_scheme,
-    settings_of,
-    unquantised_linears,
-)
+from sgl_esft.formats.expert_scheme import ExpertPart, ExpertScheme, read_scheme
 from sgl_esft.formats.model_spec import ExpertTensorKey, expert_keys
-from sgl_esft.formats.safetensors_header import SAFETENSORS_CODES
 from sgl_esft.formats.strict_json import read_object
 from sgl_esft.quant.rounding import quantise
+from sgl_esft.quant.scheme_settings import choose_scheme, settings_of, unquantised_linears
+from sgl_esft.quant.tensor_file import (
+    check_room,
+    file_header,
+    raw_bytes,
+    told_of_room,
+    write_json,
+)
 
 FILE_BYTES: Final = 4_000_000_000
 """The most tensor bytes in one file, but for a tensor that is larger by itself."""
-
-_HEADER_ALIGNMENT: Final = 8
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 OnProgress = Callable[[int, int], None]
 """Bytes of tensors written so far, and in all."""
@@ -68,34 +61,16 @@ class QuantisedCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """One tensor to write; `suffix` as in `ExpertPart`, empty for one that is copied."""
-
-    name: str
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def item_bytes(self) -> int:
-        return int(getattr(torch, self.dtype).itemsize)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.item_bytes
-
-
-@dataclass(frozen=True)
 class _Job:
     """One tensor of the base, and what becomes of it; `key` is None for one that is copied."""
 
     source: str
     key: ExpertTensorKey | None
-    tensors: tuple[_Tensor, ...]
+    tensors: Mapping[str, ExpertPart]  # by name
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return sum(part.num_bytes for part in self.tensors.values())
 
 
 def quantise_checkpoint(
@@ -119,31 +94,29 @@ def quantise_checkpoint(
     scheme = choose_scheme(scheme_name, base.spec, config)
     jobs = _jobs(base, scheme)
     num_bytes = sum(job.num_bytes for job in jobs)
-    _check_room(out_dir, num_bytes)
+    check_room(out_dir, num_bytes)
     writer = _Writer(base, scheme, num_bytes, on_progress)
-    with _told_of_room(out_dir, num_bytes), new_folder(out_dir) as folder:
+    with told_of_room(out_dir, num_bytes), new_folder(out_dir) as folder:
         for file in companions(base_dir, keeps_index=False):
             shutil.copyfile(file, folder / file.name)
         writer.write(folder, jobs)
         settings = settings_of(scheme, unquantised_linears(_linears(base)))
-        _write_json(folder / "config.json", {**config, "quantization_config": settings})
+        write_json(folder / "config.json", {**config, "quantization_config": settings})
     base_bytes = sum(tensor.info.num_bytes for tensor in base.tensors.values())
     return QuantisedCheckpoint(scheme, base_bytes, num_bytes)
 
 
 def _jobs(base: Checkpoint, scheme: ExpertScheme) -> list[_Job]:
     """In the order in which the base's tensors lie in its files."""
-    spec = base.spec
+    spec = replace(base.spec, scheme=scheme)
     routed = {spec.expert_tensor_name(*key): key for key in expert_keys(all_experts(spec))}
     jobs = []
     for name, tensor in sorted(base.tensors.items(), key=lambda item: _place(item[1])):
         key, info = routed.get(name), tensor.info
         if key is None:
-            tensors: tuple[_Tensor, ...] = (_Tensor(name, "", info.dtype, info.shape),)
+            tensors = {name: ExpertPart("", info.dtype, info.shape)}
         else:
-            stem = name.removesuffix("weight")
-            parts = scheme.parts(spec.expert_tensor_shape(key[2]))
-            tensors = tuple(_Tensor(stem + p.suffix, p.suffix, p.dtype, p.shape) for p in parts)
+            tensors = {spec.expert_part_name(key, p): p for p in spec.expert_parts(key[2])}
         jobs.append(_Job(name, key, tensors))
     return jobs
 
@@ -180,13 +153,13 @@ class _Writer:
         weight_map: dict[str, str] = {}
         for number, content in enumerate(files, 1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors"
-            weight_map |= {tensor.name: name for job in content for tensor in job.tensors}
+            weight_map |= {tensor: name for job in content for tensor in job.tensors}
             self._write_file(folder / name, content)
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
-        _write_json(folder / INDEX_NAME, index)
+        write_json(folder / INDEX_NAME, index)
 
     def _write_file(self, path: Path, jobs: Sequence[_Job]) -> None:
-        header, places = _header(jobs)
+        header, places = file_header({n: t for job in jobs for n, t in job.tensors.items()})
         with path.open("xb") as stream:
             stream.write(header)
             for job in jobs:
@@ -202,9 +175,9 @@ class _Writer:
             copy_to(self._base.tensors[job.source], stream)
             return
         parts = self._quantised(job.source, job.key)
-        for tensor in job.tensors:
-            stream.seek(places[tensor.name])
-            stream.write(parts[tensor.suffix].flatten().view(torch.uint8).numpy().data)
+        for name, part in job.tensors.items():
+            stream.seek(places[name])
+            stream.write(raw_bytes(parts[part.suffix]))
 
     def _quantised(self, name: str, key: ExpertTensorKey) -> dict[str, torch.Tensor]:
         layer, expert, proj = key
@@ -212,30 +185,6 @@ class _Writer:
         if partner is not None:
             other = _load(self._base, self._base.spec.expert_tensor_name(layer, expert, partner))
         return quantise(_load(self._base, name), self._scheme, other, f"tensor {name}")
-
-
-def _header(jobs: Sequence[_Job]) -> tuple[bytes, dict[str, int]]:
-    """A file's first bytes, and where each tensor begins.
-
-    Wider types come first: torch can map a tensor in place only where its type is aligned.
-    """
-    tensors = [tensor for job in jobs for tensor in job.tensors]
-    tensors.sort(key=lambda tensor: -tensor.item_bytes)
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts: dict[str, int] = {}
-    end = 0
-    for tensor in tensors:
-        starts[tensor.name] = end
-        end += tensor.num_bytes
-        entries[tensor.name] = {
-            "dtype": SAFETENSORS_CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[tensor.name], end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 def _load(base: Checkpoint, name: str) -> torch.Tensor:
@@ -257,32 +206,3 @@ def _linears(base: Checkpoint) -> set[str]:
             if is_decoder and len(tensor.info.shape) == 2 and ".experts." not in module:
                 found.add(module.removesuffix(".weight"))
     return found
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _check_room(out_dir: Path, num_bytes: int) -> None:
-    # Told at once, and not after most of it was written.
-    parent = next(each for each in out_dir.absolute().parents if each.exists())
-    num_free = shutil.disk_usage(parent).free
-    if num_bytes > num_free:
-        raise _no_room(out_dir, num_bytes, f"{gigabytes(num_free)} are free in {parent}")
-
-
-@contextmanager
-def _told_of_room(out_dir: Path, num_bytes: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            reason = f"the system says: {error.strerror}"
-            raise _no_room(out_dir, num_bytes, reason) from error
-        raise
-
-
-def _no_room(out_dir: Path, num_bytes: int, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{out_dir} needs {gigabytes(num_bytes)}, but {reason}. Name an --out with more room."
-    )

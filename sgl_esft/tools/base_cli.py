@@ -2,6 +2,7 @@
 
 cli.py -> [run_pack]     -> offload/pack.py -> packed file, which a server reads without a copy
        -> [run_quantise] -> quant/write.py  -> checkpoint with its routed experts in fewer bits
+                         -> quant/adapter_copy.py -> with --adapter: an adapter, as its base is
 How far they are is said on stderr, by [ProgressLine].
 """
 
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from sgl_esft.byte_size import gigabytes
+from sgl_esft.formats.adapter_paths import resolve_adapter_path
 from sgl_esft.formats.expert_scheme import SCHEME_NAMES
+from sgl_esft.formats.manifest import read_manifest
+from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.offload.pack import PACKED_NAME, pack_experts
 
 _EXIT_OK: Final = 0
@@ -57,13 +61,24 @@ def run_pack(arguments: argparse.Namespace) -> int:
 
 def configure_quantise(parser: argparse.ArgumentParser) -> None:
     """Arguments of `sgl-esft quantise`."""
-    parser.add_argument("base", type=Path, metavar="BASE", help="base checkpoint, unquantised")
     parser.add_argument(
+        "base",
+        type=Path,
+        metavar="BASE",
+        help="base checkpoint: unquantised with --to, quantised with --adapter",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--to",
         choices=SCHEME_NAMES,
-        required=True,
         help="int8: a scale a row; fp8: a scale a 128x128 block; fp8-tensor: one scale; int4: a "
         "scale for up to 128 values",
+    )
+    what.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="DIR",
+        help="quantise this adapter instead, as BASE is: to be served without a copy",
     )
     parser.add_argument(
         "--out",
@@ -76,13 +91,15 @@ def configure_quantise(parser: argparse.ArgumentParser) -> None:
 
 def run_quantise(arguments: argparse.Namespace) -> int:
     """Quantise, show how far it is, and say what was written."""
+    progress = ProgressLine(
+        sys.stderr, "quantised", lambda done, every: f"{gigabytes(done)} of {gigabytes(every)}"
+    )
+    if arguments.adapter is not None:
+        return _quantise_adapter(arguments, progress)
     # Here, so that no other command waits for torch.
     from sgl_esft.quant.write import quantise_checkpoint
 
     out: Path = arguments.out
-    progress = ProgressLine(
-        sys.stderr, "quantised", lambda done, every: f"{gigabytes(done)} of {gigabytes(every)}"
-    )
     try:
         written = quantise_checkpoint(arguments.base, arguments.to, out, progress.show)
     finally:
@@ -93,6 +110,29 @@ def run_quantise(arguments: argparse.Namespace) -> int:
     )
     if written.scheme.name in _FLAGS:
         print(f"serve it with {_FLAGS[written.scheme.name]}")
+    return _EXIT_OK
+
+
+def _quantise_adapter(arguments: argparse.Namespace, progress: ProgressLine) -> int:
+    from sgl_esft.quant.adapter_copy import quantise_adapter
+
+    spec = read_moe_spec(arguments.base)
+    manifest = read_manifest(resolve_adapter_path(str(arguments.adapter), None), spec)
+    num_read = 0
+
+    def on_read(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+        progress.show(num_read, manifest.num_bytes)
+
+    try:
+        written = quantise_adapter(manifest, spec, arguments.out, on_read)
+    finally:
+        progress.end()
+    print(
+        f"wrote {gigabytes(written.num_bytes)} to {arguments.out}: the adapter's "
+        f"{gigabytes(manifest.num_bytes)} quantised as the base's experts are"
+    )
     return _EXIT_OK
 
 

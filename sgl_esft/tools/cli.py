@@ -296,9 +296,9 @@ _COMMANDS: Final = (
     ),
     Subcommand(
         "quantise",
-        "write a base with its routed experts in int8, fp8 or int4",
-        "Write a checkpoint that plain SGLang reads on an accelerator, its routed experts in fewer "
-        "bits and all else as it is. All or nothing, with progress. Weaving refuses it so far.",
+        "write a base, or an adapter, with its routed experts in int8, fp8 or int4",
+        "Write a checkpoint whose routed experts have fewer bits, and all else as it is. With "
+        "--adapter, write an adapter in the scheme of such a base. All or nothing, with progress.",
         base_cli.configure_quantise,
         base_cli.run_quantise,
     ),

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE, DEFAULT_READ_THREADS
+from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE, DEFAULT_READ_THREADS, STORE_BY
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.tools import server_client
 
@@ -80,6 +80,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "--prefetch-distance", type=int, default=DEFAULT_PREFETCH_DISTANCE, metavar="D"
     )
     parser.add_argument("--expert-map-memory", metavar="SIZE", help="default: 64MiB")
+    parser.add_argument("--store-by", choices=STORE_BY, default="all", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(report="simulate")
 

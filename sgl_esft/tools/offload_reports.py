@@ -21,7 +21,7 @@ import numpy as np
 from sgl_esft.byte_size import gigabytes, parse_bytes
 from sgl_esft.config import DEFAULT_MAP_STORE_BYTES
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_esft.formats.model_spec import read_moe_spec, refuse_quantised
 from sgl_esft.formats.strict_json import read_object
 from sgl_esft.offload.advise import Advice, Machine, advise, measure_machine
 from sgl_esft.offload.decisions import Decisions
@@ -31,6 +31,7 @@ from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import train
 from sgl_esft.offload.predictors.map_store import MapStore
 from sgl_esft.offload.predictors.predictor import Predictor
+from sgl_esft.offload.recall import Recall
 from sgl_esft.offload.simulate import Replayed, Timeline, belady_hits, needs_of, replay
 from sgl_esft.offload.speed import MIN_SETTINGS, SpeedPoint, StepCosts, write_speed
 from sgl_esft.offload.trace import TraceHeader, TraceStep, read_header_of, read_trace
@@ -84,7 +85,8 @@ def _predictor(
         store = MapStore(
             header.num_layers, header.num_experts, header.embedding_size, distance, num_bytes
         )
-        return FineMoEPredictor(store, header.top_k, distance)
+        by_adapter = arguments.store_by == "adapter"
+        return FineMoEPredictor(store, header.top_k, distance, by_adapter=by_adapter)
     if policy.predictor == "request-counts":
         return RequestCountsPredictor(
             header.num_layers, header.num_experts, header.top_k, reach=distance
@@ -116,8 +118,23 @@ def _as_json(name: str, cache: int, found: Replayed, best: dict[int, float]) -> 
         "num_steps": found.num_steps,
         "num_tokens": found.num_tokens,
         "stall_layers": found.stall_layers,
+        "recall": _recall_rows(found.recall),
         "belady_hit_rate": best[cache],
     }
+
+
+def _recall_rows(recall: Recall) -> list[dict[str, float]]:
+    """By MoE layer, from 0, and distance."""
+    return [
+        {
+            "layer": layer,
+            "distance": distance,
+            "num_asked": recall.num_asked[layer],
+            **asdict(row),
+            "recall": row.recall(recall.num_asked[layer]),
+        }
+        for (layer, distance), row in sorted(recall.rows.items())
+    ]
 
 
 def train_lines(arguments: argparse.Namespace) -> Iterator[str]:
@@ -136,6 +153,7 @@ def train_lines(arguments: argparse.Namespace) -> Iterator[str]:
 def advise_lines(arguments: argparse.Namespace) -> Iterator[str]:
     """Raises ConfigError, UnsupportedModelError."""
     spec = read_moe_spec(arguments.base)
+    refuse_quantised(spec, "--expert-cache")
     top_k = read_object(arguments.base / "config.json", UnsupportedModelError).get(
         "num_experts_per_tok"
     )

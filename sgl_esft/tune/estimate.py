@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from sgl_esft.formats.adapter_config import check_ids
-from sgl_esft.formats.model_spec import DTYPE_BYTES
+from sgl_esft.formats.model_spec import DTYPE_BYTES, refuse_quantised
 from sgl_esft.memory.model_sizes import ModelSizes, read_model_sizes
 from sgl_esft.tune.run_folder import Settings
 
@@ -79,6 +79,7 @@ def plan_tuning(
 ) -> TunePlan:
     """Of a checkpoint folder or its config.json. Raises UnsupportedModelError, and as check_ids."""
     sizes = read_model_sizes(base)
+    refuse_quantised(sizes.spec, "tune")
     check_ids(experts, sizes.spec)
     expert_size = sizes.spec.expert_bytes // DTYPE_BYTES[sizes.spec.dtype]
     num_trained = expert_size * sum(map(len, experts.values()))

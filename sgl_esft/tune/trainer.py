@@ -38,7 +38,7 @@ from sgl_esft.formats.adapter_config import (
 )
 from sgl_esft.formats.checkpoint import new_folder
 from sgl_esft.formats.manifest import AdapterManifest, read_manifest
-from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_esft.formats.model_spec import read_moe_spec, refuse_quantised
 from sgl_esft.tune.base import Base, check_trainer, load_base
 from sgl_esft.tune.examples import read_examples
 from sgl_esft.tune.experts import TunedExperts, adapter_tensors, tune_only
@@ -63,6 +63,7 @@ def tune(
     """Train, write `out` and remove the checkpoints. Raises ConfigError and what reading raises."""
     check_trainer()
     spec, experts = read_moe_spec(base_dir), read_expert_config(config)
+    refuse_quantised(spec, "tune")
     check_ids(experts, spec)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder: name another --out.")

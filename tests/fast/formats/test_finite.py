@@ -17,6 +17,7 @@ from sgl_esft.formats import finite
 from sgl_esft.formats.finite import FiniteCheck, check_weights
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import DTYPE_BYTES, MoeSpec, read_moe_spec
+from sgl_esft.formats.safetensors_header import ITEM_BYTES
 from sgl_esft.weave import host_cache
 from sgl_esft.weave.moe_layer import ExpertShard
 from tests.support.adapter_factory import write_random_adapter, write_random_base
@@ -30,13 +31,20 @@ def as_bytes(values: torch.Tensor) -> bytes:
     return values.view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("dtype", [*DTYPE_BYTES, "float8_e4m3fn"])
 @given(data=st.data())
 def test_every_bit_pattern_is_told_as_torch_tells_it(dtype: str, data: st.DataObject) -> None:
-    raw = data.draw(st.binary(max_size=64).filter(lambda b: len(b) % DTYPE_BYTES[dtype] == 0))
+    raw = data.draw(st.binary(max_size=64).filter(lambda b: len(b) % ITEM_BYTES[dtype] == 0))
     values = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)) if raw else None
-    is_finite = values is None or bool(torch.isfinite(values).all())
+    is_finite = values is None or bool(torch.isfinite(values.float()).all())
     assert FiniteCheck(dtype).holds(raw) == is_finite
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+def test_integers_are_finite(dtype: str) -> None:
+    check = FiniteCheck(dtype)
+    assert check.item_bytes == ITEM_BYTES[dtype]
+    assert check.holds(b"\xff" * 64)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

@@ -89,7 +89,8 @@ def test_an_error_begins_a_line(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("base", "--out", "out"), "required: --to"),
+        (("base", "--out", "out"), "one of the arguments --to --adapter is required"),
+        (("base", "--to", "int8", "--adapter", "a", "--out", "out"), "not allowed with argument"),
         (("base", "--to", "int8"), "required: --out"),
         (("--to", "int8", "--out", "out"), "required: BASE"),
         (("base", "--to", "int2", "--out", "out"), "argument --to: invalid choice: 'int2'"),

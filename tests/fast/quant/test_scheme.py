@@ -12,12 +12,10 @@ from sgl_esft.formats.expert_scheme import (
     SCHEME_NAMES,
     ExpertPart,
     ExpertScheme,
-    choose_scheme,
     read_scheme,
-    settings_of,
-    unquantised_linears,
 )
 from sgl_esft.formats.model_spec import MoeSpec, Proj
+from sgl_esft.quant.scheme_settings import choose_scheme, settings_of, unquantised_linears
 
 INT8 = ExpertScheme("int8", 1, 0)
 FP8 = ExpertScheme("fp8", 128, 128)

@@ -22,12 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.checkpoint import all_experts, open_checkpoint
-from sgl_esft.formats.expert_scheme import SCHEME_NAMES, choose_scheme, read_scheme
+from sgl_esft.formats.expert_scheme import SCHEME_NAMES, read_scheme
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
 from sgl_esft.formats.safetensors_header import read_header
-from sgl_esft.quant import write
+from sgl_esft.quant import tensor_file, write
 from sgl_esft.quant.rounding import Parts, quantise, quantise_expert
+from sgl_esft.quant.scheme_settings import choose_scheme
 from sgl_esft.quant.write import quantise_checkpoint
 from sgl_esft.tools.merge import merge_adapter
 from tests.support.adapter_factory import (
@@ -391,7 +392,7 @@ def assert_refused(
 
 def test_no_room(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told before anything is written."""
-    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: Usage(1, 1, 1000))
+    monkeypatch.setattr(tensor_file.shutil, "disk_usage", lambda _: Usage(1, 1, 1000))
     monkeypatch.setattr(write, "new_folder", None)
     message = r"out needs .* MB, but 0.00 MB are free in .*Name an --out with more room"
     base = made / DEEPSEEK / "base"

@@ -58,9 +58,11 @@ def test_inspect_json(base: Path, adapter: Path, capsys: Capture) -> None:
     assert main(["inspect", str(adapter), "--base", str(base), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == {
+        "kind": "esft",
         "path": str(adapter.resolve()),
         "base": str(base),
         "dtype": "float32",
+        "scheme": None,
         "num_bytes": 4 * 3 * MOE_WIDTH * 128 * 4,
         "num_experts": 4,
         "num_moe_layers": 3,

@@ -24,7 +24,14 @@ from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.simulate import replay
 from sgl_esft.offload.speed import fit, read_points
-from sgl_esft.offload.trace import TraceHeader, TraceStep, TraceWriter, read_header_of, read_trace
+from sgl_esft.offload.trace import (
+    SlotChange,
+    TraceHeader,
+    TraceStep,
+    TraceWriter,
+    read_header_of,
+    read_trace,
+)
 from sgl_esft.tools import decode_windows
 from sgl_esft.tools.cli import EXIT_OK, EXIT_USER, main
 from tests.support import memory_reports
@@ -63,8 +70,47 @@ def test_simulate_says_what_a_replay_counts(trace: Path, capsys: pytest.CaptureF
     assert rows["lru", 4]["num_hits"] == expected.num_hits
     assert rows["finemoe", 4]["num_useful"] > 0
     assert rows["finemoe", 4]["stall_layers"] < rows["lru", 4]["stall_layers"]
+    assert rows["lru", 4]["recall"] == []
+    recall = {(each["layer"], each["distance"]): each for each in rows["finemoe", 4]["recall"]}
+    assert set(recall) == {(0, 1), (1, 2), (2, 3)}, "--prefetch-distance 3: by the embedding"
+    for each in recall.values():
+        assert each["recall"] == each["num_found"] / each["num_asked"] > 0.9
     best = rows["lru", 4]["belady_hit_rate"]
     assert rows["lru", 4]["num_hits"] / rows["lru", 4]["num_asked"] <= best
+
+
+def test_simulate_keeps_maps_by_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture, root: Path
+) -> None:
+    """Two adapters whose tokens begin alike and go on differently, one after the other."""
+    argv = ["offload", "simulate", "--cache", "4", "--policy", "finemoe", "--json"]
+    maps = np.broadcast_to(np.arange(8), (3, 3, 8))
+    found = {}
+    for owners in ((7, 5), ()):
+        folder = tmp_path / f"trace-{len(owners)}"
+        writer = TraceWriter(folder, HEADER, 1 << 30)
+        writer.add(SlotChange(maps, (), owners))
+        for number in range(60):
+            slot = number % 2
+            ids = np.array([[[0, 1]], [[2 + 2 * slot, 3 + 2 * slot]], [[2 * slot, 7]]])
+            probs = np.full((3, 1, 8), 0.01, np.float32)
+            np.put_along_axis(probs, ids, 0.47, axis=2)
+            one = np.zeros((1, 64), np.float32)
+            writer.add(TraceStep((slot,), np.array([slot]), ids, probs, one))
+        writer.flush()
+        for by in ("all", "adapter"):
+            code = main([*argv, str(folder), "--store-by", by, "--prefetch-distance", "1"])
+            said = capsys.readouterr()
+            found[by, owners] = (code, said.out if code == EXIT_OK else said.err)
+    assert found["adapter", ()][0] == EXIT_USER
+    assert "record the trace again" in found["adapter", ()][1]
+    recall = {
+        by: next(row["recall"] for row in json.loads(text)[0]["recall"] if row["layer"] == 1)
+        for (by, owners), (code, text) in found.items()
+        if owners
+    }
+    assert recall["all"] < 0.6
+    assert recall["adapter"] > 0.9
 
 
 def test_simulate_prints_a_table(trace: Path, capsys: pytest.CaptureFixture) -> None:

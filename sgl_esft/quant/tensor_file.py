@@ -1,0 +1,83 @@
+"""Safetensors files whose header is known before their tensors are: what is common to writers.
+
+write.py, adapter_copy.py -> [file_header] -> header, then each tensor at its place
+                          -> [told_of_room] -> ConfigError where a disk is full
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from sgl_esft.byte_size import gigabytes
+from sgl_esft.errors import ConfigError
+from sgl_esft.formats.expert_scheme import ExpertPart
+from sgl_esft.formats.safetensors_header import ITEM_BYTES, SAFETENSORS_CODES
+
+_HEADER_ALIGNMENT: Final = 8
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def file_header(tensors: Mapping[str, ExpertPart]) -> tuple[bytes, dict[str, int]]:
+    """A file's first bytes, and where each tensor begins, by name.
+
+    Wider types come first: torch can map a tensor in place only where its type is aligned.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, part in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]):
+        starts[name] = end
+        end += part.num_bytes
+        entries[name] = {
+            "dtype": SAFETENSORS_CODES[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor as a file holds it."""
+    return memoryview(tensor.flatten().view(torch.uint8).numpy().data)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Indented, as Hugging Face writes a checkpoint's."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def check_room(out_dir: Path, num_bytes: int) -> None:
+    """Raises ConfigError if there is not so much: told at once, not after most was written."""
+    parent = next(each for each in out_dir.absolute().parents if each.exists())
+    num_free = shutil.disk_usage(parent).free
+    if num_bytes > num_free:
+        raise _no_room(out_dir, num_bytes, f"{gigabytes(num_free)} are free in {parent}")
+
+
+@contextmanager
+def told_of_room(out_dir: Path, num_bytes: int) -> Iterator[None]:
+    """Turns an OSError of a full disk into ConfigError; others pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            reason = f"the system says: {error.strerror}"
+            raise _no_room(out_dir, num_bytes, reason) from error
+        raise
+
+
+def _no_room(out_dir: Path, num_bytes: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{out_dir} needs {gigabytes(num_bytes)}, but {reason}. Name an --out with more room."
+    )
