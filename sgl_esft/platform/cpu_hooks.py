@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import zmq
 
+from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.platform import device_memory
+from sgl_esft.platform.quantised_moe import pack_int4
 
+_FP8 = torch.float8_e4m3fn
 DP_CONTROLLER_POLL_MS = 1000  # the longest the controller sleeps; its watchdog wants more often
 
 
@@ -41,6 +44,63 @@ def add_gated_shared_expert(
     """
     gate = torch.sigmoid(hidden_states.float() @ gate_weight.float().reshape(-1, 1))
     final_hidden_states.copy_(gate * shared_output.float() + final_hidden_states.float())
+
+
+def forward_quantised(method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Experts of a quantisation method on this platform, in the core of the layer's runner."""
+    runner = method.runner
+    weights = method.get_triton_quant_info(layer)
+    return runner.runner_core.run_from_dispatch(dispatch_output, weights, runner.config)
+
+
+def quantise_fp8(
+    input: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    num_token_padding: int | None = None,
+    use_per_token_if_dynamic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [out, in] with a known scale, as SGLang's kernel rounds them: times its reciprocal,
+    in float32, and what is too large becomes the largest. Raises UnsupportedModelError.
+    """
+    if scale is None or num_token_padding is not None:
+        raise UnsupportedModelError(
+            "the CPU platform rounds nothing to fp8 while it serves: use a checkpoint whose "
+            "experts are in fp8, with dynamic activations (sgl-esft quantise --to fp8-tensor)"
+        )
+    largest = torch.finfo(_FP8).max
+    values = input.float() * scale.float().reciprocal()
+    return values.clamp_(-largest, largest).to(_FP8), scale
+
+
+def pack_loaded_experts(_: None, method: Any, layer: Any) -> None:
+    """The base's int4 experts, each in its place; what lies behind them may have no memory."""
+    layout = getattr(layer, "esft_layout", None)
+    for numbers, scales in (
+        (layer.w13_qweight.data, layer.w13_scales.data),
+        (layer.w2_qweight.data, layer.w2_scales.data),
+    ):
+        for row in range(len(numbers) if layout is None else layout.num_base):
+            numbers[row].copy_(pack_int4(numbers[row], scales[row]))
+
+
+def refuse_other_quantisation(model_config: Any, load_config: Any) -> None:
+    """Before SGLang reads how a checkpoint is quantised. Raises UnsupportedModelError."""
+    from sgl_esft.platform import quantised_layers
+
+    if model_config.quantization is not None:
+        quantised_layers.check_quantisation(model_config.quantization)
+
+
+def refuse_quantised_layers(
+    model: torch.nn.Module, model_config: Any, load_config: Any, quant_config: Any = None
+) -> None:
+    """Before weights are loaded into what nothing here computes. Raises UnsupportedModelError."""
+    from sgl_esft.platform import quantised_layers
+
+    for name, module in model.named_modules() if quant_config is not None else ():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            quantised_layers.check_method(name, method)
 
 
 def available_memory(

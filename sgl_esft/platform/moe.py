@@ -1,15 +1,17 @@
 """The MoE layer of the CPU reference platform: visit only the experts a batch touches.
 
-    topk_ids -> rows grouped by slot -> two matmuls for each touched slot -> weighted sum
+    topk_ids -> rows grouped by slot -> [Experts.compute] for each touched slot -> weighted sum
 
 It finds an expert by its row in the weight, so an adapter's slot is an expert
 like any other, and it skips id -1 (another rank's expert, or a padding row).
+Experts that are quantised: quantised_moe.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -27,6 +29,28 @@ def in_place(slots: Sequence[int]) -> Iterable[tuple[int, int]]:
     return ((slot, slot) for slot in slots)
 
 
+class Experts(Protocol):
+    """One layer's experts on this rank, each in a row of its tensors."""
+
+    def compute(self, x: torch.Tensor, row: int) -> torch.Tensor:
+        """The expert in this row, of x [n, H], contiguous: [n, H] in the dtype of x."""
+
+
+@dataclass(frozen=True)
+class PlainExperts:
+    """Experts without quantisation, in the dtype of their input.
+
+    w13 [num_rows, 2I, H], gate rows, then up rows; w2 [num_rows, H, I].
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    def compute(self, x: torch.Tensor, row: int) -> torch.Tensor:
+        gate, up = F.linear(x, self.w13[row]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.w2[row])
+
+
 def moe_forward(
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
@@ -35,10 +59,23 @@ def moe_forward(
     topk_ids: torch.Tensor,
     arrivals: Arrivals = in_place,
 ) -> torch.Tensor:
+    """`weighted_sum` over experts without quantisation: w13 [num_rows, 2I, H] (gate rows, then up
+    rows), w2 [num_rows, H, I].
+    """
+    experts = PlainExperts(w13, w2)
+    return weighted_sum(hidden_states, experts, topk_weights, topk_ids, arrivals)
+
+
+def weighted_sum(
+    hidden_states: torch.Tensor,
+    experts: Experts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    arrivals: Arrivals = in_place,
+) -> torch.Tensor:
     """Sum over k of ``topk_weights[t, k] * expert[topk_ids[t, k]](hidden_states[t])``.
 
-    hidden_states [num_tokens, H]; w13 [num_rows, 2I, H] (gate rows, then up rows);
-    w2 [num_rows, H, I]; topk_weights, topk_ids [num_tokens, k], id -1 = skip.
+    hidden_states [num_tokens, H]; topk_weights, topk_ids [num_tokens, k], id -1 = skip.
     Returns [num_tokens, H] in the dtype of hidden_states. The order of a token's
     sum is the order of its k, whatever the slots' numbers are and whenever they arrive, so moving
     an expert to another slot leaves every bit as it was. A token with an expert that FAILED is NaN:
@@ -51,24 +88,20 @@ def moe_forward(
     slots, counts = flat_ids[order].unique_consecutive(return_counts=True)
     pairs = dict(zip(slots.tolist(), order.split(counts.tolist()), strict=True))
     pairs.pop(-1, None)
+    compute = experts.compute
     for slot, row in arrivals(list(pairs)):
         of_slot = pairs[slot]
         if row == FAILED:
             expert_out[of_slot] = torch.nan
         else:
-            expert_out[of_slot] = _expert(hidden_states[of_slot // top_k], w13[row], w2[row])
+            expert_out[of_slot] = compute(hidden_states[of_slot // top_k], row)
     by_token = expert_out.view(num_tokens, top_k, hidden_states.shape[1])
     weighted = by_token.to(topk_weights.dtype)
     return (weighted * topk_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
 
-def _expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    gate, up = F.linear(x, w13).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, w2)
-
-
 def check_runner_config(config: object) -> None:
-    """Refuse what `moe_forward` does not compute. Raises UnsupportedModelError."""
+    """Refuse what no `Experts` computes. Raises UnsupportedModelError."""
     activation = getattr(config, "activation", "silu")
     if activation != "silu" or getattr(config, "gemm1_alpha", None) is not None:
         raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
     model runner imported -> CpuReferencePlatform.init_backend -> [register]
     FusedMoE -> dispatch -> [forward_experts] -> the layer's runner core -> moe.py -> combine
+      quantised: cpu_hooks.py, forward_quantised, for the methods in quantised_layers.py
 
 SGLang's path for a CPU never asks the MoE runner: it calls its native MoE, which fails on expert
 id -1 and sizes itself by the layer. `forward_experts` asks the runner as the CUDA path does, so
@@ -27,7 +28,10 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 )
 
 from sgl_esft.errors import HookError
-from sgl_esft.platform import moe
+from sgl_esft.hook_ledger import leads_to
+from sgl_esft.platform import cpu_hooks, moe
+from sgl_esft.platform.quantised_layers import EXPERTS
+from sgl_esft.platform.quantised_moe import experts_of
 
 DISPATCH_KEY = "native"  # CpuReferencePlatform.get_dispatch_key_name
 # SGLang chooses the Triton runner for unquantised experts on every device but an NPU.
@@ -50,10 +54,9 @@ class CpuRunnerCore(DispatchMoeRunnerCore):
         self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
     ) -> Any:
         topk_output = dispatch_output.topk_output
-        output = moe.moe_forward(
+        output = moe.weighted_sum(
             dispatch_output.hidden_states,
-            quant_info.w13_weight,
-            quant_info.w2_weight,
+            experts_of(quant_info),
             topk_output.topk_weights,
             topk_output.topk_ids,
         )
@@ -94,8 +97,12 @@ def register() -> None:
 
 def check_registered(method: Any) -> None:
     """A layer's experts go through its runner. Raises HookError: a core there would be ignored."""
-    found = method._resolve_forward_method()
-    if getattr(found, "__func__", None) is not forward_experts:
+    if type(method) in EXPERTS:
+        is_right, found = leads_to(type(method).apply, cpu_hooks.forward_quantised), method.apply
+    else:
+        found = method._resolve_forward_method()
+        is_right = getattr(found, "__func__", None) is forward_experts
+    if not is_right:
         raise HookError(
             f"{type(method).__name__} runs {found.__qualname__} on the CPU platform, not the "
             "forward that is registered for it, so adapters would be ignored"
