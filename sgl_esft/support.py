@@ -25,5 +25,8 @@ WEAVING_DEVICES: frozenset[str] = frozenset({"cpu", "cuda", "npu"})
 # tests/fast/moe_interpreted/test_whole_experts.py.
 ELASTIC_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})
 
+# Where a base whose experts are quantised may be woven.
+QUANTISED_DEVICES: frozenset[str] = frozenset({"cpu"})
+
 # Where experts may be in tiers (--expert-cache).
 TIER_DEVICES: frozenset[str] = frozenset({"cpu"})

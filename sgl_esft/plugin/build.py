@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from sgl_esft import hook_ledger, sglang_api
+from sgl_esft import hook_ledger, platform, sglang_api
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.formats.adapter_config import kind_of
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.lifecycle.rank_command_handler import RankGroup
@@ -24,17 +25,21 @@ from sgl_esft.memory.metrics import MemoryMetrics
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics
 from sgl_esft.offload.tiered_layer import RowMemory, TieredLayer
 from sgl_esft.platform import device_memory
+from sgl_esft.platform.quantised_moe import pack_int4
 from sgl_esft.plugin import heat_hooks, runner_core
+from sgl_esft.plugin.adapter_owners import AdapterOwners
 from sgl_esft.plugin.decoded_tokens import DecodedTokens
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
+from sgl_esft.plugin.mixed_manager import manager_kind
 from sgl_esft.plugin.recording import Recorder
 from sgl_esft.plugin.tiers import Tiers, build_tiers
 from sgl_esft.support import MOE_BACKENDS
 from sgl_esft.weave import expert_tensor, page_source
 from sgl_esft.weave.adapter_pages import bound_pages
 from sgl_esft.weave.batch_tags import PADDING, BatchTags, staged
+from sgl_esft.weave.expert_parameters import parameters_of
 from sgl_esft.weave.heat import HeatSampler
-from sgl_esft.weave.moe_layer import WovenLayer
+from sgl_esft.weave.moe_layer import Pack, WovenLayer
 from sgl_esft.weave.plane import AdapterPlane
 from sgl_esft.weave.reroute import Rerouter, load_reroute
 from sgl_esft.weave.router import FusedRouter, load_router
@@ -70,10 +75,12 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     plane = AdapterPlane(
         layers, spec, config, is_resident=is_resident, max_pages=max_pages, files=tiers
     )
+    if tiers is not None and config.tiers is not None and config.tiers.store_by == "adapter":
+        tiers.owners = AdapterOwners(plane)
     publish = _publisher(plane, config, device) if sglang_api.has_metrics() else None
     if tiers is not None and publish is not None:
         tiers.when_done.append(publish)
-    manager = EsftManager(
+    manager = manager_kind(runner, config)(
         plane,
         tags,
         sglang_api.make_lora_result,
@@ -92,7 +99,8 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     recorder = _recorder(runner.model, plane, tags, spec, config)
     manager.watchers = tuple(each for each in (tiers, recorder) if each is not None)
     attach_rerouting(runner.model, layers, tags, config.reroute, manager.heat, tiers, recorder)
-    sglang_api.hide_lora_from_layers()
+    if config.lora is None:
+        sglang_api.hide_lora_from_layers()
     logger.info("weaving: %d MoE layers, %s", len(layers), config)
     return manager
 
@@ -116,7 +124,8 @@ def _adapter_pages(
     layers: dict[int, WovenLayer], spec: MoeSpec, config: EsftConfig, device: torch.device
 ) -> int | None:
     """The rank's bound on adapters' pages; makes them, where they are not made as needed."""
-    initial = (read_manifest(Path(ref.lora_path), spec) for ref in sglang_api.initial_adapters())
+    folders = (Path(ref.lora_path) for ref in sglang_api.initial_adapters())
+    initial = (read_manifest(path, spec) for path in folders if kind_of(path) == "esft")
     has_limit = device.type != "cpu" or device_memory.budget_bytes() is not None
     # Where experts are in tiers, adapters have no pages of their own.
     arena = None if config.tiers is not None else expert_tensor.arena_of(device)
@@ -145,7 +154,10 @@ def bind_layers(model: torch.nn.Module, spec: MoeSpec) -> dict[int, WovenLayer]:
     """Layer id -> woven layer, exactly the spec's MoE layers. Raises UnsupportedModelError."""
     for module in sglang_api.fused_moe_modules(model):
         _check_backend(module)
-    bound = [_kind_of(m).bind(m, _layout_of(m)) for m in sglang_api.fused_moe_modules(model)]
+        _check_scheme(module, spec)
+    pack = _pack_of(spec)
+    modules = sglang_api.fused_moe_modules(model)
+    bound = [_kind_of(module).bind(module, _layout_of(module), pack) for module in modules]
     layers = {layer.layer_id: layer for layer in bound}
     if tuple(sorted(layers)) != spec.moe_layer_ids or len(bound) != len(layers):
         raise UnsupportedModelError(
@@ -164,13 +176,38 @@ def _kind_of(fused_moe: Any) -> type[WovenLayer]:
     return WovenLayer if page_source.current() is None else SharedLayer
 
 
+def _pack_of(spec: MoeSpec) -> Pack | None:
+    """What SGLang has done with the base's numbers after loading, to be done with adapters'."""
+    is_packed = spec.scheme is not None and spec.scheme.name == "int4" and platform.is_active()
+    return pack_int4 if is_packed else None
+
+
 def _check_backend(fused_moe: Any) -> None:
     """Of the layer itself, because what `auto` becomes depends on device, model and width."""
-    device, backend = fused_moe.w13_weight.device.type, sglang_api.moe_backend(fused_moe)
+    device = next(fused_moe.parameters()).device.type
+    backend = sglang_api.moe_backend(fused_moe)
     if backend not in MOE_BACKENDS.get(device, ()):
         raise UnsupportedModelError(
             f"layer {fused_moe.layer_id} on {device} computes its experts by the MoE runner "
             f"backend {backend}, and weaving was not shown with it: use --moe-runner-backend triton"
+        )
+
+
+def _check_scheme(fused_moe: Any, spec: MoeSpec) -> None:
+    """Adapters are quantised as config.json says; the layer is what SGLang made of it."""
+    found, parameters = parameters_of(fused_moe)
+    said = None if spec.scheme is None else spec.scheme.name
+    if found != said:
+        raise UnsupportedModelError(
+            f"layer {fused_moe.layer_id}: SGLang made {found or 'unquantised'} experts, and "
+            f"config.json says {said or 'unquantised'}: leave --quantization out"
+        )
+    num_slots = _layout_of(fused_moe).num_slots
+    others = {name for name, _ in fused_moe.named_per_expert_tensors(num_slots)}
+    if unknown := others - set(parameters.names):
+        raise UnsupportedModelError(
+            f"layer {fused_moe.layer_id}: SGLang keeps {', '.join(sorted(unknown))} of every "
+            "expert, and adapters have nothing to put there"
         )
 
 
@@ -189,7 +226,7 @@ def _layout_of(fused_moe: Any) -> SlotLayout:
     if layout is None:
         raise UnsupportedModelError(
             f"MoE layer {fused_moe.layer_id} uses {type(fused_moe.quant_method).__name__}: "
-            "only unquantised experts can be woven"
+            "only unquantised experts can be woven, and those of w8a8_int8, fp8 and moe_wna16"
         )
     return layout  # type: ignore[no-any-return]
 

@@ -18,7 +18,8 @@ from sgl_esft.lifecycle.content import digest_of, remember_digest
 from sgl_esft.offload import tiered_layer
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import build
-from sgl_esft.weave import expert_tensor, moe_layer
+from sgl_esft.support import QUANTISED_DEVICES
+from sgl_esft.weave import expert_tensor, moe_layer, page_source
 
 
 def create_weights_with_adapter_slots(
@@ -49,6 +50,32 @@ def create_weights_with_adapter_slots(
         else tiered_layer.create_rows(layer, layout, config, create, available_bytes)
     )
     layer.esft_memory = memory  # type: ignore[assignment]
+
+
+def create_quantised_weights_with_adapter_slots(
+    original: Callable[..., None],
+    method: Any,
+    layer: torch.nn.Module,
+    num_experts: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """The same of experts whose numbers have scales: every row of theirs has a slot's number too.
+
+    Raises UnsupportedModelError where that was not shown.
+    """
+    name, device = type(method).__name__, torch.get_default_device().type
+    if device not in QUANTISED_DEVICES:
+        raise UnsupportedModelError(
+            f"a base whose experts are quantised ({name}) was not shown to be woven on {device}: "
+            "serve it with --no-esft, or weave the base that it was made of"
+        )
+    if required_config().tiers is not None or page_source.current() is not None:
+        raise UnsupportedModelError(
+            f"a base whose experts are quantised ({name}) was not shown with experts that move: "
+            "leave --expert-cache and --elastic out"
+        )
+    create_weights_with_adapter_slots(original, method, layer, num_experts, *args, **kwargs)
 
 
 def install_esft_manager(runner: Any) -> None:

@@ -72,6 +72,7 @@ class PaddedMemory:
     def __init__(self, num_slots: int, slot_bytes: Sequence[int]) -> None:
         self._num_slots = num_slots
         self._slot_bytes = sum(slot_bytes)
+        self.padded_slot_bytes = 0  # in tensors beside these, counted with them
         self._mapped: set[int] = set()
 
     def choose(self, region: range, count: int) -> range:
@@ -93,8 +94,9 @@ class PaddedMemory:
         return set(self._mapped)
 
     def usage(self) -> SlotUsage:
-        total = self._num_slots * self._slot_bytes
-        return SlotUsage(total, total, 0, len(self._mapped) * self._slot_bytes)
+        slot_bytes = self._slot_bytes + self.padded_slot_bytes
+        total = self._num_slots * slot_bytes
+        return SlotUsage(total, total, 0, len(self._mapped) * slot_bytes)
 
     def check_integrity(self) -> None:
         """Nothing is counted twice here."""
@@ -103,9 +105,13 @@ class PaddedMemory:
 class VirtualMemory:
     """Pages behind the mapped slots only (ExpertWeave section 4.2)."""
 
-    def __init__(self, tensors: Sequence[sgl_vmm.VirtualTensor], page_bytes: int) -> None:
+    def __init__(
+        self, tensors: Sequence[sgl_vmm.VirtualTensor], page_bytes: int, num_slots: int
+    ) -> None:
         self.tensors = tuple(tensors)
         self._page_bytes = page_bytes
+        self._num_slots = num_slots
+        self.padded_slot_bytes = 0  # in tensors beside these that have memory for every slot
 
     def choose(self, region: range, count: int) -> range:
         """The run that takes the fewest pages: edge pages shared, or starts on a page's start."""
@@ -144,11 +150,14 @@ class VirtualMemory:
 
     def usage(self) -> SlotUsage:
         states = [tensor.state() for tensor in self.tensors]
+        padding = self._num_slots * self.padded_slot_bytes
+        num_mapped = states[0].num_mapped_slots
         return SlotUsage(
-            reserved_bytes=sum(state.reserved_bytes for state in states),
-            mapped_bytes=sum(state.num_pages for state in states) * self._page_bytes,
+            reserved_bytes=sum(state.reserved_bytes for state in states) + padding,
+            mapped_bytes=sum(state.num_pages for state in states) * self._page_bytes + padding,
             shared_bytes=sum(state.num_shared_pages for state in states) * self._page_bytes,
-            used_bytes=sum(state.num_mapped_slots * state.slot_bytes for state in states),
+            used_bytes=sum(state.num_mapped_slots * state.slot_bytes for state in states)
+            + num_mapped * self.padded_slot_bytes,
         )
 
     def check_integrity(self) -> None:
@@ -186,7 +195,7 @@ class ExpertArena:
         """Reserve addresses for a layer: one tensor of `num_slots` for each of `slot_bytes`."""
         with _translated():
             tensors = [sgl_vmm.VirtualTensor(self.pool, num_slots, size) for size in slot_bytes]
-        return VirtualMemory(tensors, self.page_bytes)
+        return VirtualMemory(tensors, self.page_bytes, num_slots)
 
     @property
     def budget_bytes(self) -> int | None:

@@ -1,10 +1,11 @@
 """A MoE layer's weights as torch tensors over expert memory.
 
-    SGLang's create_weights --> [create_experts] --> parameters w13, w2 over slots
+    SGLang's create_weights --> [create_experts] --> parameters w13, w2 and their scales over slots
 
 The base's slots get their memory before SGLang loads the checkpoint, so that its
 experts are written straight into their pages. Nothing may read the other slots:
-on every device that is a fault (csrc/vmm/backend.h).
+on every device that is a fault (csrc/vmm/backend.h). Scales are padded: they are small, and hold
+NaN until somebody writes them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from sgl_esft.weave.expert_memory import (
     choose_page_bytes,
     open_arena,
 )
+from sgl_esft.weave.expert_parameters import ExpertParameters, parameters_of
 from sgl_esft.weave.slot_layout import SlotLayout
 
-WEIGHT_NAMES = ("w13_weight", "w2_weight")  # SGLang's, in the order of every per-layer tuple here
 _BACKENDS = {"cpu": "host", "cuda": "cuda", "npu": "acl"}  # torch device type -> sgl_vmm backend
 
 _arenas: dict[torch.device, ExpertArena] = {}
@@ -54,8 +55,8 @@ def create_experts(
 ) -> SlotMemory:
     """Create the layer's expert weights by `create`, then give the base's slots their memory.
 
-    `create` registers the parameters WEIGHT_NAMES [layout.num_slots, ...] on the default device.
-    `budget_bytes` bounds the pages of all layers; the first layer of a device decides it.
+    `create` registers parameters of expert_parameters.py, [layout.num_slots, ...], on the default
+    device. `budget_bytes` bounds the pages of all layers; the first layer of a device decides it.
     Raises DeviceMemoryError when the base does not fit, UnsupportedDeviceError, or
     UnsupportedModelError for a layer with parameters that we do not know.
     """
@@ -77,7 +78,10 @@ def create_mapped(
     memory: SlotMemory
     if config.expert_memory == "padded":
         create()
-        memory = PaddedMemory(num_slots, _slot_bytes(_weights(layer)))
+        _, parameters = parameters_of(layer)
+        memory = PaddedMemory(num_slots, _slot_bytes(_weights(layer, parameters)))
+        for name in parameters.scales or ():
+            getattr(layer, name).data.fill_(torch.nan)
     else:
         memory = _create_virtual(layer, num_slots, create, config.expert_page_bytes, budget_bytes)
     try:
@@ -97,26 +101,34 @@ def _create_virtual(
     device = _default_device()
     with torch.device("meta"):
         create()
-    weights = _weights(layer)
-    _refuse_unknown_parameters(layer)
+    _, parameters = parameters_of(layer)
+    weights = _weights(layer, parameters)
     slot_bytes = _slot_bytes(weights)
     if device not in _arenas:
         backend = _BACKENDS.get(device.type, device.type)
         page_bytes = page_bytes or choose_page_bytes(slot_bytes)
         _arenas[device] = open_arena(backend, device.index or 0, page_bytes, budget_bytes)
     memory = _arenas[device].make_layer(num_slots, slot_bytes)
-    for name, weight, tensor in zip(WEIGHT_NAMES, weights, memory.tensors, strict=True):
-        _replace_parameter(layer, name, weight, tensor)
+    virtual = dict(zip(parameters.weights, memory.tensors, strict=True))
+    for name, planned in list(layer.named_parameters(recurse=False)):
+        tensor = _over(virtual[name], planned) if name in virtual else _padded(planned, device)
+        _replace_parameter(layer, name, planned, tensor)
     return memory
 
 
-def _refuse_unknown_parameters(layer: torch.nn.Module) -> None:
-    unknown = {name for name, _ in layer.named_parameters(recurse=False)} - set(WEIGHT_NAMES)
-    if unknown:
-        raise UnsupportedModelError(
-            f"experts with {', '.join(sorted(unknown))} have no virtual memory yet: choose "
-            "--expert-memory padded"
-        )
+def _over(memory: sgl_vmm.VirtualTensor, planned: torch.Tensor) -> torch.Tensor:
+    # The extension does not know all types of one byte.
+    is_byte = planned.dtype.itemsize == 1
+    dtype = "uint8" if is_byte else str(planned.dtype).removeprefix("torch.")
+    tensor: torch.Tensor = from_dlpack(memory.to_dlpack(list(planned.shape), dtype))
+    return tensor.view(planned.dtype)
+
+
+def _padded(planned: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A scale's memory, NaN; or no memory, of a parameter that is empty."""
+    if not planned.numel():
+        return torch.empty_like(planned, device=device)
+    return torch.full_like(planned, torch.nan, device=device)
 
 
 def _default_device() -> torch.device:
@@ -127,8 +139,8 @@ def _default_device() -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def _weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [getattr(layer, name) for name in WEIGHT_NAMES]
+def _weights(layer: torch.nn.Module, parameters: ExpertParameters) -> list[torch.nn.Parameter]:
+    return [getattr(layer, name) for name in parameters.weights]
 
 
 def _slot_bytes(weights: Sequence[torch.Tensor]) -> list[int]:
@@ -136,11 +148,9 @@ def _slot_bytes(weights: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _replace_parameter(
-    layer: torch.nn.Module, name: str, planned: torch.nn.Parameter, memory: sgl_vmm.VirtualTensor
+    layer: torch.nn.Module, name: str, planned: torch.nn.Parameter, tensor: torch.Tensor
 ) -> None:
     """Put the real tensor where the planned one is, with the attributes SGLang's loaders read."""
-    dtype = str(planned.dtype).removeprefix("torch.")
-    tensor = from_dlpack(memory.to_dlpack(list(planned.shape), dtype))
     parameter = torch.nn.Parameter(tensor, requires_grad=False)
     attributes: dict[str, Any] = planned.__dict__
     for attribute, value in attributes.items():
@@ -152,9 +162,41 @@ def check_still_there(layer: torch.nn.Module, memory: SlotMemory) -> None:
     """Raises UnsupportedModelError when SGLang has put the weights elsewhere after loading."""
     if not isinstance(memory, VirtualMemory):
         return
-    for name, weight, tensor in zip(WEIGHT_NAMES, _weights(layer), memory.tensors, strict=True):
+    _, parameters = parameters_of(layer)
+    weights = _weights(layer, parameters)
+    for name, weight, tensor in zip(parameters.weights, weights, memory.tensors, strict=True):
         if weight.data_ptr() != tensor.address or not weight.is_contiguous():
             raise UnsupportedModelError(
                 f"SGLang moved or reordered {name} after loading: choose --expert-memory padded "
                 "or another --moe-runner-backend"
             )
+
+
+def take_scales(
+    layer: torch.nn.Module, memory: SlotMemory, layout: SlotLayout
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The scales of w13 and w2 [layout.num_slots, ...], as SGLang left them after loading.
+
+    None where nothing is quantised. `memory` counts them from now on. Raises UnsupportedModelError
+    where they are not one row a slot, or where the checkpoint had none for an expert of the base.
+    """
+    _, parameters = parameters_of(layer)
+    if parameters.scales is None:
+        return None
+    first, second = (getattr(layer, name).data for name in parameters.scales)
+    for name, scales in zip(parameters.scales, (first, second), strict=True):
+        if scales.shape[0] != layout.num_slots:
+            raise UnsupportedModelError(
+                f"SGLang keeps {name} as {list(scales.shape)} after loading, without a row for "
+                f"each of {layout.num_slots} slots: this quantisation cannot be woven"
+            )
+        of_base = scales[: layout.num_base].reshape(layout.num_base, -1)
+        has_all = torch.isfinite(of_base).all(dim=1)
+        if not bool(has_all.all()):
+            raise UnsupportedModelError(
+                f"the checkpoint has no finite {name} for the experts in slots "
+                f"{(~has_all).nonzero().flatten().tolist()}: quantise the base anew"
+            )
+    if isinstance(memory, PaddedMemory | VirtualMemory):
+        memory.padded_slot_bytes = first[0].nbytes + second[0].nbytes
+    return first, second

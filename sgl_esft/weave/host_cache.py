@@ -1,6 +1,7 @@
 """Adapters in host memory, cut to what this rank will need of them.
 
 manifest.py (validated folder) -> [host cache] -> moe_layer.py (device slots)
+                 quantised over a quantised base: quant/adapter_cache.py, which makes a copy once
 
 Read in pieces, straight into memory of our own: a rank reads beside its steps, and neither a file
 that is cut short nor one that is slow may stop them. Each piece is checked while it is in the
@@ -9,22 +10,27 @@ processor's cache: a NaN would end the rank's sampler, and with it every request
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sgl_esft.config import EsftConfig
 from sgl_esft.errors import AdapterFormatError, InvariantError
 from sgl_esft.formats.finite import PIECE_BYTES, FiniteCheck, not_finite
-from sgl_esft.formats.manifest import AdapterManifest
-from sgl_esft.formats.model_spec import DTYPE_BYTES, ExpertTensorKey, Proj
-from sgl_esft.formats.safetensors_header import SafetensorsHeader, read_header
+from sgl_esft.formats.manifest import AdapterManifest, TensorLocation, content_digest
+from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, Proj
+from sgl_esft.formats.safetensors_header import ITEM_BYTES, SafetensorsHeader, read_header
 from sgl_esft.formats.strict_json import open_regular
+from sgl_esft.quant.adapter_cache import bytes_to_quantise, quantised_copy
+from sgl_esft.quant.rounding import Parts
 from sgl_esft.weave.moe_layer import ExpertShard, ExpertWeights
+from sgl_esft.weave.quantised_experts import lay_out
 
 # Called after each piece with its bytes; what it raises ends the reading. Between two pieces, some
 # tens of microseconds, a reader yields to the rank's steps.
@@ -47,6 +53,39 @@ class HostAdapter:
         return sum(w.num_bytes for w in every if isinstance(w, ExpertWeights))
 
 
+def read_for_base(
+    name: str,
+    manifest: AdapterManifest,
+    spec: MoeSpec,
+    shards: Mapping[int, ExpertShard],
+    config: EsftConfig,
+    on_size: Callable[[int], None],
+    on_read: OnRead,
+    *,
+    pin_memory: bool = False,
+) -> HostAdapter:
+    """As `read_adapter`, quantised as the base is; on_size is told what on_read will be told of.
+
+    Where that is to be done, the adapter's copy is made first, by the first process that needs it.
+    Raises as `quantised_copy` does, too.
+    """
+    if spec.scheme is None or manifest.scheme is not None:
+        on_size(num_bytes_to_read(manifest, shards))
+        return read_adapter(name, manifest, shards, on_read=on_read, pin_memory=pin_memory)
+    cache_dir, max_bytes = config.quantised_adapters_path, config.quantised_adapters_bytes
+    digest = content_digest(manifest.path, lambda: on_read(0))
+    num_own = sum(
+        expert_id in shards[layer_id].expert_ids
+        for layer_id, expert_ids in manifest.experts.items()
+        for expert_id in expert_ids
+    )
+    to_quantise = bytes_to_quantise(manifest, spec, digest, cache_dir)
+    on_size(to_quantise + num_own * spec.expert_bytes)
+    with quantised_copy(manifest, spec, digest, cache_dir, on_read, max_bytes=max_bytes) as copy:
+        found = read_adapter(name, copy, shards, on_read=on_read, pin_memory=pin_memory)
+    return replace(found, manifest=manifest)
+
+
 def read_adapter(
     name: str,
     manifest: AdapterManifest,
@@ -63,9 +102,10 @@ def read_adapter(
     """
     with ExitStack() as stack:
         files = _ExpertFiles(name, manifest, on_read, stack, pin_memory=pin_memory)
+        read = _read_expert if manifest.scheme is None else _read_quantised
         experts = {
             layer_id: {
-                expert_id: _read_expert(files, layer_id, expert_id, shards[layer_id])
+                expert_id: read(files, layer_id, expert_id, shards[layer_id])
                 for expert_id in expert_ids
                 if expert_id in shards[layer_id].expert_ids
             }
@@ -77,13 +117,14 @@ def read_adapter(
 def num_bytes_to_read(manifest: AdapterManifest, shards: Mapping[int, ExpertShard]) -> int:
     """What `on_read` of `read_adapter` will have been told in the end."""
     num_bytes = 0
-    for (layer_id, expert_id, proj), location in manifest.tensors.items():
-        shard = shards[layer_id]
-        if expert_id in shard.expert_ids:
-            rows, columns = location.shape
-            if proj != "down":
-                rows = len(shard.intermediate)
-            num_bytes += rows * columns * DTYPE_BYTES[manifest.dtype]
+    for key, location in (*manifest.tensors.items(), *manifest.scales.items()):
+        layer_id, expert_id, proj = key
+        if expert_id not in shards[layer_id].expert_ids:
+            continue
+        num_items = math.prod(location.shape)
+        if proj != "down" and manifest.scheme is None:  # what is quantised is read whole
+            num_items = len(shards[layer_id].intermediate) * location.shape[1]
+        num_bytes += num_items * ITEM_BYTES[location.dtype]
     return num_bytes
 
 
@@ -91,18 +132,29 @@ def _read_expert(
     files: _ExpertFiles, layer_id: int, expert_id: int, shard: ExpertShard
 ) -> ExpertWeights:
     rows = shard.intermediate
-    hidden_size = files.shape_of(layer_id, expert_id, "gate")[1]
-    w13 = files.empty(2 * len(rows), hidden_size)
-    files.read_rows(layer_id, expert_id, "gate", rows, w13[: len(rows)])
-    files.read_rows(layer_id, expert_id, "up", rows, w13[len(rows) :])
-    height, width = files.shape_of(layer_id, expert_id, "down")
-    w2 = files.empty(height, len(rows))
+    gate, up, down = (files.location((layer_id, expert_id, proj)) for proj in PROJS)
+    w13 = files.empty(gate.dtype, 2 * len(rows), gate.shape[1])
+    files.read_rows((layer_id, expert_id, "gate"), gate, rows, w13[: len(rows)])
+    files.read_rows((layer_id, expert_id, "up"), up, rows, w13[len(rows) :])
+    height, width = down.shape
+    w2 = files.empty(down.dtype, height, len(rows))
     # A tensor parallel rank's columns lie apart in the file.
     whole = w2 if len(rows) == width else torch.empty((height, width), dtype=w2.dtype)
-    files.read_rows(layer_id, expert_id, "down", range(height), whole)
+    files.read_rows((layer_id, expert_id, "down"), down, range(height), whole)
     if whole is not w2:
         w2.copy_(whole[:, rows.start : rows.stop])
     return ExpertWeights(w13=w13, w2=w2)
+
+
+def _read_quantised(
+    files: _ExpertFiles, layer_id: int, expert_id: int, shard: ExpertShard
+) -> ExpertWeights:
+    """Whole projections: of int4 a row lies across all of them."""
+    scheme = files.manifest.scheme
+    if scheme is None:
+        raise InvariantError("an adapter without a scheme was to be read as quantised")
+    parts: dict[Proj, Parts] = {p: files.read_parts((layer_id, expert_id, p)) for p in PROJS}
+    return files.pinned(lay_out(parts, scheme, shard.intermediate))
 
 
 class _ExpertFiles:
@@ -119,36 +171,47 @@ class _ExpertFiles:
     ) -> None:
         """stack: closes them."""
         self._name = name
-        self._manifest = manifest
-        self._check = FiniteCheck(manifest.dtype)
+        self.manifest = manifest
+        self._checks = {
+            location.dtype: FiniteCheck(location.dtype)
+            for location in (*manifest.tensors.values(), *manifest.scales.values())
+        }
         self._on_read = on_read
         self._pin_memory = pin_memory
-        self._dtype: torch.dtype = getattr(torch, manifest.dtype)
         self._files: dict[Path, tuple[int, SafetensorsHeader]] = {}
         self._stack = stack
 
-    def empty(self, num_rows: int, num_columns: int) -> torch.Tensor:
+    def empty(self, dtype: str, *shape: int) -> torch.Tensor:
         """Host memory for experts, page-locked where the device copies from it."""
-        return torch.empty((num_rows, num_columns), dtype=self._dtype, pin_memory=self._pin_memory)
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=self._pin_memory)
 
-    def shape_of(self, layer_id: int, expert_id: int, proj: Proj) -> tuple[int, int]:
-        return self._manifest.tensors[layer_id, expert_id, proj].shape
+    def pinned(self, expert: ExpertWeights) -> ExpertWeights:
+        """The same, page-locked where the device copies from it."""
+        if not self._pin_memory:
+            return expert
+        return ExpertWeights(*(tensor.pin_memory() for tensor in expert.tensors))
+
+    def location(self, key: ExpertTensorKey) -> TensorLocation:
+        return self.manifest.tensors[key]
+
+    def read_parts(self, key: ExpertTensorKey) -> Parts:
+        """A quantised projection's numbers and scales, whole. Raises as `read_rows` does."""
+        parts = {}
+        for location in (self.manifest.tensors[key], self.manifest.scales[key]):
+            out = torch.empty(location.shape, dtype=getattr(torch, location.dtype))
+            fd, offset = self._place(location)
+            self._read(fd, location, offset, out, key)
+            parts[location.name.rpartition(".")[2]] = out
+        return parts
 
     def read_rows(
-        self, layer_id: int, expert_id: int, proj: Proj, rows: range, out: torch.Tensor
+        self, key: ExpertTensorKey, location: TensorLocation, rows: range, out: torch.Tensor
     ) -> None:
         """`out` [len(rows), columns], contiguous, becomes these rows of the tensor.
 
         Raises AdapterFormatError if the file changed since it was validated, AdapterNotFiniteError.
         """
-        location = self._manifest.tensors[layer_id, expert_id, proj]
-        fd, header = self._open(location.file)
-        info = header.tensors.get(location.name)
-        if info is None or info.shape != location.shape or info.dtype != self._manifest.dtype:
-            raise AdapterFormatError(
-                f"tensor {location.name} changed since it was validated: it is now "
-                f"{'gone' if info is None else f'{info.dtype} {list(info.shape)}'}."
-            )
+        fd, start = self._place(location)
         row_bytes = location.shape[1] * out.element_size()
         if not 0 <= rows.start <= rows.stop <= location.shape[0] or out.nbytes != (
             len(rows) * row_bytes
@@ -156,12 +219,22 @@ class _ExpertFiles:
             raise InvariantError(
                 f"asked for rows {rows} of a {list(location.shape)} tensor into {out.nbytes} bytes"
             )
-        offset = info.start + rows.start * row_bytes
-        self._read(fd, location.file, offset, out, (layer_id, expert_id, proj))
+        self._read(fd, location, start + rows.start * row_bytes, out, key)
+
+    def _place(self, location: TensorLocation) -> tuple[int, int]:
+        """The open file and where in it the tensor begins."""
+        fd, header = self._open(location.file)
+        return fd, location.info_in(header).start
 
     def _read(
-        self, fd: int, path: Path, offset: int, out: torch.Tensor, key: ExpertTensorKey
+        self,
+        fd: int,
+        location: TensorLocation,
+        offset: int,
+        out: torch.Tensor,
+        key: ExpertTensorKey,
     ) -> None:
+        check, path = self._checks[location.dtype], location.file
         buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)
         position = num_checked = 0
         while position < len(buffer):
@@ -173,8 +246,8 @@ class _ExpertFiles:
             if not num_read:
                 raise AdapterFormatError(f"{path.name} was cut short since it was validated.")
             position += num_read
-            num_whole = position - position % self._check.item_bytes
-            if not self._check.holds(buffer[num_checked:num_whole]):
+            num_whole = position - position % check.item_bytes
+            if not check.holds(buffer[num_checked:num_whole]):
                 raise not_finite(self._name, key)
             num_checked = num_whole
             self._on_read(num_read)

@@ -27,7 +27,7 @@ from sgl_esft.errors import (
 from sgl_esft.formats.manifest import AdapterManifest, check_loadable
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.weave.adapter_pages import AdapterRoom, pages_needed
-from sgl_esft.weave.host_cache import HostAdapter, OnRead, num_bytes_to_read, read_adapter
+from sgl_esft.weave.host_cache import HostAdapter, OnRead, read_for_base
 from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 from sgl_esft.weave.placer import Placer
 from sgl_esft.weave.shared_layer import SharedLayer
@@ -156,10 +156,16 @@ class AdapterPlane:
             on_size(0)
             return HostAdapter(source.name, manifest, {})
         shards = {layer_id: layer.readable_shard for layer_id, layer in self.layers.items()}
-        on_size(num_bytes_to_read(manifest, shards))
         device = next(iter(self.layers.values())).w13.device
-        return read_adapter(
-            source.name, manifest, shards, on_read=on_read, pin_memory=device.type == "cuda"
+        return read_for_base(
+            source.name,
+            manifest,
+            self._spec,
+            shards,
+            self._config,
+            on_size,
+            on_read,
+            pin_memory=device.type == "cuda",
         )
 
     def admit(self, source: AdapterSource, adapter: HostAdapter) -> None:

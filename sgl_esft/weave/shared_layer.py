@@ -79,7 +79,7 @@ class SharedLayer(WovenLayer):
         self.expert_map.write(adapter_slot, slots)
 
     def num_bytes_of(self, adapter_slot: int) -> int:
-        return len(self.slots_of(adapter_slot)) * self._bytes_per_slot
+        return len(self.slots_of(adapter_slot)) * self.slot_bytes
 
     def displace(self, adapter_slot: int) -> None:
         slots = self.slots_of(adapter_slot)

@@ -89,7 +89,7 @@ def test_the_base_is_written_into_its_pages_and_nowhere_else() -> None:
     before = memory_of_process("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak, from now on
     expert_tensor.create_experts(layer, LAYOUT, VIRTUAL, layer.create)
-    for name in expert_tensor.WEIGHT_NAMES:
+    for name in layer.shapes:
         getattr(layer, name).data[:4] = 1
     peak = memory_of_process("VmHWM") - before
     # Beside it the process may free something, and the kernel counts up to 64 pages late on a CPU.
@@ -116,10 +116,11 @@ def test_a_base_larger_than_the_device(own_arena: Arena) -> None:
     assert arena.pool.state().num_used == 0
 
 
-def test_parameters_that_we_do_not_know_are_refused() -> None:
+@pytest.mark.parametrize("config", [VIRTUAL, PADDED], ids=lambda config: config.expert_memory)
+def test_parameters_that_we_do_not_know_are_refused(config: EsftConfig) -> None:
     layer = Layer(shapes={**SMALL, "w13_weight_bias": (10, 4)})
-    with pytest.raises(UnsupportedModelError, match=r"w13_weight_bias.*--expert-memory padded"):
-        expert_tensor.create_experts(layer, LAYOUT, VIRTUAL, layer.create)
+    with pytest.raises(UnsupportedModelError, match=r"w13_weight_bias \(float32\) cannot be woven"):
+        expert_tensor.create_experts(layer, LAYOUT, config, layer.create)
 
 
 def test_weights_that_were_put_elsewhere_are_refused() -> None:
