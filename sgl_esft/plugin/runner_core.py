@@ -31,12 +31,16 @@ import torch
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, PermuteMethodPool
 from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_moe_configs
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
 from sgl_esft import platform
 from sgl_esft.errors import InvariantError, UnsupportedModelError
+from sgl_esft.formats.expert_scheme import GROUP_SIZES, SUPPORTED_SCHEMES
 from sgl_esft.platform import ascend, operators
+from sgl_esft.weave.expert_memory import VirtualMemory
 from sgl_esft.weave.slot_layout import SlotLayout
 
 BACKEND = "esft"
@@ -100,24 +104,117 @@ def over_triton(module: Any, core: Any, layout: SlotLayout) -> Inner:
     SGLang filters id -1 only where a layer has fewer experts than the model, which elastic's layers
     have not: a number it does not know makes it filter. Its configurations are tuned by the rows of
     w2, so those are looked up with as many rows as without weaving; w13's rows size the alignment.
+    Its kernels take an expert's scales, as its numbers, by the id.
     """
-    if core.config.gemm1_alpha is not None or module.quant_method.w13_swiglu_interleaved:
-        raise UnsupportedModelError(
-            f"MoE layer {module.layer_id}: experts with gate and up rows interleaved cannot be "
-            "woven: unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED, or use --no-esft"
-        )
-    filtering = type(core)(replace(core.config, num_experts=None))
+    known = _triton_weights(module, core)
+    if known.use_int4_w4a16 and isinstance(getattr(module, "esft_memory", None), VirtualMemory):
+        _refuse_reading_on(module, known, layout)
+    # What is filtered keeps what its memory held. Where all rows of a batch have one scale, that
+    # would be in it. Unfiltered, the rows of id -1 are zeros, and the kernels skip them all the
+    # same.
+    is_filtering = not (known.use_fp8_w8a8 and known.block_shape is None)
+    num_experts = None if is_filtering else core.config.num_local_experts
+    told = type(core)(replace(core.config, num_experts=num_experts))
     permute = PermuteMethodPool.get_pre_permute("standard", "triton")
     unpermute = PermuteMethodPool.get_post_permute("triton", "standard")
 
     def run(dispatch_output: Any, weights: Any) -> Any:
         state: dict[str, Any] = {}
         sized = replace(weights, w2_weight=weights.w2_weight[: layout.num_base])
-        aligned = permute(dispatch_output, sized, filtering.config, state)
-        output = filtering.run(aligned, weights, state)
-        return unpermute(output, weights, filtering.config, state)
+        aligned = permute(dispatch_output, sized, told.config, state)
+        output = told.run(aligned, weights, state)
+        return unpermute(output, weights, told.config, state)
 
     return run
+
+
+def _triton_weights(module: Any, core: Any) -> TritonMoeQuantInfo:
+    """What SGLang's Triton core is given of a layer, if that was shown to work over slots.
+
+    Raises UnsupportedModelError for the rest.
+    """
+    method = type(module.quant_method).__name__
+    try:
+        weights: TritonMoeQuantInfo = module.quant_method.get_triton_quant_info(module)
+    except NotImplementedError as error:
+        raise _unshown(module, f"experts of {method}") from error
+    if core.config.gemm1_alpha is not None or weights.fuse_swiglu_interleaved:
+        raise UnsupportedModelError(
+            f"MoE layer {module.layer_id}: experts with gate and up rows interleaved cannot be "
+            "woven: unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED, or use --no-esft"
+        )
+    arithmetic = _arithmetic(weights)
+    if arithmetic is None:
+        return weights
+    if arithmetic not in _SHOWN:
+        raise _unshown(module, f"experts of {method} ({arithmetic})")
+    for name in ("b13", "b2", "a13_scale", "a2_scale", "w13_zp", "w2_zp"):
+        if getattr(weights, name) is not None:
+            raise _unshown(module, f"experts of {method} with {_OTHER_PARTS[name]}")
+    return weights
+
+
+# What SGLang's kernels multiply, in the words of `_arithmetic`: tests/fast/moe_interpreted.
+_SHOWN = frozenset(
+    {
+        "int8_w8a8, a scale for each channel",
+        "fp8_w8a8, a scale for each tensor",
+        "fp8_w8a8, a scale for each 128x128",
+        *(f"int4_w4a16, a scale for each 0x{group_size}" for group_size in GROUP_SIZES),
+    }
+)
+_OTHER_PARTS = {
+    "b13": "biases",
+    "b2": "biases",
+    "a13_scale": "static scales of activations",
+    "a2_scale": "static scales of activations",
+    "w13_zp": "zero points",
+    "w2_zp": "zero points",
+}
+
+
+def _arithmetic(weights: TritonMoeQuantInfo) -> str | None:
+    """None: not quantised."""
+    flags = ("mxfp8", "fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
+    used = [flag for flag in flags if getattr(weights, f"use_{flag}")]
+    if not used:
+        return None
+    of_one_scale = "tensor"
+    if weights.block_shape is not None:
+        of_one_scale = "x".join(map(str, weights.block_shape))
+    if weights.per_channel_quant:
+        of_one_scale = "channel" if of_one_scale == "tensor" else f"channel and {of_one_scale}"
+    return f"{'+'.join(used)}, a scale for each {of_one_scale}"
+
+
+def _refuse_reading_on(module: Any, weights: TritonMoeQuantInfo, layout: SlotLayout) -> None:
+    """SGLang's int4 kernel reads whole blocks of a row, past its end too, and drops what is there.
+
+    Past the end of a slot there may be no page. Raises UnsupportedModelError.
+    """
+    assert weights.block_shape is not None
+    size = (layout.num_base, weights.w2_weight.shape[2], "int4_w4a16", *weights.block_shape)
+    tuned = [get_moe_configs(*size, down_moe=down) or {} for down in (False, True)]
+    chosen = {blocks["BLOCK_SIZE_K"] for by_batch in tuned for blocks in by_batch.values()}
+    for block in sorted(chosen | _DEFAULT_INT4_BLOCKS):
+        for tensor in (weights.w13_weight, weights.w2_weight):
+            width = 2 * tensor.shape[2]
+            if width % block:
+                raise UnsupportedModelError(
+                    f"MoE layer {module.layer_id}: SGLang's int4 kernel reads {block} numbers at a "
+                    f"time of rows of {width}, and so past an expert's end, where virtual memory "
+                    "may have no page: use --expert-memory padded"
+                )
+
+
+_DEFAULT_INT4_BLOCKS = frozenset({32, 64})  # of get_default_config
+
+
+def _unshown(module: Any, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"MoE layer {module.layer_id}: {what} were not shown to work with adapters' slots in "
+        f"SGLang's Triton kernels: serve a base in {SUPPORTED_SCHEMES}, or use --no-esft"
+    )
 
 
 INNER_CORES: dict[str, InnerFactory] = {"triton": over_triton, "ascend": ascend.over_ascend}
@@ -156,10 +253,13 @@ def install(
     if platform.is_active():
         operators.check_registered(module.quant_method)
     inner = inner or inner_core(module, layout)
-    known = module.quant_method.runner.config
+    plain = module.quant_method.runner
+    known = plain.config
     of_sglang = {field.name: getattr(known, field.name) for field in fields(known)}
     config = WovenRunnerConfig(**of_sglang, inner=inner, reroute=reroute, watch=watch)
     runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
     if runner.fused_func is not None or not isinstance(runner.runner_core, EsftRunnerCore):
         raise InvariantError("SGLang's MoeRunner does not run the core registered as esft")
+    # A method asks its runner's backend which weights to pass, and knows the built-in names alone.
+    runner.runner_backend = plain.runner_backend
     module.quant_method.runner = module.runner = runner

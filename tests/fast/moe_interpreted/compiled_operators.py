@@ -16,6 +16,7 @@ MAX_BUCKETS = 8192  # of the alignment: experts and one for -1
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VECTOR_BYTES = 16  # of the activation's loads
 WARP_SIZE = 32
+FLOAT8_MAX = 448.0
 
 
 class OperatorContractError(Exception):
@@ -94,11 +95,17 @@ def silu_and_mul(
     out: torch.Tensor | None = None,
     expert_ids: torch.Tensor | None = None,
     expert_step: int = 1,
+    *,
+    sorted_token_ids: torch.Tensor | None = None,
+    num_tokens_post_padded: torch.Tensor | None = None,
+    num_valid_tokens: int = 0,
 ) -> torch.Tensor:
     """SGLang's JIT activation: out = silu(gate) * up in float32, gate the first half of a row.
 
     input: [rows, 2 I] float32, bfloat16 or float16; out: [rows, I] of the same dtype, written.
     expert_ids: [>= rows / expert_step] int32, or int64; a row whose id is -1 is left as it was.
+    sorted_token_ids and what follows: the rows are those of align_block_size's blocks; its padding,
+    too, is left as it was.
     """
     require(input.ndim == 2 and input.is_contiguous(), "input: not [rows, 2 I]")
     require(input.dtype in ACTIVATION_DTYPES, f"input: {input.dtype}")
@@ -111,8 +118,20 @@ def silu_and_mul(
     gate, up = input.float().chunk(2, dim=1)
     values = (F.silu(gate) * up).to(input.dtype)
     live = _live_rows(input.shape[0], expert_ids, expert_step)
+    if sorted_token_ids is not None:
+        assert num_tokens_post_padded is not None
+        is_used = used_rows(sorted_token_ids, num_tokens_post_padded, num_valid_tokens)
+        live = live[is_used[live]]
     result[live] = values[live]
     return result
+
+
+def used_rows(
+    sorted_token_ids: torch.Tensor, num_tokens_post_padded: torch.Tensor, num_valid_tokens: int
+) -> torch.Tensor:
+    """[padded rows] bool: which rows of align_block_size's blocks are tokens and not padding."""
+    is_in_blocks = torch.arange(len(sorted_token_ids)) < int(num_tokens_post_padded[0])
+    return is_in_blocks & (sorted_token_ids < num_valid_tokens)
 
 
 def _live_rows(num_rows: int, expert_ids: torch.Tensor | None, step: int) -> torch.Tensor:
@@ -155,3 +174,49 @@ def mask_topk_ids(topk_ids: torch.Tensor, num_token_non_padded: torch.Tensor) ->
     is_one = num_token_non_padded.numel() == 1 and num_token_non_padded.dtype is torch.int32
     require(is_one, "num_token_non_padded: not one int32")
     topk_ids[int(num_token_non_padded) :] = -1
+
+
+def per_token_group_quant(
+    input: torch.Tensor,
+    *,
+    group_size: int,
+    sorted_token_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
+    num_valid_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SGLang's JIT quantisation of align_block_size's blocks to float8, a scale for each group.
+
+    input: [rows, K]; gives [rows, K] float8_e4m3fn and [rows, K / group_size] float32, by SGLang's
+    own Triton kernel; what the product does not read is left unwritten.
+    """
+    from sglang.kernels.ops.quantization.fp8_kernel import _per_token_group_quant_8bit_raw
+
+    numbers, scales = _per_token_group_quant_8bit_raw(input, group_size)
+    is_used = used_rows(sorted_token_ids, num_tokens_post_padded, num_valid_tokens)[: len(input)]
+    require(len(is_used) == len(input), f"input: {len(input)} rows, {len(is_used)} of blocks")
+    scales[~is_used] = float("nan")
+    numbers.view(torch.uint8)[~is_used] = 255
+    return numbers, scales
+
+
+def per_tensor_quant_fp8(
+    input: torch.Tensor, output_q: torch.Tensor, output_s: torch.Tensor, is_static: bool = False
+) -> None:
+    """SGLang's JIT quantisation to float8, one scale for everything: output_q = input / output_s.
+
+    input: any shape, float32, bfloat16 or float16; output_q: as many float8_e4m3fn, written.
+    output_s: one float32. Static: read. Otherwise the larger of itself, which is to be zero, and of
+    the largest magnitude of input over 448: of an input that nobody has written, whatever it holds.
+    """
+    require(input.is_contiguous() and input.dtype in ACTIVATION_DTYPES, f"input: {input.dtype}")
+    is_like = output_q.numel() == input.numel() and output_q.is_contiguous()
+    require(is_like and output_q.dtype is torch.float8_e4m3fn, f"output_q: {output_q.dtype}")
+    is_one = output_s.numel() == 1 and output_s.dtype is torch.float32
+    require(is_one, f"output_s: {output_s.numel()} of {output_s.dtype}")
+    values = input.float()
+    if not is_static:
+        require(not bool(output_s.any()), "output_s: not zero, and not to be read")
+        require(not bool(values.isnan().any()), "input: NaN, so rows that nobody has written")
+        output_s.copy_((values.abs().max() / FLOAT8_MAX).reshape(output_s.shape))
+    scaled = (values * (1 / output_s)).clamp(-FLOAT8_MAX, FLOAT8_MAX)
+    output_q.copy_(scaled.reshape(output_q.shape))

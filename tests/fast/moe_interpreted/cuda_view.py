@@ -17,6 +17,7 @@ import torch
 
 from tests.fast.moe_interpreted import compiled_operators
 from tests.fast.moe_interpreted.bfloat16 import mend_bfloat16
+from tests.fast.moe_interpreted.float8 import mend_float8
 
 DEVICE_NAME = "NVIDIA H100 80GB HBM3"
 _MOE = "sglang.srt.layers.moe"
@@ -31,6 +32,11 @@ REPLACED: dict[str, dict[str, Any]] = {
     f"{_TRITON}.moe_align_block_size": {"_is_cuda": True},
     f"{_MOE}.topk": {"_is_cuda": True},
     "sglang.srt.layers.quantization.unquant": {"_is_cuda": True},
+    "sglang.srt.layers.quantization.fp8": {"_is_cuda": True, "_is_cpu": False},
+    # An H100 swaps the operands of some blocks.
+    "sglang.kernels.ops.moe.fused_moe_triton_kernels": {
+        "should_enable_swap_ab": lambda block_m, block_n: block_m < 64 and block_n >= 64
+    },
     f"{_TRITON}.fused_moe_triton_config": {"get_device_name": lambda: DEVICE_NAME},
     f"{_MOE}.token_dispatcher.standard": {"get_device": lambda: "cpu"},
     "sglang.kernels.fused_op": {
@@ -43,9 +49,13 @@ STAND_INS: dict[str, dict[str, Any]] = {
     f"{_TRITON}.fused_moe": {
         "silu_and_mul": compiled_operators.silu_and_mul,
         "moe_sum_reduce": compiled_operators.sum_reduce,
+        "per_token_group_quant": compiled_operators.per_token_group_quant,
     },
     f"{_TRITON}.moe_align_block_size": {
         "sgl_moe_align_block_size": compiled_operators.align_block_size
+    },
+    "sglang.kernels.ops.quantization.fp8_kernel": {
+        "sgl_per_tensor_quant_fp8": compiled_operators.per_tensor_quant_fp8,
     },
     f"{_MOE}.topk": {
         "mask_topk_ids": compiled_operators.mask_topk_ids,
@@ -67,6 +77,7 @@ def as_cuda() -> None:
     _import_small_alignment()
     _operators_on_cpu()
     mend_bfloat16()
+    mend_float8()
     # What torch.empty gives is NaN, or the largest integer, until somebody has written it.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

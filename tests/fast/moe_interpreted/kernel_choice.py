@@ -24,6 +24,7 @@ TUNED_BLOCKS = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 16, "GRO
 @dataclass
 class Seen:
     lookups: list[int] = field(default_factory=list)  # the number of experts in each
+    file_names: list[str] = field(default_factory=list)  # of tuned configurations, as looked up
     launches: list[dict[str, Any]] = field(default_factory=list)  # the blocks of each GEMM
 
 
@@ -36,7 +37,8 @@ def watched() -> Iterator[Seen]:
 
     def get_config_file_name(num_experts: int, *args: Any, **kwargs: Any) -> str:
         seen.lookups.append(num_experts)
-        return file_name(num_experts, *args, **kwargs)
+        seen.file_names.append(file_name(num_experts, *args, **kwargs))
+        return seen.file_names[-1]
 
     def invoke_fused_moe_kernel(*args: Any, **kwargs: Any) -> None:
         seen.launches.append(next(dict(a) for a in args if isinstance(a, dict)))
@@ -54,7 +56,12 @@ def watched() -> Iterator[Seen]:
 def write_tuned(folder: Path, num_experts: int, width: int, dtype: str | None) -> None:
     """A tuned configuration where SGLANG_MOE_CONFIG_DIR is `folder`, for that many experts."""
     name = fused_moe_triton_config.get_config_file_name(num_experts, width, dtype, [0, 0])
+    write_file(folder, name, TUNED_BLOCKS)
+
+
+def write_file(folder: Path, name: str, blocks: dict[str, Any]) -> None:
+    """A tuned configuration of that file name there; SGLang takes it for the second product too."""
     version = f"triton_{triton.__version__.replace('.', '_')}"
     path = folder / "configs" / version / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"4": TUNED_BLOCKS}))
+    path.write_text(json.dumps({"4": blocks}))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -20,12 +21,20 @@ from sglang.kernels.ops.moe.fused_moe_triton_kernels import (
     moe_sum_reduce_triton,
 )
 from sglang.kernels.ops.moe.moe_align_small_numel import moe_align_small_numel
+from sglang.kernels.ops.quantization.fp8_kernel import (
+    _per_token_group_quant_8bit_raw,
+    per_tensor_quant_mla_fp8,
+    static_quant_fp8,
+)
+from sglang.kernels.ops.quantization.int8_kernel import per_token_quant_int8
 from torch.nn import functional as F
+from triton.language.extra.cuda import libdevice
 from triton.runtime.interpreter import interpreter_builder
 
 from tests.fast.kernels.interpreted import interpreter
 from tests.fast.moe_interpreted import compiled_operators as subject
 from tests.fast.moe_interpreted.bfloat16 import mend_bfloat16
+from tests.fast.moe_interpreted.float8 import half_away_from_zero, mend_float8
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_mended")
 POISON = 0x5A5A5A5A
@@ -35,8 +44,9 @@ Aligned = tuple[list[int], list[int], int]
 
 @pytest.fixture(scope="module")
 def _mended() -> Iterator[None]:
-    with patch.dict(vars(interpreter_builder)):
+    with patch.dict(vars(interpreter_builder)), patch.object(libdevice, "round", libdevice.round):
         mend_bfloat16()
+        mend_float8()
         yield
 
 
@@ -122,6 +132,33 @@ def test_activation(dtype: torch.dtype) -> None:
     assert (out[2:4] == 7).all(), "rows of nobody are left as they were"
 
 
+def test_what_lies_sorted() -> None:
+    """Blocks of 4 rows of [2, 3] ids, one of them nobody's: its block, padding, and the rest."""
+    ids = torch.tensor([[2, -1, 0], [0, 2, 2]], dtype=torch.int32)
+    rows, experts, total = align(ids, 4, 4)
+    assert (rows[:total], experts[:3]) == ([1, 6, 6, 6, 2, 3, 6, 6, 0, 4, 5, 6], [-1, 0, 2])
+    blocks = {
+        "sorted_token_ids": torch.tensor(rows, dtype=torch.int32),
+        "num_tokens_post_padded": torch.tensor([total], dtype=torch.int32),
+        "num_valid_tokens": ids.numel(),
+    }
+    values = torch.randn(total + 4, 64, generator=torch.Generator().manual_seed(8))
+    out, of_blocks = torch.full((total + 4, 32), 7.0), torch.tensor([*experts[:3], 0])
+    subject.silu_and_mul(values, out, of_blocks.int(), 4, **blocks)
+    live = [4, 5, 8, 9, 10]
+    assert torch.equal(out[live], subject.silu_and_mul(values)[live])
+    assert (out != 7).any(dim=1).nonzero().flatten().tolist() == live
+    with interpreter():
+        numbers, scales = subject.per_token_group_quant(values, group_size=32, **blocks)
+        expected = _per_token_group_quant_8bit_raw(values, 32)
+    read = [0, *live]  # the first is nobody's, and might have been left out
+    assert torch.equal(scales[read], expected[1][read])
+    assert torch.equal(numbers.float()[read], expected[0].float()[read])
+    others = [row for row in range(total + 4) if row not in read]
+    assert scales[others].isnan().all()
+    assert numbers.float()[others].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activation_is_sglangs_own_in_triton(dtype: torch.dtype) -> None:
     """Which rounds once more, between silu and the product."""
@@ -144,6 +181,69 @@ def test_reduction_is_sglangs_own_in_triton(dtype: torch.dtype) -> None:
     with interpreter():
         moe_sum_reduce_triton(parts, expected, 2.5)
     assert torch.equal(found, expected)
+
+
+def to_float8(
+    values: torch.Tensor, scale: float = 0.0, is_static: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers, scales = torch.empty_like(values, dtype=torch.float8_e4m3fn), torch.tensor([scale])
+    subject.per_tensor_quant_fp8(values, numbers, scales, is_static)
+    return numbers.float(), scales
+
+
+def spread(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Of every magnitude that float8 has, and below."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-12, 4, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * 2.0**powers).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_scale_of_float8_is_sglangs_own_in_triton(dtype: torch.dtype) -> None:
+    """Static, and that of the largest magnitude, which SGLang's has for MLA's queries."""
+    values = spread((6, 2, 16), dtype, 4)
+    numbers, scale = to_float8(values)
+    rows, expected = values.view(12, 16), torch.zeros(1)
+    with interpreter():
+        theirs, expected = per_tensor_quant_mla_fp8(values, expected)
+        static, _ = static_quant_fp8(rows, scale, repeat_scale=False)
+    assert torch.equal(scale, expected)
+    assert torch.equal(numbers, theirs.float())
+    assert torch.equal(numbers.view(12, 16), static.float())
+    assert torch.equal(numbers, to_float8(values, float(scale), is_static=True)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_float8_of_groups_in_triton(dtype: torch.dtype) -> None:
+    """SGLang's Triton kernel, which here is in the place of its compiled one."""
+    values = spread((5, 256), dtype, 5)
+    with interpreter():
+        numbers, scales = _per_token_group_quant_8bit_raw(values, 128)
+    groups = values.float().view(5, 2, 128)
+    expected = groups.abs().amax(2).clamp(min=1e-10) / 448
+    scaled = (groups * (1 / expected)[:, :, None]).clamp(-448, 448)
+    assert torch.equal(scales, expected)
+    assert torch.equal(numbers.float().view(5, 2, 128), scaled.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_of_rows_in_triton(dtype: torch.dtype) -> None:
+    """SGLang's Triton kernel, whose `round` goes away from zero."""
+    values = spread((5, 64), dtype, 6)
+    values[4] = torch.arange(64) - 31.5  # halves, which are ties
+    values[4, 0] = 127
+    with interpreter():
+        numbers, scales = per_token_quant_int8(values)
+    largest = values.float().abs().amax(1, keepdim=True)
+    steps = values.float() * (127 / largest)
+    assert torch.equal(scales, largest / 127)
+    assert torch.equal(numbers.float(), steps.sign() * (steps.abs().double() + 0.5).floor().float())
+
+
+def test_rounding_away_from_zero() -> None:
+    values = [0.5, -0.5, 1.5, 2.5, -2.5, 0.49999997, 8388607.5, 8388609.0, -0.25]
+    expected = [1, -1, 2, 3, -3, 0, 8388608, 8388609, 0]
+    assert half_away_from_zero(np.array(values, np.float32)).tolist() == expected
 
 
 def test_mask() -> None:
@@ -176,6 +276,10 @@ ROWS = torch.zeros(4, 16)
         (lambda: subject.sum_reduce(ROWS[None], ROWS[:1].half()), "output: not like input"),
         (lambda: subject.mask_topk_ids(IDS.long(), IDS[0, :1]), r"topk_ids: not \[n, k\] int32"),
         (lambda: subject.mask_topk_ids(IDS, IDS[0]), "num_token_non_padded: not one int32"),
+        (lambda: to_float8(ROWS / 0), "input: NaN, so rows that nobody has written"),
+        (lambda: to_float8(ROWS, 2.0), "output_s: not zero"),
+        (lambda: to_float8(ROWS.double()), "input: torch.float64"),
+        (lambda: subject.per_tensor_quant_fp8(ROWS, ROWS, ROWS[0, :1]), "output_q: torch.float32"),
     ],
 )
 def test_what_the_compiled_operators_do_not_take(call: Callable[[], Any], said: str) -> None:
@@ -205,3 +309,37 @@ def test_the_interpreters_dot(dtype: torch.dtype) -> None:
     with interpreter():
         _dot_kernel[(1,)](a, b, product, N=16)
     torch.testing.assert_close(product, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _float8_kernel(numbers_ptr, values_ptr, back_ptr, product_ptr, N: tl.constexpr) -> None:
+    cells = tl.arange(0, N)
+    numbers = tl.load(numbers_ptr + cells, mask=cells < N, other=0.0)
+    tl.store(values_ptr + cells, numbers.to(tl.float32))
+    tl.store(back_ptr + cells, tl.load(values_ptr + cells).to(tl.float8e4nv))
+    square = tl.reshape(numbers, (16, 16))
+    places = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(product_ptr + places, tl.dot(square, tl.trans(square, (1, 0))))
+
+
+def test_the_interpreters_float8() -> None:
+    """As mended: each of the 256 there and back, NaN among them, and multiplied exactly."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values, back, product = torch.empty(256), torch.empty_like(numbers), torch.empty(16, 16)
+    with interpreter():
+        _float8_kernel[(1,)](numbers, values, back, product, N=256)
+    torch.testing.assert_close(values, numbers.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back.float(), numbers.float(), rtol=0, atol=0, equal_nan=True)
+    square = numbers.float().view(16, 16)
+    torch.testing.assert_close(product, square @ square.T, equal_nan=True)
+    assert product.isnan().any()
+
+
+@given(st.floats(-512, 512, width=32))
+def test_float8_is_rounded_to_the_nearest(value: float) -> None:
+    """Ties to even; against all numbers that there are."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    found = abs(float(to_float8(torch.tensor([value]), 1.0, is_static=True)[0]))
+    distance = (numbers - abs(value)).abs()
+    nearest = (distance == distance.min()).nonzero().flatten().tolist()
+    assert found == numbers[min(nearest, key=lambda place: place % 2)]
