@@ -31,7 +31,8 @@ from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import train
 from sgl_esft.offload.predictors.map_store import MapStore, RunningSearch, entry_bytes
 from sgl_esft.offload.predictors.predictor import Predictor
-from sgl_esft.offload.routing import Floats, Prediction, StepTokens
+from sgl_esft.offload.predictors.replacement import AGE_WEIGHT
+from sgl_esft.offload.routing import NO_OWNER, Floats, Prediction, StepTokens
 
 ANY_BATCH = 1 << 20  # judged tokens are predicted for many at a time, which changes nothing
 FILLED_AT_ONCE = 8  # maps that enter a store together, as a served batch's do
@@ -56,6 +57,7 @@ PAPER = {
     "3,328) give at least 0.75, LJ ln(LJ) / 2 (6,171) at least 0.98",
     "figure18": "less than 200 MB at 32K maps, for the largest of its models",
     "shift": "none: maps and tests are of one data set",
+    "shared": "none: there are no adapters",
 }
 
 
@@ -69,9 +71,10 @@ class Plan:
     num_maps: int = 1000  # the paper's capacity
     capacities: tuple[int, ...] = (125, 250, 500, 1000, 2000, 3328, 6171)
     pairs: tuple[int, int] = (300, 1000)  # judged and known tokens that are compared
+    shared_capacities: tuple[int, ...] = (1000, 4000)
 
 
-QUICK = Plan(10, (1, 3), 3, 200, (50, 200), (50, 200))
+QUICK = Plan(10, (1, 3), 3, 200, (50, 200), (50, 200), (200,))
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,15 @@ class Outcome:
         return row
 
 
-def judge(predictor: Predictor, trace: Trace, distances: Iterable[int]) -> dict[int, Outcome]:
+def judge(
+    predictor: Predictor, trace: Trace, distances: Iterable[int], owner: int = NO_OWNER
+) -> dict[int, Outcome]:
     """Show the predictor all sequences side by side; what it named at each of the distances."""
     outcomes = {distance: Outcome(trace, distance) for distance in distances}
     for tokens in trace.steps():
         requests = tuple(trace.sequences[tokens].tolist())
-        predictor.begin_step(StepTokens(requests, (-1,) * len(requests)))
+        owners = (owner,) * len(requests)
+        predictor.begin_step(StepTokens(requests, (-1,) * len(requests), owners=owners))
         for layer in range(trace.maps.shape[1]):
             for prediction in predictor.observe(layer, trace.maps[tokens, layer]):
                 if (outcome := outcomes.get(prediction.layer - layer)) is not None:
@@ -132,25 +138,29 @@ def judge(predictor: Predictor, trace: Trace, distances: Iterable[int]) -> dict[
     return outcomes
 
 
-def empty(like: Trace, capacity: int) -> MapStore:
+def empty(like: Trace, capacity: int, age_weight: float = AGE_WEIGHT) -> MapStore:
     """A store of at most so many of such maps, without embeddings."""
     _, num_layers, num_experts = like.maps.shape
     max_bytes = capacity * entry_bytes(num_layers, num_experts, 0)
-    return MapStore(num_layers, num_experts, 0, 1, max_bytes)
+    return MapStore(num_layers, num_experts, 0, 1, max_bytes, age_weight=age_weight)
 
 
-def filled(known: Trace, capacity: int) -> MapStore:
+def filled(known: Trace, capacity: int, age_weight: float = AGE_WEIGHT) -> MapStore:
     """A store that was shown all known tokens in turn."""
-    store = empty(known, capacity)
+    store = empty(known, capacity, age_weight)
     for first in range(0, len(known.maps), FILLED_AT_ONCE):
         maps = known.maps[first : first + FILLED_AT_ONCE]
         store.add(np.zeros((len(maps), 0), np.float32), maps)
     return store
 
 
-def guided(store: MapStore, top_k: int, distance: int) -> FineMoEPredictor:
+def guided(
+    store: MapStore, top_k: int, distance: int, *, by_adapter: bool = False
+) -> FineMoEPredictor:
     """FineMoE over a store that stays as it is."""
-    return FineMoEPredictor(store, top_k, distance, learns=False, max_batch=ANY_BATCH)
+    return FineMoEPredictor(
+        store, top_k, distance, learns=False, by_adapter=by_adapter, max_batch=ANY_BATCH
+    )
 
 
 def counting(known: Trace, reach: int) -> RequestCountsPredictor:
@@ -393,19 +403,64 @@ def figure18(subjects: Sequence[Subject], plan: Plan) -> Rows:
 
 
 def shift(subjects: Sequence[Subject], plan: Plan) -> Rows:
-    """Recall with another task's store, and while that store, or an empty one, learns."""
-    rows = []
+    """Recall with another task's store, while that store or an empty one learns, and afterwards."""
+    rows: Rows = []
     for subject in subjects:
         for other in subjects:
             store = filled(other.known, plan.num_maps)
-            predictor = guided(store, subject.known.top_k, plan.distance)
-            outcome = judge(predictor, subject.judged, [plan.distance])[plan.distance]
-            row = {"task": subject.task, "store_of": other.task, **outcome.row(subject.is_repeat)}
+            found = recalled(store, subject, plan)
+            row: dict[str, Any] = {"task": subject.task, "store_of": other.task, **found}
             if other is not subject:
                 row["while_learning"] = online(subject, store, plan)
+                row["afterwards"] = recalled(store, subject, plan)
+                row["afterwards_of_the_other"] = recalled(store, other, plan)
+                row["by_the_papers_rule"] = shifted(other, subject, plan, 0.0)
             rows.append(row)
         learning = online(subject, empty(subject.known, plan.num_maps), plan)
         rows.append({"task": subject.task, "store_of": None, "while_learning": learning})
+    return rows
+
+
+def shifted(before: Subject, after: Subject, plan: Plan, age_weight: float) -> dict[str, Any]:
+    """A store of one task that has learned another: recall of both. 0 = the paper's replacement."""
+    store = filled(before.known, plan.num_maps, age_weight)
+    online(after, store, plan)
+    return {
+        "afterwards": recalled(store, after, plan),
+        "afterwards_of_the_other": recalled(store, before, plan),
+    }
+
+
+def recalled(store: MapStore, subject: Subject, plan: Plan) -> dict[str, float | None]:
+    """Of the subject's judged tokens, by a store that stays as it is."""
+    predictor = guided(store, subject.known.top_k, plan.distance)
+    outcome = judge(predictor, subject.judged, [plan.distance])[plan.distance]
+    return outcome.row(subject.is_repeat)
+
+
+def shared(subjects: Sequence[Subject], plan: Plan) -> Rows:
+    """Recall of a store that all tasks fill by turns, searched as one, and by task."""
+    like, distance = subjects[0].known, plan.distance
+    rows: Rows = []
+    for capacity in plan.shared_capacities:
+        together, apart = empty(like, capacity), empty(like, capacity)
+        for first in range(0, min(len(each.known.maps) for each in subjects), FILLED_AT_ONCE):
+            for owner, each in enumerate(subjects):
+                maps = each.known.maps[first : first + FILLED_AT_ONCE]
+                none = np.zeros((len(maps), 0), np.float32)
+                together.add(none, maps)
+                apart.add(none, maps, np.full(len(maps), owner))
+        for owner, each in enumerate(subjects):
+            found = {
+                name: judge(
+                    guided(store, like.top_k, distance, by_adapter=store is apart),
+                    each.judged,
+                    [distance],
+                    owner,
+                )[distance].row(each.is_repeat)
+                for name, store in (("as_one", together), ("by_task", apart))
+            }
+            rows.append({"task": each.task, "maps": capacity, **found})
     return rows
 
 
@@ -431,6 +486,7 @@ FIGURES: Mapping[str, Callable[[Sequence[Subject], Plan], Rows]] = {
     "figure16a": figure16a,
     "figure18": figure18,
     "shift": shift,
+    "shared": shared,
 }
 
 

@@ -30,6 +30,9 @@ MEASURED_PATHS: Final[Mapping[str, Sequence[str]]] = {
         "sgl_elastic/errors.py",
     ),
     "bench.elasticmoe.": (*_SERVER, "sgl_elastic"),
+    "bench.finemoe.prediction": ("sgl_esft/offload",),  # on traces
+    "bench.finemoe.caching": ("sgl_esft/offload",),
+    "bench.finemoe.": _SERVER,
     "bench.gpu.": (*_SERVER, "sgl_elastic"),
 }
 _CODE: Final = ":!*.md"

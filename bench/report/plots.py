@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.common.record import RESULTS
-from bench.report import elastic_plots
+from bench.report import elastic_plots, finemoe_plots
 from bench.report.plot_style import (
     COLOURS,
     MARKERS,
@@ -389,6 +389,7 @@ DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "elasticmoe_ablation_up": elastic_plots.ablation,
     "elasticmoe_ablation_down": elastic_plots.ablation,
     "elasticmoe_day": elastic_plots.day,
+    **finemoe_plots.DRAWERS,
 }
 
 

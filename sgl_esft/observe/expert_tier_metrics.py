@@ -1,11 +1,13 @@
 """Experts in tiers as Prometheus counters of one rank (with --enable-metrics and --expert-cache).
 
 offload/tier.py: Counts, TierTimes; reader.py: ReadCounts --> [ExpertTierTotals]
-after each forward pass --[ExpertTierMetrics.set]--> SGLang's /metrics
+offload/recall.py: what was named ahead, by layer and distance --.
+after each forward pass --[ExpertTierMetrics.set, set_recall]--> SGLang's /metrics
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from sgl_esft.offload.decisions import Counts
     from sgl_esft.offload.reader import ReadCounts
+    from sgl_esft.offload.recall import Recall
     from sgl_esft.offload.tier import TierTimes
 
 
@@ -79,7 +82,41 @@ class ExpertTierMetrics(Totals):
             ("read_s", "expert_read_seconds", "Time in reads, of all threads together."),
         ):
             self._counters[field] = counter(name, what, registry, "rank").labels(label)
+        self._recall = _RecallCounters(label, registry)
 
     def set(self, totals: ExpertTierTotals) -> None:
         """Publish what was done so far."""
         self._publish(totals)
+
+    def set_recall(self, recall: Recall, layer_ids: Sequence[int]) -> None:
+        """Publish it. layer_ids: the model's, of the MoE layers in order: these are the labels."""
+        for layer, num_asked in enumerate(recall.num_asked):
+            if num_asked:
+                self._recall.set("requests", num_asked, layer_ids[layer])
+        for (layer, distance), row in recall.rows.items():
+            self._recall.set("named", row.num_named, layer_ids[layer], distance)
+            self._recall.set("found", row.num_found, layer_ids[layer], distance)
+
+
+class _RecallCounters:
+    """Only what is predicted for has a series; there are none where nothing is."""
+
+    def __init__(self, rank: str, registry: CollectorRegistry | None) -> None:
+        self._rank = rank
+        self._counters = {
+            name: counter(f"expert_recall_{name}", what, registry, "rank", *labels)
+            for name, what, *labels in (
+                ("requests", "Experts that steps which are predicted for asked for.", "layer"),
+                ("named", "Experts that were predicted.", "layer", "distance"),
+                ("found", "Of those asked for, predicted.", "layer", "distance"),
+            )
+        }
+        self._published: dict[tuple[str, ...], int] = {}
+
+    def set(self, name: str, total: int, *labels: int) -> None:
+        """Of a layer, and a distance: a series from the first time on, at 0 too."""
+        at = (self._rank, *map(str, labels))
+        before = self._published.get((name, *at))
+        if before != total:
+            self._counters[name].labels(*at).inc(total - (before or 0))
+            self._published[name, *at] = total

@@ -66,7 +66,8 @@ class Ahead:
         if self._predictor is None or self._tokens is None:
             return ()
         tokens = replace(self._tokens, embeddings=embeddings)
-        self._expect(self._predictor.begin_step(tokens))
+        self._decisions.recall.watch()
+        self._expect(-1, self._predictor.begin_step(tokens))
         self._has_begun = True
         return self._decisions.prefetches(-1)
 
@@ -83,17 +84,19 @@ class Ahead:
         hidden: [num_tokens, H], what the router was given, where it is wanted.
         """
         if self._predictor is not None and self._has_begun and probs is not None:
-            self._expect(self._predictor.observe(layer, probs))
+            self._expect(layer, self._predictor.observe(layer, probs))
             if hidden is not None:
-                self._expect(self._predictor.observe_hidden(layer, hidden))
+                self._expect(layer, self._predictor.observe_hidden(layer, hidden))
             if layer == self._decisions.num_layers - 1:
                 self._predictor.end_step()
         return self._decisions.prefetches(layer, num_missed)
 
-    def _expect(self, predictions: Sequence[Prediction]) -> None:
+    def _expect(self, layer: int, predictions: Sequence[Prediction]) -> None:
+        """What was said at `layer`, -1 = before the first."""
         assert self._tokens is not None
         for each in predictions:
             adapter_slot = self._tokens.adapter_slots[each.token]
             slots = self._slots_of(each.layer, adapter_slot, each.expert_ids)
             is_ours = slots >= 0
             self._decisions.expect(each.layer, slots[is_ours], each.probs[is_ours])
+            self._decisions.recall.named(each.layer, each.layer - layer, slots[is_ours])

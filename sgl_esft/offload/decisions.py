@@ -17,6 +17,7 @@ import numpy as np
 
 from sgl_esft.errors import InvariantError
 from sgl_esft.offload.policies import Eviction, ExpertPolicy, Values
+from sgl_esft.offload.recall import Recall
 from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.rows import EMPTY, NOT_HERE, RowTable
 
@@ -111,6 +112,7 @@ class Decisions:
         self.policy = policy
         self.num_base = num_base
         self.loads_per_layer = loads_per_layer
+        self.recall = Recall(num_layers)
         self._credit = 0.0
         self._layers = [
             _Layer(
@@ -138,6 +140,7 @@ class Decisions:
         is_here = of.rows.where[needed] != NOT_HERE
         present, missing = needed[is_here], needed[~is_here]
         self._count(of, needed, present, missing)
+        self.recall.asked(layer, needed)
         plan = self._make_room(layer, needed, present, missing)
         if not plan.is_wave:  # a prompt that asks for everything says nothing about what comes
             of.eviction.used(needed)
@@ -201,6 +204,7 @@ class Decisions:
 
     def begin(self) -> None:
         """A forward pass begins: what was expected of the last one is over."""
+        self.recall.begin()
         for of in self._layers:
             of.wanted.clear()
 

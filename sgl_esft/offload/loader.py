@@ -127,6 +127,47 @@ _Ready = OrderedDict[LoadTicket, None]
 _Row = tuple[int, int]  # layer, row
 
 
+class LastTickets:
+    """The last load into each row, until it is seen to be done. By one thread.
+
+    A ticket holds its place, and that keeps an adapter's files open: so what slots that are gone
+    left behind is found by slot, without a look at all others.
+    """
+
+    def __init__(self) -> None:
+        self._by_row: dict[_Row, LoadTicket] = {}
+        self._rows_of: dict[tuple[int, int], set[int]] = {}  # (layer, slot) -> rows
+
+    def put(self, ticket: LoadTicket) -> None:
+        """It is the last one into its row now."""
+        job = ticket.job
+        self._drop(job.layer, job.row)
+        self._by_row[job.layer, job.row] = ticket
+        self._rows_of.setdefault((job.layer, job.slot), set()).add(job.row)
+
+    def unfinished(self, layer: int, row: int) -> LoadTicket | None:
+        """The last load into a row, which may have failed; None when the row holds its expert."""
+        ticket = self._by_row.get((layer, row))
+        if ticket is not None and ticket.is_done:
+            self._drop(layer, row)
+            return None
+        return ticket
+
+    def forget(self, layer: int, slot: int) -> None:
+        """Drop what has finished, however it did, of loads of this slot."""
+        for row in tuple(self._rows_of.get((layer, slot), ())):
+            if self._by_row[layer, row].is_finished:
+                self._drop(layer, row)
+
+    def _drop(self, layer: int, row: int) -> None:
+        ticket = self._by_row.pop((layer, row), None)
+        if ticket is not None:
+            key = layer, ticket.job.slot
+            self._rows_of[key].discard(row)
+            if not self._rows_of[key]:
+                del self._rows_of[key]
+
+
 class Loader:
     """Runs jobs by `read` in `num_threads` threads, until `close`. Its methods are for any thread.
 

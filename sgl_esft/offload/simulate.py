@@ -17,7 +17,8 @@ import numpy as np
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Counts, Decisions, Load
 from sgl_esft.offload.predictors.predictor import Predictor
-from sgl_esft.offload.routing import Ints, StepTokens
+from sgl_esft.offload.recall import Recall
+from sgl_esft.offload.routing import Ints, StepTokens, owners_of
 from sgl_esft.offload.trace import SlotChange, TraceEvent, TraceHeader, TraceStep
 
 
@@ -93,6 +94,7 @@ class Replayed:
     by_layer: tuple[Counts, ...]
     num_steps: int
     num_tokens: int
+    recall: Recall
     stall_layers: float = 0.0  # in layers' computing times; 0 without a timeline
 
 
@@ -111,21 +113,22 @@ def replay(
     ahead = Ahead(decisions, predictor, holder.slots_of) if looks else None
     for event in events:
         if isinstance(event, SlotChange):
-            holder.maps = event.maps
+            holder.maps, holder.owners = event.maps, event.owners
             for layer, slot in event.forgotten:
                 decisions.forget(layer, (slot,))
             continue
         num_steps += 1
         num_tokens += len(event.adapter_slots)
-        _replay_step(event, holder.maps, decisions, ahead, timeline)
+        _replay_step(event, holder, decisions, ahead, timeline)
     by_layer = tuple(decisions.counts(layer) for layer in range(header.num_layers))
     stall = timeline.stall if isinstance(timeline, Timeline) else 0.0
-    return Replayed(added(by_layer), by_layer, num_steps, num_tokens, stall)
+    return Replayed(added(by_layer), by_layer, num_steps, num_tokens, decisions.recall, stall)
 
 
 class _Maps:
     def __init__(self, maps: Ints) -> None:
         self.maps = maps
+        self.owners: tuple[int, ...] = ()  # by adapter slot; () = not known
 
     def slots_of(self, layer: int, adapter_slot: int, expert_ids: Ints) -> Ints:
         found: Ints = self.maps[layer, adapter_slot, expert_ids]
@@ -134,20 +137,20 @@ class _Maps:
 
 def _replay_step(
     step: TraceStep,
-    maps: Ints,
+    holder: _Maps,
     decisions: Decisions,
     ahead: Ahead | None,
     timeline: ReplayWatch | None,
 ) -> None:
     decisions.begin()
     if ahead is not None:
-        ahead.begin(_tokens_of(step))
+        ahead.begin(_tokens_of(step, holder.owners))
         if ahead.is_on:
             loads = ahead.embedded(step.embeddings)
             if timeline is not None:
                 timeline.guess(loads, during_layer=False)
     for layer in range(len(step.topk_ids)):
-        needed = needed_slots(maps[layer], step.topk_ids[layer], step.adapter_slots)
+        needed = needed_slots(holder.maps[layer], step.topk_ids[layer], step.adapter_slots)
         plan = decisions.step(layer, needed)
         if timeline is not None:
             timeline.compute(layer, needed.tolist(), plan.loads)
@@ -158,10 +161,11 @@ def _replay_step(
                 timeline.guess(loads, during_layer=True)
 
 
-def _tokens_of(step: TraceStep) -> StepTokens | None:
+def _tokens_of(step: TraceStep, owners: Sequence[int]) -> StepTokens | None:
     if not step.request_ids:
         return None
-    return StepTokens(step.request_ids, tuple(step.adapter_slots[: len(step.request_ids)].tolist()))
+    slots = tuple(step.adapter_slots[: len(step.request_ids)].tolist())
+    return StepTokens(step.request_ids, slots, owners=owners_of(slots, owners))
 
 
 def base_maps(header: TraceHeader) -> Ints:

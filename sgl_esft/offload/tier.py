@@ -28,7 +28,7 @@ import torch
 from sgl_esft.errors import EsftError, ExpertReadError, InvariantError
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Counts, Decisions, Load, Plan
-from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority, LoadTicket
+from sgl_esft.offload.loader import LastTickets, Loader, LoadJob, LoadPriority, LoadTicket
 from sgl_esft.offload.routing import Floats, StepTokens
 from sgl_esft.offload.rows import EMPTY
 from sgl_esft.offload.source import ExpertPlace
@@ -78,7 +78,7 @@ class ExpertTier:
         self._load = load
         self._ahead = ahead
         self._loader = make_loader(self._run)
-        self._last: dict[tuple[int, int], LoadTicket] = {}  # (layer, row) -> the last load into it
+        self._last = LastTickets()
         self._beside = _Beside()
         self.failure: str | None = None  # of the forward pass at hand, the last one
 
@@ -168,16 +168,12 @@ class ExpertTier:
         if place is None:
             raise InvariantError(f"layer {load.layer}: slot {load.slot} has no expert")
         ticket = self._loader.submit(LoadJob(load.layer, load.slot, load.row, priority, place))
-        self._last[load.layer, load.row] = ticket
+        self._last.put(ticket)
         return ticket
 
     def ticket_of(self, layer: int, row: int) -> LoadTicket | None:
         """The last load into a row; None when it is there."""
-        ticket = self._last.get((layer, row))
-        if ticket is not None and ticket.is_done:
-            del self._last[layer, row]
-            return None
-        return ticket
+        return self._last.unfinished(layer, row)
 
     def demand(self, ticket: LoadTicket) -> None:
         """What was fetched ahead is needed now."""
@@ -200,14 +196,9 @@ class ExpertTier:
         """These slots have none from now on; what is on its way to them lands in vain."""
         self._beside.join()
         self.decisions.forget(layer, slots)
-        gone = set(slots)
-        for slot in gone:
+        for slot in slots:
             self.layers[layer].places.pop(slot, None)
-        # A ticket holds its place, and that keeps an adapter's files open.
-        ended = [k for k, t in self._last.items() if t.job.slot in gone and t.is_finished]
-        for key in ended:
-            if key[0] == layer:
-                del self._last[key]
+            self._last.forget(layer, slot)
 
     def totals(self) -> Counts:
         """Counts of all layers together."""

@@ -113,9 +113,7 @@ class TieredLayer(WovenLayer):
 
     def num_bytes_of(self, adapter_slot: int) -> int:
         """Bytes of the adapter's experts that are in rows now."""
-        return len(self._in_rows(self.adapter_runs.get(adapter_slot, range(0)))) * (
-            self._bytes_per_slot
-        )
+        return len(self._in_rows(self.adapter_runs.get(adapter_slot, range(0)))) * self.slot_bytes
 
 
 def skip_routed_experts(

@@ -3,9 +3,10 @@
     a rank's steps --[TraceWriter]--> header.json, part-*.safetensors --[read_trace]--> events
 
 There is no text in it and no token id: expert ids, the router's distributions for decoded tokens,
-whose request and which adapter slot, and a projection of each token's embedding, by which somebody
-who has the model could tell which token it was. Distributions and projections are kept in float16;
-a server whose decisions are recorded decides by the same rounded numbers (`rounded`).
+whose request and which adapter slot, a number made of each adapter's name, and a projection of each
+token's embedding, by which somebody who has the model could tell which token it was. Distributions
+and projections are kept in float16; a server whose decisions are recorded decides by the same
+rounded numbers (`rounded`).
 """
 
 from __future__ import annotations
@@ -70,11 +71,13 @@ class SlotChange:
     """Other adapters are in the slots from now on.
 
     `maps` [L, N + 1, M]: the slot of each expert id by adapter slot, the last row the base's, -1 =
-    another rank's. `forgotten`: (layer, slot) of experts that are not what they were.
+    another rank's. `forgotten`: (layer, slot) of experts that are not what they were. `owners`: of
+    each adapter slot, `StepTokens.owners`; () = a trace that does not say.
     """
 
     maps: Ints
     forgotten: tuple[tuple[int, int], ...] = ()
+    owners: tuple[int, ...] = ()
 
 
 TraceEvent = TraceStep | SlotChange
@@ -149,6 +152,7 @@ def _arrays_of(events: Sequence[TraceEvent]) -> dict[str, Array]:
         # safetensors saves the memory as it lies, whatever the strides say.
         arrays["maps"] = np.ascontiguousarray(maps.astype(np.int32))
         arrays["forgotten"] = np.array(forgotten, np.int32).reshape(-1, 3)
+        arrays["owners"] = np.array([change.owners for change in changes], np.int64)
     return arrays
 
 
@@ -219,6 +223,8 @@ def _changes_of(arrays: Mapping[str, Array]) -> Iterator[SlotChange]:
     if "maps" not in arrays:
         return
     forgotten = arrays["forgotten"].tolist()
+    nobody = np.zeros((len(arrays["maps"]), 0), np.int64)  # a trace of before there were owners
+    owners = arrays.get("owners", nobody).tolist()
     for number, maps in enumerate(arrays["maps"]):
         pairs = tuple((layer, slot) for of, layer, slot in forgotten if of == number)
-        yield SlotChange(maps.astype(np.int64), pairs)
+        yield SlotChange(maps.astype(np.int64), pairs, tuple(owners[number]))

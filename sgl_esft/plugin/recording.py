@@ -22,6 +22,7 @@ from sgl_esft import sglang_api
 from sgl_esft.config import RecordConfig
 from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.trace import SlotChange, TraceHeader, TraceStep, TraceWriter
+from sgl_esft.plugin.adapter_owners import AdapterOwners
 from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE, DecodedTokens, embedding_layer
 from sgl_esft.weave.batch_tags import BatchTags
 from sgl_esft.weave.moe_layer import WovenLayer
@@ -64,6 +65,7 @@ class Recorder:
             embedding_size=EMBEDDING_SIZE,
         )
         self._writer = TraceWriter(trace_folder(config.folder), header, config.max_bytes)
+        self._numbers = AdapterOwners(plane)
         self._owners: Mapping[int, str] = {}  # adapter slot -> adapter id, as last written
         self._num_changes = -1
         self._has_new = threading.Event()  # an idle server writes nothing, and is not woken for it
@@ -95,7 +97,7 @@ class Recorder:
             for slot in layer.layout.adapter_range(adapter_slot)
         )
         maps = [layer.expert_map.table.cpu().numpy() for layer in self._layers]
-        return SlotChange(np.stack(maps).astype(np.int64), forgotten)
+        return SlotChange(np.stack(maps).astype(np.int64), forgotten, self._numbers.numbers())
 
     def _embedded(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
         if self._decoded.num_tokens:

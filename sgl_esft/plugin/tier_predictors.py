@@ -1,11 +1,13 @@
 """The predictor of a rank, by `--expert-policy`, and what it keeps in a file.
 
-ExpertPolicy, TierConfig, the loaded model -> [make_predictor] -> offload/predictors/
+ExpertPolicy, TierConfig, the loaded model, its folder -> [make_predictor] -> offload/predictors/
 a MapStore --every now and then--> [StoreKeeper] -> --expert-map-file
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import threading
 from pathlib import Path
@@ -17,6 +19,7 @@ from sgl_esft import sglang_api
 from sgl_esft.config import TierConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.formats.strict_json import read_object
 from sgl_esft.offload.policies import ExpertPolicy
 from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
@@ -29,15 +32,20 @@ from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE
 logger = logging.getLogger(__name__)
 
 SAVE_PERIOD_S: Final = 10.0
+_SAYS_WHO_WROTE_IT: Final = ("_name_or_path", "transformers_version", "_commit_hash")
+_DIGITS: Final = 16
 
 
 def make_predictor(
-    policy: ExpertPolicy, config: TierConfig, spec: MoeSpec, model: torch.nn.Module
+    policy: ExpertPolicy, config: TierConfig, spec: MoeSpec, model: torch.nn.Module, base: Path
 ) -> Predictor | None:
-    """None for a policy that fetches nothing ahead. Raises ConfigError, UnsupportedModelError."""
+    """None for a policy that fetches nothing ahead. base: the checkpoint's folder.
+
+    Raises ConfigError, UnsupportedModelError.
+    """
     num_layers, num_experts = len(spec.moe_layer_ids), spec.num_experts
     if policy.predictor == "finemoe":
-        return _finemoe(config, num_layers, num_experts)
+        return _finemoe(config, num_layers, num_experts, base_line(base))
     if policy.predictor == "request-counts":
         reach = min(config.prefetch_distance, num_layers)
         return RequestCountsPredictor(num_layers, num_experts, config.top_k, reach=reach)
@@ -49,12 +57,28 @@ def make_predictor(
     return None
 
 
-def _finemoe(config: TierConfig, num_layers: int, num_experts: int) -> FineMoEPredictor:
+def _finemoe(config: TierConfig, num_layers: int, num_experts: int, base: str) -> FineMoEPredictor:
     distance = min(config.prefetch_distance, num_layers)
-    store = MapStore(num_layers, num_experts, EMBEDDING_SIZE, distance, config.map_store_bytes)
+    sizes = num_layers, num_experts, EMBEDDING_SIZE
+    store = MapStore(*sizes, distance, config.map_store_bytes, base=base)
     if config.map_store_file is not None:
         _keep(store, Path(config.map_store_file))
-    return FineMoEPredictor(store, config.top_k, distance)
+    by_adapter = config.store_by == "adapter"
+    return FineMoEPredictor(store, config.top_k, distance, by_adapter=by_adapter)
+
+
+def base_line(base: Path) -> str:
+    """Which base expert maps are of, in one line: by its config.json, less what says who wrote it.
+
+    Weights are not looked at: two bases of one configuration are one.
+    """
+    config = dict(read_object(base / "config.json", UnsupportedModelError))
+    names = config.get("architectures")
+    for key in _SAYS_WHO_WROTE_IT:
+        config.pop(key, None)
+    text = json.dumps(config, sort_keys=True).encode()
+    digest = hashlib.sha256(text).hexdigest()[:_DIGITS]
+    return f"{names[0] if isinstance(names, list) and names else 'unnamed'} {digest}"
 
 
 def _keep(store: MapStore, path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,13 @@ from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
 from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
 from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader
-from sgl_esft.offload.routing import Floats, Ints
+from sgl_esft.offload.routing import Floats, Ints, StepTokens, owners_of
 from sgl_esft.offload.source import ExpertPlace, ExpertSource
 from sgl_esft.offload.tier import ExpertTier, TierLayer
 from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.platform import moe
 from sgl_esft.plugin import runner_core
+from sgl_esft.plugin.adapter_owners import AdapterOwners
 from sgl_esft.plugin.decoded_tokens import DecodedTokens, embedding_layer
 from sgl_esft.plugin.tier_predictors import make_predictor
 from sgl_esft.plugin.tier_waves import WaveCore
@@ -60,6 +61,7 @@ class Tiers:
     decoded: DecodedTokens | None  # None = nothing is predicted
     device_rows: DeviceRows | None = None  # None = rows are host memory
     when_done: list[Callable[[], None]] = field(default_factory=list)  # after each forward pass
+    owners: AdapterOwners | None = None  # None = nobody asks
 
     @property
     def failure(self) -> str | None:
@@ -108,7 +110,14 @@ class Tiers:
         """A batch was tagged."""
         if self.decoded is not None:
             self.decoded.begin(forward_batch, adapter_slots)
-        self.tier.begin(None if self.decoded is None else self.decoded.tokens)
+        self.tier.begin(self._tokens())
+
+    def _tokens(self) -> StepTokens | None:
+        """Those to predict for, and whose they are where that is asked."""
+        tokens = None if self.decoded is None else self.decoded.tokens
+        if tokens is None or self.owners is None:
+            return tokens
+        return replace(tokens, owners=owners_of(tokens.adapter_slots, self.owners.numbers()))
 
     def embedded(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
         """A forward hook of the model's embedding layer."""
@@ -189,7 +198,7 @@ def build_tiers(
         throttle_bytes_per_s=config.tiers.read_bytes_per_s,
     )
     decisions = _decisions(tiered, source, reader, config.tiers)
-    predictor = make_predictor(decisions.policy, config.tiers, spec, model)
+    predictor = make_predictor(decisions.policy, config.tiers, spec, model, Path(model_path))
     device_rows = _device_rows(first, reader, config.tiers)
     tier = _tier(tiered, decisions, predictor, config.tiers, _load_of(reader, device_rows))
     for index, layer in enumerate(tiered):
@@ -201,7 +210,7 @@ def build_tiers(
         {layer.layer_id: index for index, layer in enumerate(tiered)},
         None if predictor is None else DecodedTokens(model, spec.hidden_size),
         device_rows,
-        [_publisher(tier, reader)] if sglang_api.has_metrics() else [],
+        [_publisher(tier, reader, looks=predictor is not None)] if sglang_api.has_metrics() else [],
     )
     if predictor is not None:
         embedding_layer(model).register_forward_hook(tiers.embedded)
@@ -257,11 +266,15 @@ def _load_of(reader: ExpertReader, device_rows: DeviceRows | None) -> Load:
     return lambda job, w13, w2: reader.read(job.place, w13, w2)
 
 
-def _publisher(tier: ExpertTier, reader: ExpertReader) -> Callable[[], None]:
+def _publisher(tier: ExpertTier, reader: ExpertReader, *, looks: bool) -> Callable[[], None]:
+    """looks: something is predicted, whose recall is to be told."""
     metrics = ExpertTierMetrics(sglang_api.tp_rank())
+    layer_ids = [layer.layer_id for layer in tier.layers]
 
     def publish() -> None:
         metrics.set(ExpertTierTotals.of(tier.totals(), tier.times, reader.counts))
+        if looks:
+            metrics.set_recall(tier.decisions.recall, layer_ids)
 
     return publish
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests as http
 
 from sgl_esft import zoo
 from sgl_esft.config import DEFAULT_MAP_STORE_BYTES, DEFAULT_PREFETCH_DISTANCE
+from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.policies import policy_of
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
@@ -118,7 +120,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     spec = ServerSpec(
         base,
         tuple(zoo.adapter_paths().items())[:3],
-        (*flags, "--record-routing", str(trace)),
+        (*flags, "--store-by", "adapter", "--record-routing", str(trace)),
     )
     server = Server(spec, folder / "log")
     try:
@@ -156,9 +158,20 @@ def test_the_simulator_counts_what_the_server_counted(demo: Demo) -> None:
     sizes = (header.num_layers, header.num_experts, header.embedding_size)
     distance = min(DEFAULT_PREFETCH_DISTANCE, header.num_layers)
     store = MapStore(*sizes, distance, DEFAULT_MAP_STORE_BYTES)
-    predictor = FineMoEPredictor(store, header.top_k, distance)
-    found = replay(header, read_trace(demo.trace), decisions, predictor).counts
+    predictor = FineMoEPredictor(store, header.top_k, distance, by_adapter=True)
+    replayed = replay(header, read_trace(demo.trace), decisions, predictor)
+    found, recall = replayed.counts, replayed.recall
     assert found.num_useful > 0
+    assert len(np.unique(store._owners[: store.size])) == 4, "the base's and three adapters'"
+    layer_ids = read_moe_spec(demo.base).moe_layer_ids
+    assert len(recall.rows) == header.num_layers
+    for layer, num_asked in enumerate(recall.num_asked):
+        label = f'layer="{layer_ids[layer]}"'
+        assert counter(demo.server, "expert_recall_requests", label) == num_asked
+    for (layer, distance), row in recall.rows.items():
+        labels = f'distance="{distance}",layer="{layer_ids[layer]}"'
+        assert counter(demo.server, "expert_recall_named", labels) == row.num_named > 0
+        assert counter(demo.server, "expert_recall_found", labels) == row.num_found
     assert vars(found) == {
         "num_asked": counter(demo.server, "expert_requests"),
         "num_hits": counter(demo.server, "expert_hits"),

@@ -10,21 +10,15 @@ depend on nothing but the calls so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
-from sgl_esft.errors import InvariantError
-from sgl_esft.offload.predictors.map_store import (
-    NO_ENTRY,
-    NO_OWNER,
-    MapStore,
-    Matches,
-    RunningSearch,
-)
+from sgl_esft.errors import ConfigError, InvariantError
+from sgl_esft.offload.predictors.map_store import NO_ENTRY, MapStore, Matches, RunningSearch
 from sgl_esft.offload.predictors.predictor import check_distance, check_order, check_top_k
 from sgl_esft.offload.predictors.selection import predictions, rank, reaching, thresholds
-from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
+from sgl_esft.offload.routing import NO_OWNER, Floats, Ints, Prediction, StepTokens
 
 
 class FineMoEPredictor:
@@ -32,10 +26,9 @@ class FineMoEPredictor:
 
     `top_k`: experts a token is routed to, the fewest that are predicted of a layer. `distance`:
     in layers. `learns`: whether steps enter the store. `by_adapter`: a token is only compared
-    with entries of its own adapter, which `owner_of` gives for an adapter slot: a number that is
-    the adapter's wherever it sits, NO_OWNER for the base. Without `owner_of` it is the slot, which
-    is right only while no adapter moves. A step of more than `max_batch` tokens is neither
-    predicted for nor learned from: such a batch touches nearly every expert.
+    with entries of its own adapter (`StepTokens.owners`) and of the base. A step of more than
+    `max_batch` tokens is neither predicted for nor learned from: such a batch touches nearly every
+    expert.
 
     Raises ConfigError for a distance or a top_k that the store's model cannot have.
     """
@@ -49,7 +42,6 @@ class FineMoEPredictor:
         learns: bool = True,
         by_adapter: bool = False,
         max_batch: int = 8,
-        owner_of: Callable[[int], int] = int,
     ) -> None:
         check_distance(distance, store.num_layers)
         check_top_k(top_k, store.num_experts)
@@ -59,11 +51,13 @@ class FineMoEPredictor:
         self._learns = learns
         self._by_adapter = by_adapter
         self._max_batch = max_batch
-        self._owner_of = owner_of
         self._step: _Step | None = None
 
     def begin_step(self, tokens: StepTokens) -> list[Prediction]:
-        """Predictions of layers 0..distance-1 by the tokens' embeddings, where there are any."""
+        """Predictions of layers 0..distance-1 by the tokens' embeddings, where there are any.
+
+        Raises ConfigError by adapter, for tokens whose adapters nobody has named.
+        """
         num_tokens = len(tokens.request_ids)
         self._step = None
         if not 0 < num_tokens <= self._max_batch:
@@ -81,7 +75,12 @@ class FineMoEPredictor:
     def _owners(self, tokens: StepTokens) -> Ints | None:
         if not self._by_adapter:
             return None
-        return np.array([self._owner_of(slot) for slot in tokens.adapter_slots], np.int64)
+        if tokens.owners is None:
+            raise ConfigError(
+                "--store-by adapter: which adapter was in which slot is not known: record the "
+                "trace again, or leave the flag out"
+            )
+        return np.array(tokens.owners, np.int64)
 
     def observe(self, layer: int, probs: Floats) -> list[Prediction]:
         """Predictions of MoE layer `layer + distance` by layers 0..layer; `probs` [n, J]."""

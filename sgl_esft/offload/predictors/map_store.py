@@ -1,6 +1,7 @@
 """What routers said in earlier steps, and which of it is most like the present one. Pure.
 
-    a step's embeddings and maps -> [MapStore.add] -> entries, each new one for the most redundant
+    a step's embeddings and maps -> [MapStore.add] -> entries; of a full store replacement.py says
+                                                      which leave
     embeddings   -> [MapStore.search_embeddings] -> the nearest entry of each token
     router probs -> [RunningSearch.follow, best] -> the nearest entry by layers 0..l, for each l
 
@@ -19,13 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_esft.errors import ConfigError, InvariantError
-from sgl_esft.offload.predictors.predictor import Arrays, check_distance, read_arrays, write_arrays
-from sgl_esft.offload.routing import Floats, Ints
+from sgl_esft.offload.predictors.predictor import (
+    Arrays,
+    check_distance,
+    read_arrays,
+    read_metadata,
+    write_arrays,
+)
+from sgl_esft.offload.predictors.replacement import (
+    AGE_WEIGHT,
+    ages_of,
+    redundancy_of,
+    victims,
+)
+from sgl_esft.offload.routing import NO_OWNER, Floats, Ints
 
 NO_ENTRY: Final = -1
-NO_OWNER: Final = -1
+FORMAT: Final = "sgl-esft expert maps 2"
 _LOADED_AT_ONCE = 64  # entries of a file; of a batch, all are compared with all that are stored
-_REMEDY = "give --expert-map-file one that was saved for this model, or a new name"
+_REMEDY = "give --expert-map-file the file that was saved for this base, or a new name"
+_NO_OLDER = 1 << 40  # an age of a file, so that it can be added to
 _TINY = np.float32(1e-30)  # in place of a norm of 0, so that such a cosine is 0
 
 Bools = NDArray[np.bool_]
@@ -43,16 +57,17 @@ class Matches:
 
 
 def entry_bytes(num_layers: int, num_experts: int, embedding_size: int) -> int:
-    """Bytes of one entry: map, embedding and norms in float32, owner, and whether it has one."""
-    return 4 * (num_layers * num_experts + embedding_size + num_layers) + 8 + 1
+    """Bytes of one entry: map, embedding, norms in float32; owner, age, if it has an embedding."""
+    return 4 * (num_layers * num_experts + embedding_size + num_layers) + 8 + 8 + 1
 
 
 class MapStore:
     """At most `max_bytes` of entries (one in any case), shared by all adapters of a rank.
 
     `distance`: the prefetch distance in layers, 1..num_layers, which weighs embeddings against
-    trajectories where redundancy is judged. `embedding_size` may be 0. Raises ConfigError for
-    sizes that cannot be.
+    trajectories where redundancy is judged. `embedding_size` may be 0. `base`: which model's maps
+    these are, in one line, for files. `age_weight`: replacement.py's. Raises ConfigError for sizes
+    that cannot be.
     """
 
     def __init__(
@@ -62,6 +77,9 @@ class MapStore:
         embedding_size: int,
         distance: int,
         max_bytes: int,
+        *,
+        base: str = "",
+        age_weight: float = AGE_WEIGHT,
     ) -> None:
         if min(num_layers, num_experts) < 1 or embedding_size < 0:
             raise ConfigError(
@@ -73,6 +91,8 @@ class MapStore:
         self.num_experts = num_experts
         self.embedding_size = embedding_size
         self.distance = distance
+        self.base = base
+        self._age_weight = age_weight
         self.capacity = max(1, max_bytes // entry_bytes(num_layers, num_experts, embedding_size))
         self.size = 0
         self.num_added = 0  # since the start; a search is over when it changes
@@ -81,6 +101,7 @@ class MapStore:
         self._maps = np.zeros((num_layers, self.capacity, num_experts), np.float32)
         self._norms = np.zeros((num_layers, self.capacity), np.float32)  # [l]: of rows 0..l as one
         self._owners = np.full(self.capacity, NO_OWNER, np.int64)
+        self._born = np.zeros(self.capacity, np.int64)  # num_added with it
         self._has_embedding = np.zeros(self.capacity, np.bool_)
         self._writing = threading.Lock()  # `snapshot` may be another thread's
 
@@ -100,8 +121,9 @@ class MapStore:
         return rows
 
     def of_owners(self, owners: Ints) -> Bools:
-        """[n, size]: which entries belong to the owner of each token."""
-        is_of: Bools = owners[:, None] == self._owners[None, : self.size]
+        """[n, size]: which entries each token's owner may see: its own, and the base's."""
+        stored = self._owners[None, : self.size]
+        is_of: Bools = (stored == owners[:, None]) | (stored == NO_OWNER)
         return is_of
 
     def cosines_of_embeddings(self, embeddings: Floats) -> Floats:
@@ -111,8 +133,8 @@ class MapStore:
     def search_embeddings(self, embeddings: Floats, owners: Ints | None = None) -> Matches:
         """The semantic search (section 4.2.1) of `embeddings` [n, E].
 
-        `owners` [n]: of each token, only this owner's entries; None: all. An entry without an
-        embedding is like nothing.
+        `owners` [n]: of each token, only this owner's entries and the base's; None: all. An entry
+        without an embedding is like nothing.
         """
         allowed = self._has_embedding[None, : self.size]
         if owners is not None:
@@ -130,9 +152,9 @@ class MapStore:
     ) -> None:
         """Keep `maps` [n, L, J] with their `embeddings` [n, E], of length 0 where there is none.
 
-        A full store loses for each new entry the one most like it (section 4.4), never one of
-        this batch. Entries with a NaN or an infinity are left out; of more than `capacity` the
-        last stay. `owners` [n], NO_OWNER by default. `trajectories` [n, size]: the cosines of
+        A full store loses for each new entry one that is like it, or old (replacement.py), never
+        one of this batch. Entries with a NaN or an infinity are left out; of more than `capacity`
+        the last stay. `owners` [n], NO_OWNER by default. `trajectories` [n, size]: the cosines of
         equation 5 over all layers, of a caller that has them. Raises InvariantError for arrays of
         other shapes.
         """
@@ -169,8 +191,14 @@ class MapStore:
             replacing = slice(num_appended, None)
             if trajectories is None:
                 trajectories = self.cosines_of_maps(maps)
-            redundancy = self._redundancy(units[replacing], trajectories[replacing])
-            places[replacing] = _distinct_victims(redundancy)
+            semantic = units[replacing] @ self._embeddings[: self.size].T
+            places[replacing] = victims(
+                redundancy_of(semantic, trajectories[replacing], self.distance / self.num_layers),
+                self.ages(),
+                self._owners[: self.size],
+                owners[replacing],
+                self._age_weight,
+            )
         self._embeddings[places] = units
         self._has_embedding[places] = units.any(axis=1)
         self._owners[places] = owners
@@ -180,6 +208,11 @@ class MapStore:
         self._norms[:, places] = np.maximum(np.sqrt(np.cumsum(squares, axis=0)), _TINY)
         self.size += num_appended
         self.num_added += len(maps)
+        self._born[places] = self.num_added
+
+    def ages(self) -> Floats:
+        """[size], in sizes of the store."""
+        return ages_of(self._born[: self.size], self.num_added, self.capacity)
 
     def cosines_of_maps(self, maps: Floats) -> Floats:
         """[n, size]: equation 5 over all layers of `maps` [n, L, J]."""
@@ -188,16 +221,10 @@ class MapStore:
             search.follow(layer, maps[:, layer])
         return search.cosines()
 
-    def _redundancy(self, units: Floats, trajectories: Floats) -> Floats:
-        """RDY of section 4.4, [n, size]."""
-        semantic = units @ self._embeddings[: self.size].T
-        share = np.float32(self.distance / self.num_layers)
-        return share * semantic + (1 - share) * trajectories
-
     # ---- files ----
 
     def save(self, path: Path) -> None:
-        """Write all entries as safetensors, whole or not at all: embeddings, maps, owners.
+        """Write all entries as safetensors, whole or not at all: embeddings, maps, owners, ages.
 
         Another thread may add meanwhile: it waits while entries are copied, not while they are
         written.
@@ -207,31 +234,59 @@ class MapStore:
                 "embeddings": self._embeddings[: self.size].copy(),
                 "maps": self._maps[:, : self.size].copy(),
                 "owners": self._owners[: self.size].copy(),
+                "ages": self.num_added - self._born[: self.size],
             }
-        write_arrays(path, arrays)
+        write_arrays(path, arrays, self._about)
+
+    @property
+    def _about(self) -> dict[str, str]:
+        """What a file says of the model that its maps are of."""
+        sizes = f"{self.num_layers} MoE layers of {self.num_experts} experts"
+        return {"format": FORMAT, "base": self.base, "sizes": sizes}
 
     def load(self, path: Path) -> None:
         """Add a file's entries; what does not fit replaces, as in `add`.
 
         Raises ConfigError for a file that is damaged or of another model.
         """
+        self._check_about(path)
         layouts = {
             "embeddings": ("float32", (None, self.embedding_size)),
             "maps": ("float32", (self.num_layers, None, self.num_experts)),
             "owners": ("int64", (None,)),
+            "ages": ("int64", (None,)),
         }
         found = read_arrays(path, layouts, _REMEDY)
         units, maps = found["embeddings"], np.swapaxes(found["maps"], 0, 1)
-        if not len(units) == len(maps) == len(found["owners"]):
+        owners, ages = found["owners"], found["ages"]
+        if not len(units) == len(maps) == len(owners) == len(ages) or ages.min(initial=0) < 0:
             raise ConfigError(
-                f"{path} has {len(units)} embeddings, {len(maps)} maps and {len(found['owners'])} "
-                f"owners, so it is damaged: {_REMEDY}"
+                f"{path} has {len(units)} embeddings, {len(maps)} maps, {len(owners)} owners and "
+                f"{len(ages)} ages, {ages.min(initial=0)} at least, so it is damaged: {_REMEDY}"
             )
+        is_whole = self.size + len(maps) <= self.capacity
+        # The oldest first where they do not fit, as they came.
+        order = np.arange(len(maps)) if is_whole else np.argsort(-ages, kind="stable")
         step = min(_LOADED_AT_ONCE, self.capacity)
         for first in range(0, len(maps), step):
-            some = slice(first, first + step)
+            some = order[first : first + step]
             # Not `add`: to normalise twice is to lose the last bit.
-            self._add(units[some], maps[some], found["owners"][some], None)
+            self._add(units[some], maps[some], owners[some], None)
+        if is_whole:
+            loaded = slice(self.size - len(maps), self.size)
+            self._born[loaded] = self.num_added - np.minimum(ages, _NO_OLDER)
+
+    def _check_about(self, path: Path) -> None:
+        """Before sizes are compared: two bases may have the same."""
+        found = read_metadata(path)
+        if found.get("format") != FORMAT:
+            raise ConfigError(f"{path} is no file of {FORMAT}: {_REMEDY}")
+        if found != self._about:
+            raise ConfigError(
+                f"{path} has expert maps of the base {found.get('base')!r}, "
+                f"{found.get('sizes')}, and served is {self.base!r}, {self._about['sizes']}: "
+                f"{_REMEDY}"
+            )
 
 
 class RunningSearch:
@@ -287,16 +342,6 @@ def nearest(scores: Floats, allowed: Bools | None = None) -> Matches:
     # -inf: nothing is allowed; NaN: the router's own output is not finite.
     is_one = np.isfinite(largest)
     return Matches(np.where(is_one, entries, NO_ENTRY), np.where(is_one, largest, np.float32(0)))
-
-
-def _distinct_victims(redundancy: Floats) -> Ints:
-    """[n]: in turn, of each row of [n, size] the largest whose column no row before has taken."""
-    left = redundancy.copy()
-    victims = np.empty(len(left), np.int64)
-    for row in range(len(left)):
-        victims[row] = left[row].argmax()
-        left[:, victims[row]] = -np.inf
-    return victims
 
 
 def _unit(vectors: Floats) -> Floats:

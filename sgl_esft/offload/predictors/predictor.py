@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from sgl_esft.errors import ConfigError, InvariantError
@@ -79,14 +80,25 @@ def check_distance(distance: int, num_layers: int) -> None:
         )
 
 
-def write_arrays(path: Path, arrays: Arrays) -> None:
+def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file whole or not at all: what was at `path` stays until then."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     try:
-        save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, temporary)
+        save_file(whole, temporary, metadata=dict(metadata or {}))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)  # there only after an error
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What `write_arrays` was given. Raises ConfigError for what is no sound safetensors file."""
+    read_header(path, ConfigError)
+    try:
+        with safe_open(path, "numpy") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def read_arrays(path: Path, layouts: Layouts, remedy: str) -> dict[str, NDArray[Any]]:

@@ -16,6 +16,7 @@ from sgl_esft.observe.labels import MAX_ADAPTERS
 from sgl_esft.observe.request_metrics import OUTCOMES, RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
 from sgl_esft.plugin import heat_hooks
+from sgl_esft.plugin.lora_shelf import LoraMetrics
 from sgl_esft.plugin.schedule_hooks import BatchingMetrics
 from sgl_esft.weave.heat import MAX_NAMES, HeatSampler
 from sgl_esft_launch import flags
@@ -61,6 +62,7 @@ def of_the_code() -> dict[str, set[str]]:
         HostTierMetrics(registry),
         MemoryMetrics(registry),
         BatchingMetrics(0, registry),
+        LoraMetrics(0, registry),
     ]
     assert made
     heat_hooks.distinct_summary((), registry)

@@ -35,9 +35,12 @@ def make_store(capacity: int = 64, distance: int = 2) -> MapStore:
 
 
 def step_of(
-    count: int, embeddings: Floats | None = None, adapter_slots: tuple[int, ...] | None = None
+    count: int,
+    embeddings: Floats | None = None,
+    adapter_slots: tuple[int, ...] | None = None,
+    owners: tuple[int, ...] | None = None,
 ) -> StepTokens:
-    return StepTokens(tuple(range(count)), adapter_slots or (-1,) * count, embeddings)
+    return StepTokens(tuple(range(count)), adapter_slots or (-1,) * count, embeddings, owners)
 
 
 def run(
@@ -192,22 +195,31 @@ def test_the_guiding_row_is_that_of_the_entry_with_the_best_cosine() -> None:
 
 
 def test_adapters_have_maps_of_their_own() -> None:
-    """Both adapters' tokens look alike and go on differently; a third adapter knows nothing."""
-    maps = random_maps(2, 2)
-    maps[1, :3] = maps[0, :3]
-    words = np.repeat(random_embeddings(1, 1), 2, axis=0)
-    own = {4: 77, 5: 88, 0: 99, -1: -1}
-    predictor = FineMoEPredictor(
-        make_store(), TOP_K, 2, by_adapter=True, learns=True, owner_of=own.__getitem__
-    )
-    run(predictor, maps, step_of(2, words, (4, 5)))
-    own |= {5: 77, 4: 88}  # they changed places
-    tokens = step_of(4, np.repeat(words[:1], 4, axis=0), (4, 5, 0, -1))
-    predictor.begin_step(tokens)
-    for layer in range(3):
-        found = predictor.observe(layer, np.repeat(maps[:1, layer], 4, axis=0))
-    guides = {p.token: p.probs[0] for p in found}
-    assert guides == {0: maps[1, 4].max(), 1: maps[0, 4].max()}
+    """Both adapters' tokens look alike and go on differently; others know the base's alone."""
+    maps = random_maps(3, 2)
+    maps[1:, :3] = maps[0, :3]
+    words = np.repeat(random_embeddings(1, 1), 3, axis=0)
+    predictor = FineMoEPredictor(make_store(), TOP_K, 2, by_adapter=True)
+    run(predictor, maps[:2], step_of(2, words[:2], (4, 5), (77, 88)))
+
+    def guides() -> dict[int, float]:
+        """By token: what the layer after the three that are alike is predicted to be."""
+        tokens = step_of(4, np.repeat(words[:1], 4, axis=0), (4, 5, 0, -1), (88, 77, 99, -1))
+        predictor.begin_step(tokens)  # they have changed places
+        for layer in range(3):
+            found = predictor.observe(layer, np.repeat(maps[:1, layer], 4, axis=0))
+        return {p.token: p.probs[0] for p in found}
+
+    assert guides() == {0: maps[1, 4].max(), 1: maps[0, 4].max()}
+    run(predictor, maps[2:], step_of(1, words[:1], (-1,), (-1,)))
+    base = maps[2, 4].max()
+    assert guides() == {0: maps[1, 4].max(), 1: maps[0, 4].max(), 2: base, 3: base}
+
+
+def test_by_adapter_it_must_be_known_whose_slots_are_whose() -> None:
+    predictor = FineMoEPredictor(make_store(), TOP_K, 2, by_adapter=True)
+    with pytest.raises(ConfigError, match=r"--store-by adapter.*record the trace again"):
+        predictor.begin_step(step_of(1, random_embeddings(1, 1)))
 
 
 # ---- learning ----

@@ -15,7 +15,14 @@ from queue import SimpleQueue
 import pytest
 
 from sgl_esft.errors import ExpertReadError, InvariantError
-from sgl_esft.offload.loader import Arrivals, Loader, LoadJob, LoadPriority, LoadTicket
+from sgl_esft.offload.loader import (
+    Arrivals,
+    LastTickets,
+    Loader,
+    LoadJob,
+    LoadPriority,
+    LoadTicket,
+)
 from sgl_esft.offload.source import ByteRange, ExpertPlace, FileId, OpenFile
 
 NOW, LATER = LoadPriority.ON_DEMAND, LoadPriority.PREFETCH
@@ -411,3 +418,39 @@ def test_nothing_is_left_of_very_many_jobs() -> None:
         assert loader._num_on_demand == 0
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+
+
+class Looked(LoadTicket):
+    """Counts who asks whether it has finished."""
+
+    num_looks = 0
+
+    @property
+    def is_finished(self) -> bool:
+        type(self).num_looks += 1
+        return super().is_finished
+
+
+def test_tickets_of_slots_that_are_gone_are_found_without_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Looked, "num_looks", 0)
+    last, slots = LastTickets(), 1000
+    tickets = [Looked(job(row, slot=row % slots)) for row in range(slots + 1)]  # slot 0 twice
+    for ticket in tickets:
+        ticket._future.set_result(None)
+        last.put(ticket)
+    last.put(under_way := Looked(job(7, slot=3)))  # slot 7's row is slot 3's now
+    freed = [weakref.ref(tickets[row]) for row in (0, 3, 7, slots)]
+    kept = weakref.ref(tickets[8])
+    del ticket, tickets
+    for slot in (0, 3, 7):
+        last.forget(0, slot)
+        last.forget(1, slot)  # another layer's
+    assert Looked.num_looks == 4, "slot 0's two, slot 3's two, slot 7's none"
+    gc.collect()
+    assert [each() for each in freed] == [None] * 4
+    assert kept() is not None
+    assert last.unfinished(0, 7) is under_way, "what is on its way lands, whoever is gone"
+    assert last.unfinished(0, 0) is None
+    assert last.unfinished(0, 8) is None, "done"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from sgl_esft.errors import ConfigError, InvariantError
 from sgl_esft.offload.predictors.map_store import (
+    FORMAT,
     NO_ENTRY,
-    NO_OWNER,
     MapStore,
     RunningSearch,
     entry_bytes,
 )
-from sgl_esft.offload.routing import Floats
+from sgl_esft.offload.routing import NO_OWNER, Floats
 
 LAYERS, EXPERTS, WIDTH = 5, 8, 12
 
@@ -30,10 +31,9 @@ def random_embeddings(count: int, seed: int) -> Floats:
     return np.random.default_rng(seed).normal(size=(count, WIDTH)).astype(np.float32)
 
 
-def make_store(capacity: int, distance: int = 2) -> MapStore:
-    return MapStore(
-        LAYERS, EXPERTS, WIDTH, distance, capacity * entry_bytes(LAYERS, EXPERTS, WIDTH)
-    )
+def make_store(capacity: int, distance: int = 2, **more: Any) -> MapStore:
+    max_bytes = capacity * entry_bytes(LAYERS, EXPERTS, WIDTH)
+    return MapStore(LAYERS, EXPERTS, WIDTH, distance, max_bytes, **more)
 
 
 def filled(count: int, capacity: int | None = None) -> MapStore:
@@ -129,7 +129,7 @@ def test_an_empty_store_finds_nothing() -> None:
     assert search.best().scores.tolist() == [0, 0]
 
 
-def test_owners_see_their_own_entries_only() -> None:
+def test_owners_see_their_own_entries_and_the_bases() -> None:
     store = make_store(12)
     embeddings, maps = random_embeddings(12, 1), random_maps(12, 2)
     owners = np.array([NO_OWNER, 3, 8] * 4)
@@ -146,10 +146,18 @@ def test_owners_see_their_own_entries_only() -> None:
         (by_map, [cosine(maps[0, 0], other[0]) for other in maps]),
         (by_word, [cosine(embeddings[0], other) for other in embeddings]),
     ):
-        own = [int(np.argmax(np.where(owners == owner, direct, -2))) for owner in asking[:3]]
-        assert found.entries.tolist() == [*own, NO_ENTRY]
-        assert found.scores[3] == 0
-    assert by_map.entries[0] == 0
+        own = [
+            int(np.argmax(np.where((owners == owner) | (owners == NO_OWNER), direct, -2)))
+            for owner in asking
+        ]
+        assert found.entries.tolist() == own
+    assert by_map.entries.tolist() == [0, 0, 0, 0]
+    # The base sees no adapter's: entry 1 is adapter 3's.
+    search = RunningSearch(store, 4, asking)
+    search.follow(0, np.repeat(maps[1:2, 0], 4, axis=0))
+    found = search.best()
+    assert found.entries[1] == 1
+    assert all(owners[entry] == NO_OWNER for entry in found.entries[[0, 3]])
 
 
 def test_equal_entries_give_the_first() -> None:
@@ -293,14 +301,41 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     other.load(tmp_path / "maps.safetensors")
     other.save(tmp_path / "again.safetensors")
     assert (other.size, other.num_added) == (9, 9)
-    saved = [(tmp_path / name).read_bytes() for name in ("maps.safetensors", "again.safetensors")]
-    assert saved[0] == saved[1]
+    once, again = (load_file(tmp_path / f"{name}.safetensors") for name in ("maps", "again"))
+    assert set(once) == {"embeddings", "maps", "owners", "ages"}
+    assert {name: array.tobytes() for name, array in once.items()} == {
+        name: array.tobytes() for name, array in again.items()
+    }
     search = RunningSearch(other, 1, np.array([6]))
     search.follow(0, random_maps(1, 3)[:, 0])
     assert search.best().entries.tolist() == [6]
     assert other.search_embeddings(random_embeddings(5, 3)).entries.tolist() == (
         store.search_embeddings(random_embeddings(5, 3)).entries.tolist()
     )
+
+
+def test_ages_are_kept_across_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "maps.safetensors"
+    stores = [make_store(12), make_store(12)]
+    for seed in range(9):
+        stores[0].add(random_embeddings(2, seed), random_maps(2, seed + 50))
+    stores[0].save(path)
+    stores[1].load(path)
+    assert len(set(stores[0].ages().tolist())) > 3
+    for seed in range(9, 20):
+        for store in stores:
+            store.add(random_embeddings(2, seed), random_maps(2, seed + 50))
+    assert stored_maps(stores[0]).tobytes() == stored_maps(stores[1]).tobytes()
+
+
+def test_a_file_of_another_base_is_refused_whatever_its_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "maps.safetensors"
+    make_store(3, base="One 12ab").save(path)
+    other = make_store(3, base="Other 34cd")
+    words = r"maps\.safetensors has expert maps of the base 'One 12ab', 5 MoE layers of 8 experts"
+    with pytest.raises(ConfigError, match=rf"{words}, and served is 'Other 34cd'.*or a new name"):
+        other.load(path)
+    make_store(3, base="One 12ab").load(path)
 
 
 def test_a_smaller_store_takes_what_it_can_of_a_file(tmp_path: Path) -> None:
@@ -320,7 +355,7 @@ def test_a_store_of_another_model_is_refused_by_name(
     path = tmp_path / "maps.safetensors"
     filled(3).save(path)
     store = MapStore(*other, 1, 1 << 20)
-    with pytest.raises(ConfigError, match=r"maps\.safetensors.*saved for this model"):
+    with pytest.raises(ConfigError, match=r"maps\.safetensors.*saved for this base"):
         store.load(path)
     assert store.size == 0
 
@@ -337,22 +372,31 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         "embeddings": random_embeddings(2, 1),
         "maps": np.ascontiguousarray(np.swapaxes(random_maps(2, 2), 0, 1)),
         "owners": np.zeros(2, np.int64),
+        "ages": np.zeros(2, np.int64),
     }
+    about = {"format": FORMAT, "base": "", "sizes": f"{LAYERS} MoE layers of {EXPERTS} experts"}
     nan = sound["maps"].copy()
     nan[1, 1, 1] = np.nan
     for change, words in (
-        ({"owners": np.zeros(3, np.int64)}, "2 maps and 3 owners"),
+        ({"owners": np.zeros(3, np.int64)}, "2 maps, 3 owners and 2 ages"),
+        ({"ages": np.array([3, -1])}, "-1 at least"),
         ({"owners": np.zeros(2, np.int32)}, "int32"),
         ({"more": np.zeros(2, np.int64)}, "more"),
         ({"maps": nan}, "NaN"),
     ):
-        save_file({**sound, **change}, path)
+        save_file({**sound, **change}, path, about)
         with pytest.raises(ConfigError, match=words):
             store.load(path)
     assert store.size == 0
-    save_file(sound, path)
+    for said in ({}, {**about, "format": "sgl-esft expert maps 1"}):
+        save_file(sound, path, said)
+        with pytest.raises(ConfigError, match="is no file of sgl-esft expert maps 2"):
+            store.load(path)
+    save_file({**sound, "ages": np.full(2, np.iinfo(np.int64).max)}, path, about)
     store.load(path)
     assert store.size == 2
+    store.add(random_embeddings(7, 1), random_maps(7, 2))
+    assert store.ages().min() >= 0
 
 
 def test_a_file_is_replaced_and_never_written_over(tmp_path: Path) -> None:
@@ -372,7 +416,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     filled(3).save(path)
     before = path.read_bytes()
 
-    def half(arrays: object, target: Path) -> None:
+    def half(arrays: object, target: Path, metadata: object) -> None:
         target.write_bytes(b"half")
         raise OSError("no space left")
 

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from sgl_esft.errors import ConfigError
 from sgl_esft.offload.decisions import Counts, Decisions, Load
 from sgl_esft.offload.policies import POLICIES
+from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
-from sgl_esft.offload.routing import Ints, StepTokens
+from sgl_esft.offload.recall import RecallRow
+from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
 from sgl_esft.offload.simulate import (
     Timeline,
     base_maps,
@@ -72,11 +75,11 @@ def _maps(adapter: dict[int, int]) -> Ints:
 
 def _events(seed: int, num_steps: int) -> list[TraceEvent]:
     rng = np.random.default_rng(seed)
-    events: list[TraceEvent] = [SlotChange(_maps({1: 8, 4: 9}))]
+    events: list[TraceEvent] = [SlotChange(_maps({1: 8, 4: 9}), (), (7,))]
     for number in range(num_steps):
         if number == num_steps // 2:
             gone = tuple((layer, slot) for layer in range(3) for slot in (8, 9))
-            events.append(SlotChange(_maps({2: 8}), gone))
+            events.append(SlotChange(_maps({2: 8}), gone, (5,)))
         num_tokens = (1, 3, 12)[number % 3]
         events.append(_step(rng, num_tokens, num_tokens if num_tokens < 12 else 0))
     return events
@@ -100,6 +103,19 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path, num_steps: int) -> No
     found = list(read_trace(tmp_path / "trace"))
     assert len(found) == len(events)
     assert all(_equal(one, other) for one, other in zip(found, events, strict=True))
+
+
+def test_a_trace_of_before_there_were_owners_says_none(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "trace", HEADER, MANY)
+    for event in _events(1, 3):
+        writer.add(event)
+    writer.flush()
+    part = next((tmp_path / "trace").glob("part-*"))
+    arrays = load_file(part)
+    assert arrays.pop("owners").tolist() == [[7], [5]]
+    save_file(arrays, part)
+    changes = [e for e in read_trace(tmp_path / "trace") if isinstance(e, SlotChange)]
+    assert [change.owners for change in changes] == [(), ()]
 
 
 def test_a_full_trace_stops_and_stays_readable(tmp_path: Path) -> None:
@@ -130,17 +146,21 @@ def test_bad_traces_are_named(tmp_path: Path) -> None:
         list(read_trace(folder))
 
 
-def _predictor() -> FineMoEPredictor:
+def _predictor(*, by_adapter: bool) -> FineMoEPredictor:
     store = MapStore(HEADER.num_layers, HEADER.num_experts, 4, 1, 4096)
-    return FineMoEPredictor(store, HEADER.top_k, 1)
+    return FineMoEPredictor(store, HEADER.top_k, 1, by_adapter=by_adapter)
 
 
-@pytest.mark.parametrize("policy", ["lru", "stream", "finemoe"])
-def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "by_adapter"),
+    [("lru", False), ("stream", False), ("finemoe", False), ("finemoe", True)],
+)
+def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str, by_adapter: bool) -> None:
     """Real files, threads and rows on one side, the trace alone on the other."""
     events = _events(3, 60)
     has_predictor = policy == "finemoe"
     holder = {"maps": base_maps(HEADER)}
+    owners: tuple[int, ...] = ()
 
     def slots_of(layer: int, adapter_slot: int, ids: Ints) -> Ints:
         return holder["maps"][layer, adapter_slot, ids]
@@ -149,7 +169,7 @@ def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str) -> None:
         root / "base",
         4,
         policy,
-        predictor=_predictor() if has_predictor else None,
+        predictor=_predictor(by_adapter=by_adapter) if has_predictor else None,
         loads_per_layer=1.5,
         slots_of=slots_of,
     ) as rank:
@@ -158,12 +178,13 @@ def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str) -> None:
             rank.tier.add(layer, {s: rank.source.place(None, layer_id, 1) for s in range(8, 16)})
         for event in events:
             if isinstance(event, SlotChange):
-                holder["maps"] = event.maps
+                holder["maps"], owners = event.maps, event.owners
                 for layer, slot in event.forgotten:
                     rank.tier.decisions.forget(layer, (slot,))
                 continue
             slots = tuple(event.adapter_slots[: len(event.request_ids)].tolist())
-            tokens = StepTokens(event.request_ids, slots) if event.request_ids else None
+            whose = tuple(-1 if slot < 0 else owners[slot] for slot in slots)
+            tokens = StepTokens(event.request_ids, slots, owners=whose) if slots else None
             rank.tier.begin(tokens)
             if tokens is not None and has_predictor:
                 rank.tier.embedded(event.embeddings)
@@ -176,13 +197,75 @@ def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str) -> None:
                     assert row != FAILED
         rank.tier.begin(None)
         of_rank = [Counts(**vars(rank.tier.decisions.counts(layer))) for layer in range(3)]
+        recall = rank.tier.decisions.recall
     decisions = Decisions(3, 16, 4, POLICIES[policy], num_base=8, loads_per_layer=1.5)
-    predictor = _predictor() if has_predictor else None
+    predictor = _predictor(by_adapter=by_adapter) if has_predictor else None
     found = replay(HEADER, events, decisions, predictor)
     assert list(found.by_layer) == of_rank
     assert found.counts.num_loads > 0
     assert (found.counts.num_prefetches > 0) == (policy != "lru")
     assert found.num_steps == 60
+    assert found.recall.num_asked == recall.num_asked
+    assert found.recall.rows == recall.rows
+    if has_predictor:
+        others = Decisions(3, 16, 4, POLICIES[policy], num_base=8, loads_per_layer=1.5)
+        other = replay(HEADER, events, others, _predictor(by_adapter=not by_adapter))
+        assert other.recall.rows != recall.rows, "whose maps are searched makes a difference"
+    assert set(recall.rows) == ({(layer, 1) for layer in range(3)} if has_predictor else set())
+
+
+class Logged(RequestCountsPredictor):
+    """Names from several distances; keeps (pass, layer that is named, distance, ids, token)."""
+
+    def __init__(self) -> None:
+        super().__init__(HEADER.num_layers, HEADER.num_experts, HEADER.top_k, reach=2)
+        self.log: list[tuple[int, int, int, Ints, int]] = []
+        self.num_passes = 0
+
+    def begin_step(self, tokens: StepTokens) -> list[Prediction]:
+        self.num_passes += 1
+        return self._keep(-1, super().begin_step(tokens))
+
+    def observe(self, layer: int, probs: Floats) -> list[Prediction]:
+        return self._keep(layer, super().observe(layer, probs))
+
+    def _keep(self, layer: int, found: list[Prediction]) -> list[Prediction]:
+        self.log += [
+            (self.num_passes, each.layer, each.layer - layer, each.expert_ids, each.token)
+            for each in found
+        ]
+        return found
+
+
+def test_recall_is_of_what_was_named_from_each_distance() -> None:
+    """Counted a second time, from the predictions and the trace alone. Prompts do not count."""
+    events, predictor = _events(5, 60), Logged()
+    predictor.remember(np.random.default_rng(0).integers(0, 5, (4, 3, 8)).astype(np.float32))
+    found = replay(HEADER, events, Decisions(3, 16, 4, POLICIES["lfu"], num_base=8), predictor)
+    asked, rows = [0, 0, 0], dict[tuple[int, int], RecallRow]()
+    maps, num_passes = base_maps(HEADER), 0
+    for event in events:
+        if isinstance(event, SlotChange):
+            maps = event.maps
+        elif event.request_ids:
+            num_passes += 1
+            for layer in range(3):
+                ids, of = event.topk_ids[layer], event.adapter_slots
+                needed = set(needed_slots(maps[layer], ids, of).tolist())
+                asked[layer] += len(needed)
+                named: dict[int, set[int]] = {}
+                for at, target, distance, said, token in predictor.log:
+                    if (at, target) == (num_passes, layer):
+                        named.setdefault(distance, set()).update(maps[layer, of[token], said])
+                for distance, slots in named.items():
+                    row = rows.setdefault((layer, distance), RecallRow())
+                    row.num_named += len(slots)
+                    row.num_found += len(slots & needed)
+    assert predictor.num_passes == num_passes == 40
+    assert found.recall.num_asked == asked
+    assert found.recall.rows == rows
+    assert set(rows) == {(1, 1), (2, 1), (2, 2)}, "of a new request nothing is known before"
+    assert all(0 < row.num_found < row.num_named for row in rows.values())
 
 
 def test_needed_slots_are_those_of_each_tokens_adapter() -> None:
