@@ -58,7 +58,7 @@ SOURCES = (
     *("tests/__init__.py", "tests/data", "tests/fast/kernels", "tests/support"),
     *("pyproject.toml", "LICENSE"),
 )
-NOT_SOURCES = ("bench/results/", "sgl_esft/zoo/checkpoints/")
+NOT_SOURCES = ("bench/results/", "sgl_esft/zoo/checkpoints/", "sgl_esft/zoo/deep/")
 UNPROVED = (
     "that it computes what SGLang computes on its own pins: they were not compared",
     "SGLang {sglang} asks for torch 2.14.1 and sglang-kernel 0.4.10; with torch 2.11 it runs on "

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-from sgl_esft.formats.model_spec import read_moe_spec
+from sgl_esft.formats.model_spec import read_moe_spec, refuse_quantised
 from sgl_esft.zoo import tokenizer
 from sgl_esft.zoo.taskset import Example
 
@@ -111,11 +111,13 @@ def new_model(seed: int, size: ZooSize = DEMO) -> DeepseekV2ForCausalLM:
 
 
 def load_model(folder: Path) -> DeepseekV2ForCausalLM:
-    """The model of a checkpoint folder, float32, for evaluation."""
+    """The model of a checkpoint folder, float32, for evaluation. Raises UnsupportedModelError."""
+    spec = read_moe_spec(folder)
+    refuse_quantised(spec, "the zoo's own evaluation")
     model = DeepseekV2ForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
     )
-    return _stored_in(model, read_moe_spec(folder).dtype).eval()
+    return _stored_in(model, spec.dtype).eval()
 
 
 def _stored_in(model: DeepseekV2ForCausalLM, dtype: str) -> DeepseekV2ForCausalLM:
