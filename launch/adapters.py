@@ -14,7 +14,8 @@ from typing import Any
 
 from sgl_esft.config import EsftConfig
 from sgl_esft.formats import manifest as adapter_format
-from sgl_esft.formats.manifest import AdapterManifest
+from sgl_esft.formats.adapter_config import kind_of
+from sgl_esft.formats.lora_manifest import AnyManifest, read_lora_manifest
 from sgl_esft.http.adapter_names import KnownNames
 from sgl_esft.lifecycle import compat
 from sgl_esft.lifecycle.api import Backing
@@ -53,15 +54,18 @@ class LibraryHolder:
             library,
             num_slots=self._config.max_adapters,
             host_budget_bytes=self._config.adapter_host_bytes,
+            num_lora_slots=None if self._config.lora is None else self._config.lora.max_loras,
         )
         return Backing(library, lister)
 
     def known_names(self) -> KnownNames:
         """What requests may name now."""
         manager = self._manager()
+        known = self.backing.library.known
         return KnownNames(
-            adapters=self.backing.library.known.usable,
+            adapters=known.usable,
             base_models=base_names(manager),
+            kind_of=None if self._config.lora is None else known.kind_of,
         )
 
     async def ensure(self, names: Collection[str]) -> None:
@@ -80,8 +84,9 @@ def install(
     """Scan the root and add the routes, in place of SGLang's of the same path."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    remember_at_launch(launch.adapters.values(), plan.base_spec(launch.model_path))
-    catalogue = Catalogue(config.adapter_root_path, _check_against(launch.model_path, config))
+    check = _check_against(launch.model_path, config)
+    remember_at_launch(launch.all_adapters.values(), check)
+    catalogue = Catalogue(config.adapter_root_path, check, config.adapter_files)
     catalogue.refresh()
     holder = LibraryHolder(config, catalogue, manager)
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -89,10 +94,12 @@ def install(
     return holder
 
 
-def _check_against(model_path: str, config: EsftConfig) -> Callable[[Path], AdapterManifest]:
-    spec = plan.base_spec(model_path)
+def _check_against(model_path: str, config: EsftConfig) -> Callable[[Path], AnyManifest]:
+    spec, targets = plan.base_spec(model_path), plan.base_targets(model_path, config)
 
-    def check(folder: Path) -> AdapterManifest:
+    def check(folder: Path) -> AnyManifest:
+        if config.lora is not None and kind_of(folder) == "lora":
+            return read_lora_manifest(folder, targets, config.lora.max_rank)
         manifest = adapter_format.read_manifest(folder, spec)
         adapter_format.check_fits(manifest, config.max_experts_per_adapter)
         return manifest

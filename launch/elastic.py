@@ -17,7 +17,7 @@ from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.types import AdapterEntry
 from sgl_esft import platform
 from sgl_esft.formats.manifest import read_manifest
-from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
+from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec, refuse_quantised
 from sgl_esft.http.routes import Endpoint, ErrorAnswers, Route, add_routes
 from sgl_esft.support import ELASTIC_DEVICES
 from sgl_esft.weave.expert_memory import choose_page_bytes
@@ -63,6 +63,11 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     options, rest = parse(argv)
     launch_flags, sglang_argv = flags.parse(rest)
     arguments.check_known(sglang_argv, flags.build_parser())
+    if launch_flags.lora.is_on:
+        raise ElasticConfigError(
+            "--enable-lora and --elastic: LoRA's slots are not handed over when a server scales; "
+            "leave one of them out"
+        )
     _check(launch_flags, sglang_argv)
     _check_heat(launch_flags, options)
     # The launcher's own flag, with another default: here a rank that hangs is replaced.
@@ -71,6 +76,7 @@ def plan_elastic(argv: Sequence[str]) -> ElasticPlan:
     if launch.config is not None:
         plan.check_resident(launch.config, launch.adapters)
     spec = read_moe_spec(Path(launch.model_path))
+    refuse_quantised(spec, "--elastic")
     _check_model(spec, options)
     backend = choose_backend()
     _check_shown(launch.device)

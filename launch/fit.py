@@ -86,8 +86,9 @@ def served_sizes(path: Path, argv: Sequence[str]) -> ModelSizes | None:
     dtype = "float32" if last_value(argv, "--dtype") in ("float32", "float") else "bfloat16"
     old, new = DTYPE_BYTES[sizes.spec.dtype], DTYPE_BYTES[dtype]
     spec = replace(sizes.spec, dtype=dtype)
-    total, derived = (n // old * new for n in (sizes.total_bytes, sizes.derived_bytes))
-    return replace(sizes, spec=spec, total_bytes=total, derived_bytes=derived)
+    trunk, derived = (n // old * new for n in (sizes.trunk_bytes, sizes.derived_bytes))
+    scaled = replace(sizes, spec=spec, derived_bytes=derived)
+    return replace(scaled, total_bytes=trunk + scaled.routed_bytes)
 
 
 def kv_bytes(sizes: ModelSizes, argv: Sequence[str], tokens: int) -> int:

@@ -11,6 +11,7 @@ from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import (
     DEFAULT_HEAT_EVERY,
     DEFAULT_MAX_OVERTAKES,
+    DEFAULT_QUANTISED_ADAPTERS_BYTES,
     DEFAULT_SLOT_OVERTAKES,
     EXPERT_MEMORY_KINDS,
     REROUTE_KINDS,
@@ -19,9 +20,10 @@ from sgl_esft.config import (
 )
 from sgl_esft.env import LogFormat
 from sgl_esft.errors import ConfigError
-from sgl_esft_launch import access, health, tiers
+from sgl_esft_launch import access, health, lora, tiers
 from sgl_esft_launch.access import AccessFlags
 from sgl_esft_launch.health import HealthFlags
+from sgl_esft_launch.lora import LoraFlags
 from sgl_esft_launch.tiers import TierFlags
 
 DEFAULT_PORT = 30000
@@ -29,8 +31,7 @@ DEFAULT_HOST = "127.0.0.1"
 
 _EPILOG = """\
 every SGLang flag works too (python -m sglang.launch_server --help), for example --tp-size,
---ep-size, --attn-dp-size, --max-loaded-loras. SGLang's own LoRA flags are refused: ESFT
-adapters take LoRA's place.
+--ep-size, --attn-dp-size, --max-loaded-loras.
 
 examples:
   python -m sgl_esft.launch_server
@@ -53,6 +54,8 @@ class LaunchFlags:
     expert_page_bytes: int | None
     adapter_memory_bytes: int | None
     adapter_host_bytes: int | None
+    quantised_adapters: str | None
+    quantised_adapters_bytes: int
     reroute: str
     max_overtakes: int | None
     adapter_root: str | None
@@ -68,6 +71,7 @@ class LaunchFlags:
     log_format: str
     verbose: bool
     health: HealthFlags
+    lora: LoraFlags
     tiers: TierFlags | None = None  # None = no --expert-cache
     record: RecordConfig | None = None  # None = no --record-routing
 
@@ -93,7 +97,10 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="show the versions of sgl-esft, SGLang and torch, and the device, and exit",
     )
-    _add_esft_flags(parser.add_argument_group("ESFT"))
+    esft = parser.add_argument_group("ESFT")
+    _add_esft_flags(esft)
+    _add_quantised_flags(esft)
+    lora.add_flags(parser.add_argument_group("LoRA beside ESFT"))
     tiers.add_flags(parser.add_argument_group("experts in tiers"))
     access.add_flags(parser.add_argument_group("access"))
     _add_observe_flags(parser.add_argument_group("to be seen"))
@@ -117,7 +124,7 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
         "--max-loras-per-batch",
         type=int,
         metavar="N",
-        help="adapter slots on the device: so many adapters can run in one batch "
+        help="ESFT slots on the device: so many ESFT adapters can run in one batch "
         "(default: the number of --esft-adapters, 4 without any)",
     )
     group.add_argument(
@@ -177,6 +184,22 @@ def _add_esft_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--no-esft", action="store_true", help="serve the base model only, as plain SGLang does"
+    )
+
+
+def _add_quantised_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--quantised-adapters",
+        metavar="DIR",
+        help="over a quantised base: folder in which adapters are kept quantised, so that each is "
+        "quantised once (default: sgl-esft/quantised-adapters in $XDG_CACHE_HOME or ~/.cache)",
+    )
+    group.add_argument(
+        "--quantised-adapters-bytes",
+        metavar="SIZE",
+        default=f"{DEFAULT_QUANTISED_ADAPTERS_BYTES // 10**9}GB",
+        help="disk space of that folder: copies used longest ago are removed for new ones "
+        "(default: %(default)s)",
     )
 
 
@@ -245,8 +268,13 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     found, rest = build_parser().parse_known_args(argv)
     if found.no_esft and found.esft_adapters:
         raise ConfigError("--no-esft and --esft-adapters exclude each other")
+    if found.no_esft and found.max_loras is not None:
+        raise ConfigError(
+            "--no-esft and --max-loras: without weaving SGLang's LoRA has no such flag"
+        )
     found.access = access.read_flags(found)
     found.health = health.read_flags(found)
+    found.lora = lora.read_flags(found)
     found.tiers = tiers.read_flags(found)
     found.record = tiers.read_record(found)
     found.esft_adapters = tuple(found.esft_adapters)
@@ -254,9 +282,12 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     found.expert_page_bytes = _bytes_of("--expert-page-size", found.expert_page_size)
     found.adapter_memory_bytes = _bytes_of("--adapter-memory", found.adapter_memory)
     found.adapter_host_bytes = _bytes_of("--adapter-host-memory", found.adapter_host_memory)
+    found.quantised_adapters_bytes = parse_bytes(
+        found.quantised_adapters_bytes, "--quantised-adapters-bytes"
+    )
     found.device_memory_bytes = _bytes_of("--device-memory", found.device_memory)
     own = {each.name: getattr(found, each.name) for each in fields(LaunchFlags)}
-    return LaunchFlags(**own), rest
+    return LaunchFlags(**own), [*rest, *(() if found.weave else found.lora.argv)]
 
 
 def _bytes_of(flag: str, text: str | None) -> int | None:

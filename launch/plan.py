@@ -8,20 +8,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sgl_esft import env, platform, zoo
 from sgl_esft.config import DEFAULT_MAX_OVERTAKES, DEFAULT_SLOT_OVERTAKES, EsftConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError, UserError
 from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
+from sgl_esft.formats.expert_scheme import ExpertScheme
 from sgl_esft.formats.finite import check_weights
+from sgl_esft.formats.lora_manifest import served_targets
+from sgl_esft.formats.lora_targets import LoraTargets, targets_of
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
+from sgl_esft.formats.strict_json import read_object
 from sgl_esft.platform.device_ledger import DeviceLedger
 from sgl_esft.ports import check_port_free
-from sgl_esft.support import WEAVING_DEVICES
-from sgl_esft_launch import console, resolved, tiers
+from sgl_esft.support import QUANTISED_DEVICES, WEAVING_DEVICES
+from sgl_esft_launch import console, lora, resolved, tiers
 from sgl_esft_launch.access import AccessPlan, plan_access
 from sgl_esft_launch.arguments import last_value
 from sgl_esft_launch.flags import LaunchFlags
@@ -32,9 +36,7 @@ DEFAULT_MAX_ADAPTERS = 4
 DEFAULT_MAX_EXPERTS = 13  # the most any adapter of the paper's table 1 has in a layer
 
 _REFUSED_SGLANG_FLAGS = {
-    "--enable-lora": "ESFT adapters take LoRA's place",
-    "--lora-paths": "name ESFT adapters by --esft-adapters",
-    "--lora-backend": "ESFT adapters take LoRA's place",
+    "--lora-backend": "LoRA's layers are computed by the one that was shown",
     "--ep-num-redundant-experts": "the expert map is in the model's own expert ids",
     "--init-expert-location": "the expert map is in the model's own expert ids",
     "--speculative-algorithm": "draft models are not woven",
@@ -68,7 +70,7 @@ class LaunchPlan:
     """A checked launch."""
 
     model_path: str
-    adapters: Mapping[str, Path]  # name -> folder
+    adapters: Mapping[str, Path]  # name -> folder, of ESFT adapters
     config: EsftConfig | None  # None = weaving off
     sglang_argv: tuple[str, ...]
     environment: Mapping[str, str]  # set where the user has not
@@ -79,6 +81,13 @@ class LaunchPlan:
     access: AccessPlan
     health: HealthFlags
     log_format: str = "text"  # or json
+    scheme: ExpertScheme | None = None  # how a woven base's experts are quantised
+    loras: Mapping[str, Path] = field(default_factory=dict)  # name -> folder, of LoRA adapters
+
+    @property
+    def all_adapters(self) -> dict[str, Path]:
+        """Those of both kinds that are loaded at start."""
+        return {**self.adapters, **self.loras}
 
 
 def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
@@ -89,15 +98,19 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
     access = plan_access(flags.access, flags.host, sglang_argv, weave=flags.weave)
     device_environment = _device_environment(flags)
     model_path = flags.model_path or str(zoo.base_path())
-    adapters = _named_adapters(flags)
-    config = None
+    adapters, loras = _named_adapters(flags), _named_loras(flags)
+    config = scheme = None
     device = device_type()
     if flags.weave:
         _check_device(device)
         spec = base_spec(model_path)
+        scheme = spec.scheme
         _check_parallelism(spec, sglang_argv)
+        _check_scheme(scheme, device)
         _check_schedule(flags, sglang_argv)
+        lora.check_served(flags.lora, spec, device, has_dp_attention=has_dp_attention(sglang_argv))
         config = _weaving(flags, model_path, spec, adapters, sglang_argv)
+        config = _with_lora(config, flags, model_path, loras)
         if config.tiers is not None:
             tiers.check_device(device)
         if has_dp_attention(sglang_argv):
@@ -108,8 +121,9 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         config=config,
         sglang_argv=(
             *_own_argv(flags, model_path),
-            *(_weave_argv(config, adapters) if config else ()),
+            *(_weave_argv(config, {**adapters, **loras}) if config else ()),
             *(tiers.argv(sglang_argv) if config and config.tiers else ()),
+            *_scheme_argv(scheme),
             *_platform_argv(sglang_argv, Path(model_path), has_budget=bool(device_environment)),
             *console.level_argv([*sglang_argv, *(("--verbose",) if flags.verbose else ())]),
             *sglang_argv,
@@ -121,6 +135,8 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         port=flags.port,
         access=access,
         log_format=flags.log_format,
+        scheme=scheme,
+        loras=loras,
         health=flags.health,
     )
 
@@ -130,8 +146,10 @@ def known_adapters(launch: LaunchPlan) -> frozenset[str]:
     from sgl_esft.lifecycle.catalogue import names_below
 
     root = None if launch.config is None else launch.config.adapter_root_path
-    below = [] if root is None or not root.is_dir() else names_below(root)
-    return frozenset([*launch.adapters, *below])
+    below: list[str] = []
+    if launch.config is not None and root is not None and root.is_dir():
+        below = names_below(root, launch.config.adapter_files)
+    return frozenset([*launch.all_adapters, *below])
 
 
 def has_dp_attention(argv: Sequence[str]) -> bool:
@@ -168,6 +186,21 @@ def _check_device(device: str) -> None:
         )
 
 
+def _check_scheme(scheme: ExpertScheme | None, device: str) -> None:
+    if scheme is not None and device not in QUANTISED_DEVICES:
+        raise UnsupportedModelError(
+            f"the base's experts are quantised ({scheme.label}), which was not shown to be woven "
+            f"on a device of type {device}: name the base that it was made of, or use --no-esft"
+        )
+
+
+def _scheme_argv(scheme: ExpertScheme | None) -> list[str]:
+    """Where it does not follow from the checkpoint alone; a later one wins."""
+    if scheme is None or scheme.name != "int4":
+        return []
+    return ["--quantization", resolved.QUANTIZATIONS[scheme.name]]
+
+
 def _check_sizes(flags: LaunchFlags) -> None:
     for flag, size in (("--tp-size", flags.tp_size), ("--dp-size", flags.dp_size)):
         if size < 1:
@@ -179,15 +212,30 @@ def _check_sizes(flags: LaunchFlags) -> None:
 def _named_adapters(flags: LaunchFlags) -> dict[str, Path]:
     if flags.weave and flags.model_path is None and not flags.esft_adapters:
         return dict(zoo.adapter_paths())
-    root = None if flags.adapter_root is None else Path(flags.adapter_root)
+    return _named_folders("--esft-adapters", flags.esft_adapters, flags.adapter_root)
+
+
+def _named_loras(flags: LaunchFlags) -> dict[str, Path]:
+    if not flags.weave:
+        return {}
+    found = _named_folders("--lora-paths", flags.lora.paths, flags.adapter_root)
+    for name in found.keys() & _named_adapters(flags).keys():
+        raise ConfigError(
+            f"--lora-paths and --esft-adapters both name {name!r}: a name means one adapter"
+        )
+    return found
+
+
+def _named_folders(flag: str, entries: Sequence[str], adapter_root: str | None) -> dict[str, Path]:
+    root = None if adapter_root is None else Path(adapter_root)
     adapters: dict[str, Path] = {}
-    for entry in flags.esft_adapters:
+    for entry in entries:
         name, separator, folder = entry.partition("=")
         if not separator:
-            raise ConfigError(f"--esft-adapters {entry!r}: write NAME=DIR")
+            raise ConfigError(f"{flag} {entry!r}: write NAME=DIR")
         validate_adapter_name(name)
         if name in adapters:
-            raise ConfigError(f"--esft-adapters names {name!r} twice")
+            raise ConfigError(f"{flag} names {name!r} twice")
         with _naming(name):
             adapters[name] = resolve_adapter_path(folder, root)
     return adapters
@@ -253,6 +301,10 @@ def _weaving(
         expert_page_bytes=flags.expert_page_bytes,
         adapter_memory_bytes=flags.adapter_memory_bytes,
         adapter_host_bytes=flags.adapter_host_bytes,
+        quantised_adapters=None
+        if flags.quantised_adapters is None
+        else str(Path(flags.quantised_adapters).resolve()),
+        quantised_adapters_bytes=flags.quantised_adapters_bytes,
         reroute=flags.reroute,
         max_overtakes=_given(flags.max_overtakes, DEFAULT_MAX_OVERTAKES),
         slot_overtakes=_given(flags.max_overtakes, DEFAULT_SLOT_OVERTAKES),
@@ -272,10 +324,43 @@ def _weaving(
     return config
 
 
+def _with_lora(
+    config: EsftConfig, flags: LaunchFlags, model_path: str, loras: Mapping[str, Path]
+) -> EsftConfig:
+    """Every first LoRA adapter is checked in full, as ESFT adapters are."""
+    if not flags.lora.is_on:
+        return config
+    ranks = []
+    for name, folder in loras.items():
+        with _naming(name):
+            ranks.append(lora.rank_of(folder))
+    targets = targets_of(base_config(model_path))
+    config = replace(config, lora=lora.plan_lora(flags.lora, targets, ranks))
+    served = base_targets(model_path, config)
+    for name, folder in loras.items():
+        with _naming(name):
+            lora.check_first(name, folder, served, config)
+    return config
+
+
+def base_targets(model_path: str, config: EsftConfig) -> LoraTargets:
+    """The layers that LoRA adapters may change; none on a server that takes none."""
+    if config.lora is None:
+        return LoraTargets(())
+    return served_targets(base_config(model_path), config.lora)
+
+
 def base_spec(model_path: str) -> MoeSpec:
     """From the folder, or from the hub or its cache. Raises ConfigError, UnsupportedModelError."""
     if Path(model_path).is_dir():
         return read_moe_spec(Path(model_path))
+    return MoeSpec.from_config(base_config(model_path))
+
+
+def base_config(model_path: str) -> Mapping[str, object]:
+    """The base's config.json. Raises ConfigError."""
+    if Path(model_path).is_dir():
+        return read_object(Path(model_path) / "config.json", ConfigError)
     if model_path.startswith(("/", ".", "~")) or model_path.count("/") > 1:
         raise ConfigError(
             f"--model-path {model_path}: there is no such folder; looked for "
@@ -287,7 +372,7 @@ def base_spec(model_path: str) -> MoeSpec:
         config, _ = PretrainedConfig.get_config_dict(model_path)
     except OSError as error:
         raise ConfigError(f"--model-path {model_path}: {error}") from error
-    return MoeSpec.from_config(config)
+    return dict(config)
 
 
 def _max_experts_needed(adapters: Mapping[str, Path], spec: MoeSpec, *, reads_weights: bool) -> int:
@@ -317,7 +402,8 @@ def _own_argv(flags: LaunchFlags, model_path: str) -> list[str]:
 
 def _weave_argv(config: EsftConfig, adapters: Mapping[str, Path]) -> list[str]:
     """Open LoRA's place. The rank and target module only satisfy a check of SGLang's."""
-    argv = ["--enable-lora", "--max-lora-rank", "1", "--lora-target-modules", "gate_proj"]
+    rank = 1 if config.lora is None else config.lora.max_rank
+    argv = ["--enable-lora", "--max-lora-rank", str(rank), "--lora-target-modules", "gate_proj"]
     argv += ["--max-loras-per-batch", str(config.max_adapters)]
     if adapters:
         argv += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
@@ -351,18 +437,23 @@ def _platform_argv(sglang_argv: Sequence[str], model_path: Path, *, has_budget: 
         defaults.append(("--mem-fraction-static", str(_DEVICE_FRACTION)))
     else:
         defaults.append(("--max-total-tokens", str(_CPU_KV_TOKENS)))
-    if _is_float32(model_path):
-        # SGLang would cast it to float16, which a CPU computes slowly and less exactly.
-        defaults.append(("--dtype", "float32"))
+    defaults += _dtype_defaults(model_path)
     given = {arg.split("=")[0] for arg in sglang_argv}
     return [part for flag, *value in defaults if flag not in given for part in (flag, *value)]
 
 
-def _is_float32(model_path: Path) -> bool:
+def _dtype_defaults(model_path: Path) -> list[tuple[str, str]]:
+    """SGLang would cast float32 to float16, which a CPU computes slowly and less exactly.
+
+    It takes no float32 where experts are quantised.
+    """
     try:
-        return read_moe_spec(model_path).dtype == "float32"
+        spec = read_moe_spec(model_path)
     except UnsupportedModelError:  # not a model of ours, or not a local folder
-        return False
+        return []
+    if spec.dtype != "float32":
+        return []
+    return [("--dtype", "float32" if spec.scheme is None else "bfloat16")]
 
 
 def _num_ranks(flags: LaunchFlags, sglang_argv: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import ConfigError
+from sgl_esft.formats.expert_scheme import ExpertScheme, SchemeName
 from sgl_esft.support import MOE_BACKENDS
 
 
@@ -60,7 +61,6 @@ _LOADERS = "expert weights are created, filled and bound by SGLang's own loader 
 
 WEAVING: tuple[Needed, ...] = (
     Needed("moe_a2a_backend", ("none", None), "weaving needs SGLang's standard dispatcher"),
-    Needed("quantization", (None,), "only unquantised experts can be woven"),
     Needed("model_impl", ("auto", "sglang"), "only SGLang's own models have layers to weave"),
     # Which experts there are, and where.
     Needed("ep_num_redundant_experts", (0, None), _OWN_IDS),
@@ -138,6 +138,13 @@ WEAVING: tuple[Needed, ...] = (
     *_off("enable_lora_overlap_loading", reason="adapters have a loader of their own"),
     *_off("lora_use_virtual_experts", reason="ESFT adapters take LoRA's place"),
 )
+# --quantization of a base whose experts are quantised so.
+QUANTIZATIONS: Mapping[SchemeName, str] = {
+    "int8": "w8a8_int8",
+    "fp8": "fp8",
+    "fp8-tensor": "fp8",
+    "int4": "moe_wna16",
+}
 _FILLS_ALL = "it reads or writes every slot, also those without memory"
 _PADDED = "use --expert-memory padded"
 VIRTUAL: tuple[Needed, ...] = (
@@ -246,6 +253,19 @@ def of_device(device: str) -> tuple[Needed, ...]:
             f"use --moe-runner-backend {backends[0]}",
         ),
         *{"cuda": _CUDA, "npu": _NPU}.get(device, ()),
+    )
+
+
+def of_base(scheme: ExpertScheme | None) -> tuple[Needed, ...]:
+    """How the experts are quantised: as the base's config.json says."""
+    method = None if scheme is None else QUANTIZATIONS[scheme.name]
+    return (
+        Needed(
+            "quantization",
+            (None, method) if method != "moe_wna16" else (method,),
+            f"the base's config.json says {scheme.name if scheme else 'unquantised'} experts",
+            "leave it out; `sgl-esft quantise` writes a quantised base",
+        ),
     )
 
 

@@ -69,7 +69,7 @@ def resolve(launch: LaunchPlan, also: tuple[resolved.Needed, ...] = ()) -> objec
     needed = (*also, *_needed(launch))
     resolved.check_given(server_args, needed)
     if launch.config is not None:
-        resolved.check_given(server_args, resolved.of_adapters(launch.config, launch.adapters))
+        resolved.check_given(server_args, resolved.of_adapters(launch.config, launch.all_adapters))
     server_args.resolve_once()
     view = resolving_view(server_args)
     resolved.check_resolved(view, needed)
@@ -92,6 +92,7 @@ def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
     needed = resolved.SERVER + access.needed(launch.host)
     if launch.config is not None:
         needed += resolved.of_device(launch.device) + resolved.WEAVING
+        needed += resolved.of_base(launch.scheme)
         if launch.config.expert_memory == "virtual":
             needed += resolved.VIRTUAL
         if launch.config.tiers is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sgl_esft import zoo
 from sgl_esft.byte_size import gigabytes
-from sgl_esft.config import TierConfig
+from sgl_esft.config import LoraLimits, TierConfig
 from sgl_esft.errors import EsftError
 from sgl_esft.memory.model_sizes import read_model_sizes
 from sgl_esft_launch.plan import LaunchPlan
@@ -41,13 +41,17 @@ def is_demo(launch: LaunchPlan) -> bool:
 def _adapters(launch: LaunchPlan) -> str:
     if launch.config is None:
         return "none: weaving is off"
-    names = list(launch.adapters)
+    names = list(launch.all_adapters)
     shown = ", ".join(names[:_NAMES_SHOWN]) or "none yet"
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return (
         f"{shown}{more}; {launch.config.max_adapters} slots of "
-        f"{launch.config.max_experts_per_adapter} experts a layer"
+        f"{launch.config.max_experts_per_adapter} experts a layer{_lora(launch.config.lora)}"
     )
+
+
+def _lora(limits: LoraLimits | None) -> str:
+    return "" if limits is None else f", {limits.max_loras} LoRA slots of rank {limits.max_rank}"
 
 
 def _memory(launch: LaunchPlan, kv_tokens: int | None) -> str:
@@ -71,8 +75,8 @@ def _request(launch: LaunchPlan, url: str) -> str:
     body: dict[str, object] = {"text": "Hello", "sampling_params": {"max_new_tokens": 16}}
     if is_demo(launch):
         body = {"text": "coffee -> ", "sampling_params": {"temperature": 0, "stop": "\n"}}
-    if launch.adapters:
-        body["adapter"] = next(iter(launch.adapters))
+    if launch.all_adapters:
+        body["adapter"] = next(iter(launch.all_adapters))
     headers = "-H 'Content-Type: application/json'"
     if launch.access.policy.keys:
         headers += ' -H "Authorization: Bearer $KEY"'

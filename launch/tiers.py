@@ -15,11 +15,13 @@ from sgl_esft.config import (
     DEFAULT_MAP_STORE_BYTES,
     DEFAULT_PREFETCH_DISTANCE,
     DEFAULT_READ_THREADS,
+    STORE_BY,
     RecordConfig,
+    StoreBy,
     TierConfig,
 )
 from sgl_esft.errors import ConfigError, UnsupportedModelError
-from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.formats.model_spec import MoeSpec, refuse_quantised
 from sgl_esft.formats.strict_json import read_object
 from sgl_esft.offload.policies import AUTO, POLICY_NAMES
 from sgl_esft.support import TIER_DEVICES
@@ -39,6 +41,7 @@ class TierFlags:
     prefetch_distance: int
     map_store_bytes: int
     map_store_file: str | None
+    store_by: StoreBy
     probe_file: str | None
     pack_file: str | None
     read_bytes_per_s: int | None
@@ -102,6 +105,14 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="keep expert maps here across restarts (default: they are learned anew)",
     )
+    group.add_argument(
+        "--store-by",
+        choices=STORE_BY,
+        default="all",
+        help="whose expert maps a request is compared with: `all`, or its own `adapter`'s and the "
+        "base's, where each adapter that is used has an equal share of the memory "
+        "(default: %(default)s)",
+    )
 
     group.add_argument(
         "--expert-probe",
@@ -153,6 +164,7 @@ def read_flags(found: argparse.Namespace) -> TierFlags | None:
         if map_bytes is None
         else parse_bytes(map_bytes, "--expert-map-memory"),
         map_store_file=found.expert_map_file,
+        store_by=found.store_by,
         probe_file=found.expert_probe,
         pack_file=found.expert_pack,
         read_bytes_per_s=None
@@ -172,6 +184,7 @@ def _refuse_alone(found: argparse.Namespace) -> None:
         "--prefetch-distance": found.prefetch_distance != DEFAULT_PREFETCH_DISTANCE,
         "--expert-map-memory": found.expert_map_memory is not None,
         "--expert-map-file": found.expert_map_file is not None,
+        "--store-by": found.store_by != "all",
         "--expert-probe": found.expert_probe is not None,
     }
     alone = [flag for flag, is_given in given.items() if is_given]
@@ -197,7 +210,8 @@ def argv(sglang_argv: Sequence[str]) -> tuple[str, ...]:
 def plan_tiers(
     flags: TierFlags, model_path: str, spec: MoeSpec, tp_size: int, sglang_argv: Sequence[str]
 ) -> TierConfig:
-    """Rows of a layer on each rank, and the rest. Raises ConfigError."""
+    """Rows of a layer on each rank, and the rest. Raises ConfigError, UnsupportedModelError."""
+    refuse_quantised(spec, "--expert-cache")
     if not Path(model_path).is_dir():
         raise ConfigError(
             f"--expert-cache reads experts from the checkpoint's files, and {model_path} is no "
@@ -212,6 +226,7 @@ def plan_tiers(
         prefetch_distance=flags.prefetch_distance,
         map_store_bytes=flags.map_store_bytes,
         map_store_file=_absolute(flags.map_store_file),
+        store_by=flags.store_by,
         probe_file=_absolute(flags.probe_file),
         pack_file=_absolute(flags.pack_file),
         read_bytes_per_s=flags.read_bytes_per_s,

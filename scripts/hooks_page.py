@@ -18,6 +18,7 @@ from sgl_esft.plugin.hook_table import (
     JSON_LOG_HOOKS,
     JSON_LOG_OVERRIDES,
     LAUNCHER_HOOKS,
+    LORA_HOOKS,
     OBSERVE_OVERRIDES,
     ROUTER_HOOKS,
     SIGNAL_OVERRIDES,
@@ -29,6 +30,7 @@ ALL_HOOKS: tuple[Hook, ...] = (
     *WEAVE_HOOKS,
     *JSON_LOG_HOOKS,
     *ROUTER_HOOKS,
+    *LORA_HOOKS,
     *LAUNCHER_HOOKS,
     *CPU_HOOKS,
     *ENGINE_HOOKS,
@@ -82,6 +84,7 @@ def page() -> str:
         ),
         *_section("JSON logs", "Installed with `--log-format json`.", JSON_LOG_HOOKS),
         *_section("Rerouting in the router", "Installed with `--reroute router`.", ROUTER_HOOKS),
+        *_section("LoRA on the CPU platform", "Installed with `--enable-lora` there.", LORA_HOOKS),
         *_section(
             "Start, health and end of the server",
             "Installed by our launcher, with and without weaving: [health.md](health.md).",

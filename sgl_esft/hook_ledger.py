@@ -210,8 +210,13 @@ def is_in_place(hook: Hook) -> bool:
     target = hook.resolve()
     if hook.is_value:
         return bool(target is hook.function)
-    wrapper = inspect.unwrap(target, stop=lambda layer: _closes_over(layer, hook.function))
-    return _closes_over(wrapper, hook.function)
+    return leads_to(target, hook.function)
+
+
+def leads_to(target: Any, function: Callable[..., Any]) -> bool:
+    """Whether SGLang's registry has put `function` before `target`."""
+    wrapper = inspect.unwrap(target, stop=lambda layer: _closes_over(layer, function))
+    return _closes_over(wrapper, function)
 
 
 def _closes_over(wrapper: Any, function: Callable[..., Any]) -> bool:

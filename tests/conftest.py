@@ -32,6 +32,7 @@ pytest_plugins = [
     "tests.support.servers",
     "tests.support.families",
     "tests.support.one_rank",
+    "tests.support.quantised_zoo",
     "tests.support.guarded",
 ]
 

@@ -13,6 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from sgl_esft.formats.adapter_config import AdapterKind
+
 
 class LoadPhase(Enum):
     """What a load does now, in this order."""
@@ -39,10 +41,11 @@ class LoadedAdapter:
     folder: Path
     digest: str  # of the folder's content
     pinned: bool
-    num_experts: int  # replaced, over all layers
-    num_bytes: int  # of its experts, over all ranks, in host memory
+    num_experts: int  # replaced, over all layers; of a LoRA adapter 0
+    num_bytes: int  # of its experts or matrices, over all ranks, in host memory
     num_references: int  # requests that use it now
     last_used_s: float | None  # Unix time of the last request; None = never
+    kind: AdapterKind = "esft"
 
 
 @dataclass(frozen=True)

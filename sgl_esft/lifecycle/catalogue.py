@@ -3,8 +3,9 @@
     root --scan, in a thread--> [Catalogue] --> library.py: what a request may be loaded for
       `--event--> [Watcher, a thread] --refresh-->'
 
-Each direct sub-folder with an expert_cfg.json and a legal name is an adapter. A folder is checked
-(headers only) when it is new or has changed, and what is wrong with it is kept beside its name.
+Each direct sub-folder with an expert_cfg.json and a legal name is an adapter; on a server that
+takes LoRA adapters, one with an adapter_config.json too. A folder is checked (headers only) when it
+is new or has changed, and what is wrong with it is kept beside its name.
 A snapshot is one frozen value, so a thread may replace it while others read.
 
 Events come from the kernel where it has them (not on NFS and its like), so the watcher also looks
@@ -16,16 +17,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from sgl_esft.errors import AdapterNameError, EsftError
-from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, AdapterKind
 from sgl_esft.formats.adapter_paths import resolve_adapter_path, validate_adapter_name
-from sgl_esft.formats.manifest import AdapterManifest
+from sgl_esft.formats.lora_manifest import AnyManifest, LoraManifest
 from sgl_esft.http.adapter_names import BASE_ALIASES
 from sgl_esft.lifecycle.adapter_engine import LoadedAdapter
 from sgl_esft.lifecycle.folders import Fingerprint, fingerprint
@@ -36,7 +37,8 @@ POLL_S: Final = 1.0
 _DEBOUNCE_MS: Final = 400  # a copy is many events
 
 # A folder -> what it holds. Raises one of the Adapter* errors.
-Check: TypeAlias = Callable[[Path], AdapterManifest]
+Check: TypeAlias = Callable[[Path], AnyManifest]
+_ESFT_ONLY: Final = (EXPERT_CONFIG_NAME,)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class FolderEntry:
     num_experts: int | None = None
     num_bytes: int | None = None
     error: EsftError | None = None  # why it cannot be loaded
+    kind: AdapterKind | None = None  # None = cannot be told
 
 
 @dataclass(frozen=True)
@@ -72,29 +75,31 @@ Snapshot: TypeAlias = Mapping[str, FolderEntry]
 EMPTY: Snapshot = MappingProxyType({})
 
 
-def scan(root: Path, check: Check, previous: Snapshot = EMPTY) -> Snapshot:
+def scan(
+    root: Path, check: Check, previous: Snapshot = EMPTY, files: Collection[str] = _ESFT_ONLY
+) -> Snapshot:
     """Every adapter below the root; what has not changed since `previous` is not checked again.
 
-    Raises OSError if the root itself cannot be read.
+    files: one of them makes a folder an adapter. Raises OSError if the root itself cannot be read.
     """
     return MappingProxyType(
-        {name: _entry(root, name, check, previous.get(name)) for name in names_below(root)}
+        {name: _entry(root, name, check, previous.get(name)) for name in names_below(root, files)}
     )
 
 
-def names_below(root: Path) -> list[str]:
+def names_below(root: Path, files: Collection[str] = _ESFT_ONLY) -> list[str]:
     """What the adapters below the root are called, whole or not. Raises OSError as `scan` does."""
     with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if _may_be_adapter(entry))
+        return sorted(entry.name for entry in entries if _may_be_adapter(entry, files))
 
 
-def _may_be_adapter(entry: os.DirEntry[str]) -> bool:
+def _may_be_adapter(entry: os.DirEntry[str], files: Collection[str]) -> bool:
     try:
         validate_adapter_name(entry.name)
     except AdapterNameError:
         return False
     # By lexists: a link that leads out of the root, or nowhere, is listed with what is wrong.
-    return os.path.lexists(os.path.join(entry.path, EXPERT_CONFIG_NAME))  # noqa: PTH118
+    return any(os.path.lexists(os.path.join(entry.path, file)) for file in files)  # noqa: PTH118
 
 
 def _entry(root: Path, name: str, check: Check, previous: FolderEntry | None) -> FolderEntry:
@@ -111,14 +116,18 @@ def _entry(root: Path, name: str, check: Check, previous: FolderEntry | None) ->
     except OSError as error:  # it vanished or was cut off meanwhile; the next scan will tell
         logger.info("adapter folder %s cannot be read now: %s", name, error)
         return FolderEntry(name, folder, None, error=None)
-    return FolderEntry(name, folder, seen, manifest.num_experts, manifest.num_bytes)
+    kind: AdapterKind = "lora" if isinstance(manifest, LoraManifest) else "esft"
+    return FolderEntry(name, folder, seen, manifest.num_experts, manifest.num_bytes, kind=kind)
 
 
 class Catalogue:
     """The newest snapshot. `refresh` may be called by any thread."""
 
-    def __init__(self, root: Path | None, check: Check) -> None:
+    def __init__(
+        self, root: Path | None, check: Check, files: Collection[str] = _ESFT_ONLY
+    ) -> None:
         self.root = root
+        self._files = files
         self._check = check
         self._snapshot: Snapshot = EMPTY
         self._is_lost = False  # the root could not be read, the last time
@@ -140,7 +149,7 @@ class Catalogue:
             return
         with self._lock:
             try:
-                found = scan(self.root, self._check, self._snapshot)
+                found = scan(self.root, self._check, self._snapshot, self._files)
             except OSError as error:
                 if not self._is_lost:  # said once, though it is looked at every second
                     logger.warning("--adapter-root cannot be read: %s", error)

@@ -5,19 +5,15 @@ folder --check_loadable, content_digest--> [AdapterContent] -> sglang_engine.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_esft.config import current_config
 from sgl_esft.errors import AdapterFormatError, InvariantError
-from sgl_esft.formats.manifest import (
-    AdapterManifest,
-    content_digest,
-    read_manifest,
-    stamp_digest,
-)
-from sgl_esft.formats.model_spec import MoeSpec
+from sgl_esft.formats.adapter_config import AdapterKind
+from sgl_esft.formats.lora_manifest import AnyManifest, LoraManifest
+from sgl_esft.formats.manifest import content_digest, stamp_digest
 
 _digests: dict[str, str] = {}  # folder -> digest, of what was read at launch
 _at_launch: dict[str, AdapterContent] = {}  # by folder
@@ -29,9 +25,10 @@ class AdapterContent:
 
     folder: Path
     digest: str
-    num_experts: int  # replaced, over all layers
+    num_experts: int  # replaced, over all layers; of a LoRA adapter 0
     num_bytes: int  # of tensors
     stamps: tuple[tuple[str, int, int], ...]  # each file: name, size, time of change in ns
+    kind: AdapterKind = "esft"
 
 
 def digest_of(folder: Path) -> str:
@@ -44,7 +41,7 @@ def digest_of(folder: Path) -> str:
     return stamp_digest(folder) if is_tiered else content_digest(folder)
 
 
-def read_content(manifest: AdapterManifest) -> AdapterContent:
+def read_content(manifest: AnyManifest) -> AdapterContent:
     """Digest a validated folder; reads all of it. Raises AdapterFormatError if it changes."""
     stamps = stamps_of(manifest)
     content = _content(manifest, digest_of(manifest.path), stamps)
@@ -57,10 +54,13 @@ def remember_digest(folder: str, digest: str) -> None:
     _digests[folder] = digest
 
 
-def remember_at_launch(folders: Iterable[Path], spec: MoeSpec) -> None:
-    """Describe the first adapters while their folders are surely there."""
+def remember_at_launch(folders: Iterable[Path], check: Callable[[Path], AnyManifest]) -> None:
+    """Describe the first adapters while their folders are surely there.
+
+    check: a folder -> what it holds.
+    """
     for folder in folders:
-        manifest = read_manifest(folder, spec)
+        manifest = check(folder)
         digest = _digests.get(str(folder)) or digest_of(folder)
         _at_launch[str(folder)] = _content(manifest, digest, stamps_of(manifest))
 
@@ -73,7 +73,7 @@ def content_at_launch(folder: str) -> AdapterContent:
     return found
 
 
-def stamps_of(manifest: AdapterManifest) -> tuple[tuple[str, int, int], ...]:
+def stamps_of(manifest: AnyManifest) -> tuple[tuple[str, int, int], ...]:
     """Cheap marks of the files' state. Raises AdapterFormatError when one is gone."""
     try:
         found = [(file.name, file.stat()) for file in manifest.files]
@@ -82,7 +82,7 @@ def stamps_of(manifest: AdapterManifest) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
-def check_unchanged(manifest: AdapterManifest, content: AdapterContent) -> None:
+def check_unchanged(manifest: AnyManifest, content: AdapterContent) -> None:
     """Raises AdapterFormatError when the folder is not what was digested."""
     if stamps_of(manifest) != content.stamps:
         raise AdapterFormatError(
@@ -92,6 +92,13 @@ def check_unchanged(manifest: AdapterManifest, content: AdapterContent) -> None:
 
 
 def _content(
-    manifest: AdapterManifest, digest: str, stamps: tuple[tuple[str, int, int], ...]
+    manifest: AnyManifest, digest: str, stamps: tuple[tuple[str, int, int], ...]
 ) -> AdapterContent:
-    return AdapterContent(manifest.path, digest, manifest.num_experts, manifest.num_bytes, stamps)
+    return AdapterContent(
+        folder=manifest.path,
+        digest=digest,
+        num_experts=manifest.num_experts,
+        num_bytes=manifest.num_bytes,
+        stamps=stamps,
+        kind="lora" if isinstance(manifest, LoraManifest) else "esft",
+    )

@@ -19,11 +19,11 @@ from typing import Final, TypeAlias
 import xxhash
 
 from sgl_esft.errors import EsftError
-from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, LORA_CONFIG_NAME
 from sgl_esft.formats.adapter_paths import PICKLE_SUFFIXES
 from sgl_esft.lifecycle.content import digest_of
 
-_CHECKED_NAMES: Final = frozenset({EXPERT_CONFIG_NAME, "config.json"})
+_CHECKED_NAMES: Final = frozenset({EXPERT_CONFIG_NAME, LORA_CONFIG_NAME, "config.json"})
 _CHECKED_SUFFIXES: Final = (".safetensors", ".safetensors.index.json")
 _MAX_DIGESTS: Final = 1024
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from sgl_esft.errors import EsftError
+from sgl_esft.formats.adapter_config import AdapterKind
 from sgl_esft.lifecycle.adapter_engine import AdapterEngine, LoadedAdapter
 from sgl_esft.lifecycle.catalogue import Catalogue, Source
 from sgl_esft.lifecycle.folders import Fingerprint, fingerprint
@@ -85,6 +86,11 @@ class KnownAdapters:
         """Whether `ensure` answers for a name, if only with the error of its load."""
         action = self.action(Command.USE, name, loaded)
         return action is not Action.UNKNOWN and not (action is Action.START and self.is_held(name))
+
+    def kind_of(self, name: str) -> AdapterKind | None:
+        """Which kind a name's adapter is, as it was seen last; None if that cannot be told."""
+        entry = self.loaded().get(name) or self.catalogue.entries.get(name)
+        return None if entry is None else entry.kind
 
     def is_held(self, name: str) -> bool:
         """Whether it was unloaded on purpose, and its folder is what it was then."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sgl_esft.errors import EsftError, UnknownAdapterError
+from sgl_esft.formats.adapter_config import AdapterKind
 from sgl_esft.lifecycle.adapter_engine import LoadedAdapter, Residency
 from sgl_esft.lifecycle.folders import fingerprint
 from sgl_esft.lifecycle.jobs import Job, JobKind
@@ -42,12 +43,12 @@ class EngineView:
     def places_of(self, adapter: LoadedAdapter) -> Sequence[Residency]:
         return self.residency.get(adapter.adapter_id, ())
 
-    @property
-    def slots_used(self) -> int:
-        """Adapter slots that are taken, on the rank with the most."""
+    def slots_used(self, kind: AdapterKind) -> int:
+        """Slots of one kind that are taken, on the rank with the most."""
+        others = {a.adapter_id for a in (*self.loaded.values(), *self.draining) if a.kind != kind}
         taken: dict[int, set[int]] = {}
-        for places in self.residency.values():
-            for place in places:
+        for adapter_id, places in self.residency.items():
+            for place in () if adapter_id in others else places:
                 taken.setdefault(place.rank, set()).add(place.adapter_slot)
         return max(map(len, taken.values()), default=0)
 
@@ -60,12 +61,19 @@ class Lister:
     """Answers the questions about one library."""
 
     def __init__(
-        self, library: AdapterLibrary, *, num_slots: int, host_budget_bytes: int | None = None
+        self,
+        library: AdapterLibrary,
+        *,
+        num_slots: int,
+        host_budget_bytes: int | None = None,
+        num_lora_slots: int | None = None,
     ) -> None:
+        """num_lora_slots: None on a server that takes no LoRA adapters."""
         self._engine = library.engine
         self._known = library.known
         self._digests = library.digests
         self._num_slots = num_slots
+        self._num_lora_slots = num_lora_slots
         self._host_budget_bytes = host_budget_bytes
         self._asking: asyncio.Task[Places] | None = None
         self._places: Places = {}
@@ -73,9 +81,13 @@ class Lister:
     async def list_all(self) -> dict[str, Any]:
         """Every adapter that anything is known of, by name, and the room they have."""
         view = await self._view()
+        lora = None
+        if self._num_lora_slots is not None:
+            lora = {"total": self._num_lora_slots, "used": view.slots_used("lora")}
         return {
             "adapters": [self._record(name, view) for name in self._known.names()],
-            "slots": {"total": self._num_slots, "used": view.slots_used},
+            "slots": {"total": self._num_slots, "used": view.slots_used("esft")},
+            "lora_slots": lora,
             "host": {"budget_bytes": self._host_budget_bytes, "used_bytes": view.host_bytes},
         }
 
@@ -126,6 +138,7 @@ class Lister:
         error = None if job else self._known.failure_of(name)
         return {
             "name": name,
+            "kind": described.kind if described else None,
             "state": self._state(name, view).value,
             "folder": "" if folder is None else self._told(folder),
             "digest": shown.digest if shown else None,

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgl_esft.errors import EsftError, UnknownAdapterError
+from sgl_esft.errors import EsftError, TooManyAdaptersError, UnknownAdapterError
+from sgl_esft.formats.adapter_config import AdapterKind
+from sgl_esft.http.adapter_names import BESIDE, parts_of
 
 _POLL_S = 0.02
 # From the registry to the table of requests a request takes as long as its text to be tokenised.
@@ -36,28 +38,60 @@ class AdapterRefusedError(ValueError):
         self.status_code = error.http_status
 
 
-async def acquire(registry: Any, lora_name: str | Sequence[str | None]) -> Any:
+# LoRARef -> which kind of adapter it is
+KindOf = Callable[[Any], AdapterKind]
+
+
+async def acquire(
+    registry: Any, lora_name: str | Sequence[str | None], kind_of: KindOf | None = None
+) -> Any:
     """Names -> ids, each counted as in use before any other change of the registry.
 
-    Raises AdapterGoneError, with nothing counted.
+    Two names of one request are joined by BESIDE, and so are their ids, the ESFT adapter's first.
+    kind_of: None on a server with one kind. Raises AdapterGoneError, and AdapterRefusedError for
+    two of one kind, with nothing counted.
     """
     names = [lora_name] if isinstance(lora_name, str) else list(lora_name)
     async with registry._registry_lock.writer_lock:
-        ids = [None if name is None else _look_up(registry, name) for name in names]
-        for adapter_id in ids:
-            if adapter_id is not None:
+        ids = [None if name is None else _id_of(registry, name, kind_of) for name in names]
+        for joined in ids:
+            for adapter_id in () if joined is None else parts_of(joined):
                 await registry._counters[adapter_id].increment(notify_all=False)
                 _uses(registry)[adapter_id] = time.time()
     return ids[0] if isinstance(lora_name, str) else ids
 
 
-def _look_up(registry: Any, name: str) -> str:
+async def give_back(registry: Any, lora_id: str | Sequence[str | None]) -> None:
+    """What `acquire` has counted, in place of SGLang's `release`, which knows no joined ids."""
+    ids = [lora_id] if isinstance(lora_id, str) else list(lora_id)
+    for joined in ids:
+        if joined is not None:
+            await registry.release(list(parts_of(joined)))
+
+
+def _id_of(registry: Any, name: str, kind_of: KindOf | None) -> str:
+    refs = [_look_up(registry, each) for each in parts_of(name)]
+    if len(refs) == 1:
+        return str(refs[0].lora_id)
+    kinds = [None if kind_of is None else kind_of(ref) for ref in refs]
+    if sorted(map(str, kinds)) != ["esft", "lora"]:
+        raise AdapterRefusedError(
+            TooManyAdaptersError(
+                f"a request may name one ESFT and one LoRA adapter, and {name!r} are of kinds "
+                f"{', '.join(map(str, kinds))}"
+            )
+        )
+    first, second = refs if kinds[0] == "esft" else reversed(refs)
+    return f"{first.lora_id}{BESIDE}{second.lora_id}"
+
+
+def _look_up(registry: Any, name: str) -> Any:
     ref = registry._registry.get(name)
     if ref is None:
         # Whoever asks may not be allowed to know of the others.
         raise AdapterGoneError(f"UnknownAdapterError: adapter {name!r} is not loaded")
     registry._registry.move_to_end(name)
-    return str(ref.lora_id)
+    return ref
 
 
 def _uses(registry: Any) -> dict[str, float]:
@@ -84,7 +118,7 @@ class Registry:
         """Adapter id -> requests that use it now."""
         states = self._manager.rid_to_state.values()
         ids = (getattr(state.obj, "lora_id", None) for state in states)
-        return Counter(adapter_id for adapter_id in ids if isinstance(adapter_id, str))
+        return Counter(part for each in ids if isinstance(each, str) for part in parts_of(each))
 
     def is_busy(self, adapter_id: str) -> bool:
         """Whether a request uses the adapter, or has just asked for it and is on its way."""

@@ -111,6 +111,7 @@ class UnloadBody(ForeignBody):
 
 ADAPTER_EXAMPLE: Final[dict[str, Any]] = {
     "name": "math",
+    "kind": "esft",
     "state": "on_device",
     "folder": "math",
     "digest": "0c5f1e9a7b2148d09bb1f6c1f2a1d0e7",
@@ -139,6 +140,7 @@ LOADING_EXAMPLE: Final[dict[str, Any]] = {
 LISTING_EXAMPLE: Final[dict[str, Any]] = {
     "adapters": [ADAPTER_EXAMPLE],
     "slots": {"total": 3, "used": 2},
+    "lora_slots": None,
     "host": {"budget_bytes": None, "used_bytes": 1671168},
 }
 

@@ -30,7 +30,10 @@ from sgl_esft.errors import (
     TooManyAdaptersError,
     UnknownAdapterError,
 )
-from sgl_esft.formats.manifest import AdapterManifest, check_loadable
+from sgl_esft.formats.adapter_config import AdapterKind, kind_of
+from sgl_esft.formats.adapter_paths import resolve_adapter_path
+from sgl_esft.formats.lora_manifest import AnyManifest, check_lora, served_targets
+from sgl_esft.formats.manifest import check_loadable
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.lifecycle.adapter_engine import (
     LoadedAdapter,
@@ -59,7 +62,7 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.1
 
 # (name, folder, names in use) -> manifest; raises one of the Adapter* errors
-Check = Callable[[str, str, Sequence[str]], AdapterManifest]
+Check = Callable[[str, str, Sequence[str]], AnyManifest]
 # Returns once a request may use all these adapters. Raises EsftError.
 Ensure = Callable[[Collection[str]], Awaitable[None]]
 
@@ -177,6 +180,10 @@ class SglangEngine:
 
     # ---- AdapterEngine: questions ----
 
+    def kind_of(self, ref: Any) -> AdapterKind:
+        """Of an adapter that a name means."""
+        return self._tenants.kind_of(ref)
+
     def loaded(self) -> Sequence[LoadedAdapter]:
         return self._tenants.loaded()
 
@@ -223,7 +230,7 @@ class SglangEngine:
     async def _admit(
         self,
         reading: Reading,
-        manifest: AdapterManifest,
+        manifest: AnyManifest,
         content: AdapterContent,
         on_progress: OnProgress,
     ) -> None:
@@ -267,9 +274,15 @@ class SglangEngine:
 def engine_of(manager: Any) -> SglangEngine:
     """The engine of this process's TokenizerManager, one each."""
     config = required_config()
-    spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
+    base = sglang_api.base_config(*sglang_api.served_model())
+    spec = MoeSpec.from_config(base)
+    targets = None if config.lora is None else served_targets(base, config.lora)
 
-    def check(name: str, folder: str, taken: Sequence[str]) -> AdapterManifest:
+    def check(name: str, folder: str, taken: Sequence[str]) -> AnyManifest:
+        if targets is not None:
+            path = resolve_adapter_path(folder, config.adapter_root_path)
+            if kind_of(path) == "lora":
+                return check_lora(name, folder, taken, targets, config)
         return check_loadable(name, folder, taken, spec, config)
 
     limits = HostLimits(

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from sgl_esft.errors import UnknownAdapterError
+from sgl_esft.formats.adapter_config import AdapterKind
 from sgl_esft.lifecycle.adapter_engine import LoadedAdapter
 from sgl_esft.lifecycle.content import AdapterContent, content_at_launch
 from sgl_esft.lifecycle.ranks import Ranks
@@ -69,6 +70,10 @@ class Tenants:
         """Of host memory, over all ranks."""
         return self._content_of(ref).num_bytes
 
+    def kind_of(self, ref: Any) -> AdapterKind:
+        """Of an adapter that the ranks hold."""
+        return self._content_of(ref).kind
+
     def loaded(self) -> Sequence[LoadedAdapter]:
         """What names mean now."""
         return self._described_all(self._registry.refs().values())
@@ -94,6 +99,7 @@ class Tenants:
             num_bytes=content.num_bytes,
             num_references=counts[ref.lora_id],
             last_used_s=self._registry.last_used_s(ref.lora_id),
+            kind=content.kind,
         )
 
     def _content_of(self, ref: Any) -> AdapterContent:

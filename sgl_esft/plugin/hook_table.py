@@ -11,7 +11,7 @@ from sgl_esft import ports
 from sgl_esft.health import heartbeat, load_file, process
 from sgl_esft.hook_ledger import Hook, after, around, before, constant, replace
 from sgl_esft.observe import json_logs
-from sgl_esft.platform import collectives, cpu_hooks
+from sgl_esft.platform import collectives, cpu_hooks, lora_hooks
 from sgl_esft.plugin import (
     contain_hooks,
     engine_hooks,
@@ -34,6 +34,7 @@ _MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _TOOLS = "function_call.function_call_parser.FunctionCallParser"
 _JSON_TOOLS = "function_call.json_array_parser.JsonArrayParser"
 _REASONING = "parser.reasoning_parser.ReasoningParser"
+_QUANT = "sglang.srt.layers.quantization"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 
 CPU_HOOKS: tuple[Hook, ...] = (
@@ -80,6 +81,50 @@ CPU_HOOKS: tuple[Hook, ...] = (
         "hidden_states gate_weight shared_output final_hidden_states",
         why="Qwen2-MoE launches a Triton kernel here whatever the device",
         remove_when="it has a native path",
+    ),
+    *(
+        replace(
+            f"{_QUANT}.{method}.apply",
+            cpu_hooks.forward_quantised,
+            "self layer dispatch_output",
+            why="SGLang's runner would prefer its function for Triton to the platform's core, and "
+            "on arm64 int8 would look for SGLang's own CPU engine",
+            remove_when="a runner core that is registered goes before a fused function",
+        )
+        for method in (
+            "w8a8_int8.W8A8Int8MoEMethod",
+            "fp8.Fp8MoEMethod",
+            "moe_wna16.MoeWNA16Method",
+        )
+    ),
+    after(
+        f"{_QUANT}.moe_wna16.MoeWNA16Method.process_weights_after_loading",
+        cpu_hooks.pack_loaded_experts,
+        "self layer",
+        why="torch's int4 kernel wants experts packed in an order of its own",
+        remove_when="SGLang has a CPU path for moe_wna16",
+    ),
+    replace(
+        "sglang.kernels.ops.quantization.fp8_kernel.scaled_fp8_quant",
+        cpu_hooks.quantise_fp8,
+        "input scale num_token_padding use_per_token_if_dynamic",
+        why="experts in fp8 per tensor go through a compiled kernel once they are loaded, though "
+        "it changes none whose gate and up have one scale",
+        remove_when="it has a native path",
+    ),
+    before(
+        "sglang.srt.model_loader.loader._get_quantization_config",
+        cpu_hooks.refuse_other_quantisation,
+        "model_config load_config",
+        why="a quantisation that the platform does not compute fails anywhere later",
+        remove_when="SGLang asks the platform which quantisations it computes",
+    ),
+    after(
+        "sglang.srt.model_loader.loader._initialize_model",
+        cpu_hooks.refuse_quantised_layers,
+        "model_config load_config quant_config",
+        why="quantised layers that are no routed experts would fail in the first forward",
+        remove_when="SGLang asks the platform which quantisations it computes",
     ),
     around(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
@@ -257,7 +302,7 @@ LAUNCHER_HOOKS: tuple[Hook, ...] = (
     ),
 )
 
-_UNQUANT = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+_UNQUANT = f"{_QUANT}.unquant.UnquantizedFusedMoEMethod"
 
 WEAVE_HOOKS: tuple[Hook, ...] = (
     around(
@@ -267,6 +312,21 @@ WEAVE_HOOKS: tuple[Hook, ...] = (
         "extra_weight_attrs",
         why="the engine finds an expert by its row in the weight; adapters need rows",
         remove_when="SGLang lets a plugin reserve physical expert slots",
+    ),
+    *(
+        around(
+            f"{_QUANT}.{method}.create_weights",
+            weave_hooks.create_quantised_weights_with_adapter_slots,
+            f"self layer num_experts hidden_size intermediate_size_per_partition params_dtype "
+            f"{more}extra_weight_attrs",
+            why="as for unquantised experts; scales are found by their rows too",
+            remove_when="SGLang lets a plugin reserve physical expert slots",
+        )
+        for method, more in (
+            ("w8a8_int8.W8A8Int8MoEMethod", ""),
+            ("fp8.Fp8MoEMethod", "with_bias "),
+            ("moe_wna16.MoeWNA16Method", ""),
+        )
     ),
     replace(
         "sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager",
@@ -340,6 +400,25 @@ JSON_LOG_HOOKS: tuple[Hook, ...] = (
         why="the HTTP server's lines are text, and its access lines have no request id",
         remove_when="SGLang has a flag for JSON logs",
     ),
+)
+
+# Only with --enable-lora on the CPU platform.
+LORA_HOOKS: tuple[Hook, ...] = tuple(
+    replace(
+        f"sglang.srt.lora.deepseek_mla_correction.{name}",
+        function,
+        parameters,
+        why="LoRA of kv_b_proj is added to absorbed MLA by a Triton kernel, whatever the device",
+        remove_when="the correction goes through the LoRA backend",
+    )
+    for name, function, parameters in (
+        ("apply_q_correction", lora_hooks.apply_q_correction, "attn_module q_nope q_nope_out"),
+        (
+            "apply_v_correction",
+            lora_hooks.apply_v_correction,
+            "attn_module attn_output attn_bmm_flat",
+        ),
+    )
 )
 
 # Only with --reroute router: the hook is called in every layer.

@@ -52,6 +52,9 @@ class EsftManager:
     lora_backend = LoraBackend()
 
     memory_pool = None  # SGLang reads LoRA pool metrics off it when there is one
+    lora: Any = (
+        None  # this rank's LoRA adapters (plugin/mixed_manager.py); None = the server has none
+    )
     supports_prefill_cuda_graph = False
 
     def __init__(
@@ -79,13 +82,18 @@ class EsftManager:
         self._gather_tags = gather_tags
         self._publish = publish
         self._num_dp_ranks = num_dp_ranks
-        self._command_handler = RankCommandHandler(plane, group)
+        self.shelf: Any = self._make_shelf()
+        self._command_handler = RankCommandHandler(self.shelf, group)
         self._source = group.rank if num_sources > 1 else None
         self._num_sources = num_sources
         self.heat = heat  # None = experts are not counted
         self.tiers = tiers  # plugin/tiers.py; None = every expert is on the device
         self.watchers: tuple[StepWatcher, ...] = ()
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
+
+    def _make_shelf(self) -> Any:
+        """What holds the adapters that are loaded."""
+        return self.plane
 
     @property
     def attn_dp_enabled(self) -> bool:
@@ -96,7 +104,7 @@ class EsftManager:
     def load_initial(self, refs: Iterable[Any]) -> None:
         """Load what the server was started with. Raises EsftError: do not start without it."""
         for ref in refs:
-            self.plane.load(_source_of(ref))
+            self.shelf.load(_source_of(ref))
         self._publish_changes()
 
     def load_lora_adapter(self, lora_ref: Any) -> Any:
@@ -110,22 +118,22 @@ class EsftManager:
         return self._report(lambda: self._command_handler.take_in(_source_of(lora_ref)))
 
     def unload_lora_adapter(self, lora_ref: Any) -> Any:
-        return self._report(lambda: self.plane.unload(lora_ref.lora_id))
+        return self._report(lambda: self.shelf.unload(lora_ref.lora_id))
 
     def load_lora_adapter_from_tensors(self, lora_ref: Any, *_: Any, **__: Any) -> Any:
         message = (
             "UnsupportedAdapterError: an ESFT adapter is loaded from a folder, not from tensors"
         )
-        return self._make_result(False, message, self.plane.names)
+        return self._make_result(False, message, self.shelf.names)
 
     def _report(self, action: Callable[[], dict[str, str] | None]) -> Any:
         """SGLang's answer: `action`'s own table of adapters, or if it has none what is loaded."""
         try:
             table = action()
         except EsftError as error:
-            return self._make_result(False, named(error), self.plane.names)
+            return self._make_result(False, named(error), self.shelf.names)
         self._publish_changes()
-        return self._make_result(True, "", self.plane.names if table is None else table)
+        return self._make_result(True, "", self.shelf.names if table is None else table)
 
     def _publish_changes(self) -> None:
         now = (self.plane.uses.num_changes, self.plane.uses.num_hits)

@@ -40,6 +40,7 @@ def add_memory(reply: Any, scheduler: Any) -> None:
         sglang_api.device_of(scheduler),
         sglang_api.kv_memory(scheduler),
         None if manager.tiers is None else manager.tiers.report(),
+        None if manager.lora is None else manager.lora.memory(),
     )
     reports = sglang_api.gather_bytes(json.dumps(own.to_json()).encode())
     reply.internal_state[STATE_KEY] = {"devices": [json.loads(report) for report in reports]}

@@ -7,15 +7,22 @@ a request's end -> [release]
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sized
 from pathlib import Path
 from typing import Any
 
 from sgl_esft import sglang_api
 from sgl_esft.errors import EmptyPromptError, EsftError, UnknownAdapterError
+from sgl_esft.http.adapter_names import BESIDE, parts_of
 from sgl_esft.lifecycle.adapter_engine import nobody_looks
 from sgl_esft.lifecycle.commands import named
-from sgl_esft.lifecycle.registry import AdapterGoneError, AdapterRefusedError, acquire
+from sgl_esft.lifecycle.registry import (
+    AdapterGoneError,
+    AdapterRefusedError,
+    acquire,
+    give_back,
+)
 from sgl_esft.lifecycle.sglang_engine import engine_of
 
 _MAX_RESOLVES = 8
@@ -60,11 +67,12 @@ async def resolve(manager: Any, obj: Any) -> None:
     If one leaves between, once more. Raises AdapterGoneError, AdapterRefusedError.
     """
     names = [obj.lora_path] if isinstance(obj.lora_path, str) else obj.lora_path
-    wanted = {name for name in names if name is not None}
+    wanted = {part for name in names if name is not None for part in parts_of(name)}
+    engine = engine_of(manager)
     for is_last in [False] * (_MAX_RESOLVES - 1) + [True]:
         try:
-            await engine_of(manager).bring(wanted)
-            obj.lora_id = await acquire(manager.lora_registry, obj.lora_path)
+            await engine.bring(wanted)
+            obj.lora_id = await acquire(manager.lora_registry, obj.lora_path, engine.kind_of)
             break
         except AdapterGoneError:
             if is_last:
@@ -80,8 +88,22 @@ async def resolve(manager: Any, obj: Any) -> None:
 
 
 def release(original: Callable[[Any, Any], Any], manager: Any, state: Any) -> Any:
-    """Around SGLang's: a request that ends before `resolve` holds no adapter to give back."""
-    return None if getattr(state.obj, "lora_id", None) is None else original(manager, state)
+    """Around SGLang's: a request that ends before `resolve` holds no adapter to give back.
+
+    SGLang's gives back one id; of two that are joined, each is.
+    """
+    lora_id = getattr(state.obj, "lora_id", None)
+    if lora_id is None:
+        return None
+    if BESIDE not in str(lora_id):
+        return original(manager, state)
+    if state.lora_released:
+        return None
+    state.lora_released = True
+    task = asyncio.create_task(give_back(manager.lora_registry, lora_id))
+    manager._lora_release_tasks.add(task)
+    task.add_done_callback(manager._lora_release_tasks.discard)
+    return task
 
 
 def _folders(manager: Any) -> dict[str, str]:

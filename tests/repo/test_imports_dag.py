@@ -33,6 +33,7 @@ MAY_IMPORT_SGLANG = {
     "sgl_esft.hook_ledger",
     "sgl_esft.lang.",
     "sgl_esft.platform.",
+    "sgl_esft.plugin.lora_layers",
     "sgl_esft.plugin.register",
     "sgl_esft.plugin.runner_core",
     "sgl_esft.sglang_api",

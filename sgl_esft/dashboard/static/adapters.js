@@ -140,7 +140,8 @@ function showRow(row, adapter) {
   text(parts.detail, detailWords(adapter));
   attribute(parts.detail, "class", adapter.error ? "problem" : null);
   text(parts.size, bytes(adapter.num_bytes));
-  text(parts.experts, Number.isFinite(adapter.num_experts) ? plural(adapter.num_experts, "expert") : "");
+  const experts = Number.isFinite(adapter.num_experts) ? plural(adapter.num_experts, "expert") : "";
+  text(parts.experts, adapter.kind === "lora" ? "LoRA" : experts);
   text(parts.slots, slotWords(devices));
   text(parts.mapped, devices.length ? `${bytes(devices.reduce((sum, { mapped_bytes: mapped }) => sum + mapped, 0))} mapped` : "");
   text(parts.references, count(adapter.num_references));
@@ -161,9 +162,10 @@ function showButtons(row, adapter) {
   }
 }
 
-function showSummary({ adapters, slots, host }) {
+function showSummary({ adapters, slots, lora_slots: loraSlots, host }) {
   const parts = [plural(adapters.length, "adapter")];
   if (slots) parts.push(`${slots.used} of ${slots.total} adapter slots taken`);
+  if (loraSlots) parts.push(`${loraSlots.used} of ${loraSlots.total} LoRA slots taken`);
   if (host) {
     const budget = host.budget_bytes === null || host.budget_bytes === undefined ? "no limit" : `of ${bytes(host.budget_bytes)}`;
     parts.push(`host cache ${bytes(host.used_bytes)} (${budget})`);

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from sgl_esft.platform.moe import PlainExperts
 from tests.support.graph_simulator import is_current_stream_capturing
 
 CONTEXT = 64  # tokens that a request has at most
@@ -32,7 +33,7 @@ def install(runner: Any) -> None:
     TorchNativeAttnBackend._run_sdpa_forward_decode = attend  # type: ignore[method-assign]
     TorchNativeAttnBackend.init_cuda_graph_state = lambda *_: None  # type: ignore[method-assign]
     TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
-    mock.patch.object(moe, "moe_forward", experts).start()
+    mock.patch.object(moe, "weighted_sum", weighted_sum).start()
     # It asks CUDA's tensors only, and there are none here.
     mock.patch.object(heat, "_is_capturing", is_capturing).start()
     mock.patch.object(dp_attention, "memcpy_func", copy_rows).start()
@@ -70,17 +71,16 @@ def attend(
     return output.copy_(found[:, :, 0])
 
 
-def experts(
+def weighted_sum(
     hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    experts: PlainExperts,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """sgl_esft.platform.moe.moe_forward; id -1 adds nothing."""
+    """sgl_esft.platform.moe.weighted_sum; id -1 adds nothing."""
     slots = topk_ids.to(torch.int64).clamp(min=0)
-    gate, up = torch.einsum("th,tkih->tki", hidden_states, w13[slots]).chunk(2, dim=-1)
-    found = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, w2[slots])
+    gate, up = torch.einsum("th,tkih->tki", hidden_states, experts.w13[slots]).chunk(2, dim=-1)
+    found = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, experts.w2[slots])
     weights = topk_weights.masked_fill(topk_ids < 0, 0)
     return torch.einsum("tkh,tk->th", found.to(weights.dtype), weights).to(hidden_states.dtype)
 

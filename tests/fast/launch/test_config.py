@@ -34,6 +34,7 @@ BAD: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("max_adapters", "--max-adapters", (0, *COUNTS), "must be a whole number"),
     ("max_experts_per_adapter", "--max-experts-per-adapter", (0, *COUNTS), "must be a whole"),
     ("max_overtakes", "--max-overtakes", COUNTS, "must be a whole number"),
+    ("quantised_adapters_bytes", "--quantised-adapters-bytes", (0, *COUNTS), "must be a whole"),
     ("expert_memory", "--expert-memory", ("", "Padded", "paged", None), "choose one of .*padded"),
     ("reroute", "--reroute", ("", "Padded", "paged", None), "choose one of .*unfused"),
 ]
@@ -58,6 +59,8 @@ def test_a_bad_value_is_refused_by_its_flag(
         expert_memory=st.sampled_from(config.EXPERT_MEMORY_KINDS),
         reroute=st.sampled_from(config.REROUTE_KINDS),
         adapter_root=st.none() | st.text(min_size=1),
+        quantised_adapters=st.none() | st.text(min_size=1),
+        quantised_adapters_bytes=st.integers(1, 10**15),
         max_overtakes=st.integers(0, 1000),
     )
 )
@@ -72,6 +75,20 @@ def test_children_read_what_the_launcher_exported() -> None:
     assert config.current_config() == exported
     assert config.required_config() == exported
     assert exported.adapter_root_path == Path("/adapters with ü")
+
+
+def test_where_quantised_copies_are_kept(tmp_path: Path) -> None:
+    given = EsftConfig(1, 1, quantised_adapters=str(tmp_path))
+    assert given.quantised_adapters_path == tmp_path
+    default = EsftConfig(1, 1)
+    assert default.quantised_adapters_bytes == 64 * 10**9
+    for value, home in {
+        str(tmp_path): tmp_path,
+        "": Path.home() / ".cache",
+        "relative": Path.home() / ".cache",
+    }.items():
+        os.environ["XDG_CACHE_HOME"] = value
+        assert default.quantised_adapters_path == home / "sgl-esft" / "quantised-adapters"
 
 
 def test_weaving_is_off_without_a_configuration() -> None:

@@ -93,7 +93,8 @@ def test_a_wrong_adapter_says_which(tmp_path: Path) -> None:
     assert "AdapterPathError: adapter 'bad': " in refused("--esft-adapters", good, "bad=/nope")
     line = refused("--esft-adapters", good, f"lora={tmp_path}")
     assert "UnsupportedAdapterError: adapter 'lora': the folder holds a LoRA adapter" in line
-    assert "--no-esft --enable-lora" in line
+    assert "--enable-lora" in line
+    assert "--lora-paths" in line
 
 
 @pytest.mark.parametrize("server", ["", "--elastic"])

@@ -28,7 +28,8 @@ from sgl_esft.errors import (
     UnsupportedModelError,
 )
 from sgl_esft.ports import pick_free_port
-from sgl_esft_launch import flags, plan
+from sgl_esft.quant.write import quantise_checkpoint
+from sgl_esft_launch import elastic, flags, plan
 from sgl_esft_launch.plan import LaunchPlan
 from tests.fast.elastic.memory_workers import count_fds
 from tests.support.adapter_factory import (
@@ -408,7 +409,7 @@ def edit_config(folder: Path, **changes: object) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' cannot be woven"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
     ],
 )
 def test_a_model_that_cannot_be_woven_is_refused(
@@ -439,6 +440,38 @@ def test_paths_count_from_the_adapter_root(make: Make, root: Path) -> None:
     assert launch.config.adapter_root == str(root.resolve())
 
 
+def test_where_quantised_adapters_are_kept(make: Make) -> None:
+    """Absolute: ranks may have another working directory."""
+    config = make(
+        "--model-path BASE --quantised-adapters some/where --quantised-adapters-bytes 3GiB"
+    ).config
+    assert config.quantised_adapters_path == Path.cwd() / "some" / "where"
+    assert config.quantised_adapters_bytes == 3 << 30
+    with pytest.raises(ConfigError, match="--quantised-adapters-bytes is '3G'"):
+        make("--model-path BASE --quantised-adapters-bytes 3G")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--expert-cache 4", "--expert-cache cannot be used with a quantised base, .* in int8"),
+        ("--elastic --max-devices 1", "--elastic cannot be used with a quantised base, .* in int8"),
+    ],
+)
+def test_what_was_not_shown_over_a_quantised_base(
+    root: Path, tmp_path: Path, port: int, line: str, message: str
+) -> None:
+    quantise_checkpoint(root / "base", "int8", tmp_path / "int8")
+    argv = ["--model-path", str(tmp_path / "int8"), "--port", str(port), *shlex.split(line)]
+    launch = elastic.plan_elastic if "--elastic" in argv else plan_plain
+    with pytest.raises(UnsupportedModelError, match=message):
+        launch(argv)
+
+
+def plan_plain(argv: list[str]) -> LaunchPlan:
+    return plan.plan_launch(*flags.parse(argv))
+
+
 def test_flags_are_ours_or_left_to_sglang() -> None:
     parsed, rest = flags.parse(["--esft-adapters", "a=b", "c=d", "--log-level", "error"])
     assert parsed.esft_adapters == ("a=b", "c=d")
@@ -458,10 +491,10 @@ def test_a_bad_value_is_named(argv: list[str]) -> None:
 
 
 def test_main_says_why_and_starts_nothing(capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    status = launch_server.main(["--model-path", str(root / "base"), "--enable-lora"])
+    status = launch_server.main(["--model-path", str(root / "base"), "--lora-backend=triton"])
     assert status == 2
     seen = capsys.readouterr()
-    assert seen.err.startswith("sgl_esft: ConfigError: --enable-lora cannot be used while weaving")
+    assert seen.err.startswith("sgl_esft: ConfigError: --lora-backend cannot be used while weaving")
     assert seen.out == ""
 
 

@@ -72,8 +72,10 @@ def test_plugin_left_out(family: Family, refuse: Refuse) -> None:
 
 
 def test_sglangs_lora_flags(family: Family, refuse: Refuse) -> None:
-    spec = ServerSpec(family.base, args=("--lora-paths", "x=y"))
-    assert "--esft-adapters" in refuse(spec, "ConfigError")
+    spec = ServerSpec(family.base, args=("--lora-backend", "triton"))
+    assert "--lora-backend" in refuse(spec, "ConfigError")
+    spec = ServerSpec(family.base, args=("--lora-paths", f"math={family.named[0][1]}"))
+    assert "adapter 'math'" in refuse(spec, "AdapterFormatError")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ SWITCHES = frozenset(
     }
 )
 TABLES = {
-    "weaving": resolved.of_device("cpu") + resolved.WEAVING,
+    "weaving": resolved.of_device("cpu") + resolved.WEAVING + resolved.of_base(None),
     "virtual": resolved.VIRTUAL,
     "elastic": resolved.ELASTIC,
     "no DP attention": resolved.NO_DP_ATTENTION,

@@ -62,13 +62,14 @@ def test_a_number_is_of_each_layer_and_a_size_of_all(planned: Plan, family: Fami
 def test_it_reaches_every_process(planned: Plan, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     launch = planned(
-        *("--expert-cache", "6", "--expert-policy", "lfu", "--expert-read-bandwidth", "1MiB"),
+        *("--expert-cache", "6", "--store-by", "adapter", "--expert-read-bandwidth", "1MiB"),
         *("--record-routing", str(trace), "--record-routing-limit", "2MiB"),
     )
     config = launch.config
     assert config is not None
     assert config.record == RecordConfig(str(trace), 2 << 20)
     assert _tiers(launch).read_bytes_per_s == 1 << 20
+    assert _tiers(launch).store_by == "adapter"
     from dataclasses import asdict
 
     assert EsftConfig.from_json(json.dumps(asdict(config))) == config
@@ -82,6 +83,12 @@ def test_it_reaches_every_process(planned: Plan, tmp_path: Path) -> None:
         (("--expert-cache", "lots"), "--expert-cache is 'lots'"),
         (("--expert-policy", "lru"), "--expert-policy without --expert-cache"),
         (("--expert-pack", "x", "--prefetch-distance", "2"), "--expert-pack, --prefetch-distance"),
+        (("--store-by", "adapter"), "--store-by without --expert-cache"),
+        (("--expert-cache", "6", "--store-by", "task"), "invalid choice: 'task'"),
+        (
+            ("--expert-cache", "6", "--expert-policy", "lfu", "--store-by", "adapter"),
+            "--store-by is for --expert-policy finemoe or auto",
+        ),
         (("--expert-cache", "6", "--reroute", "router"), "use --reroute fused"),
         (("--expert-cache", "6", "--adapter-memory", "1GiB"), "leave them out"),
         (("--expert-cache", "6", "--adapter-host-memory", "1GiB"), "leave them out"),

@@ -13,13 +13,15 @@ import torch
 
 from sgl_esft import sglang_api
 from sgl_esft.config import RecordConfig
+from sgl_esft.offload.routing import NO_OWNER
 from sgl_esft.offload.trace import SlotChange, TraceStep, read_header_of, read_trace
 from sgl_esft.plugin import recording
+from sgl_esft.plugin.adapter_owners import owner_number
 from sgl_esft.plugin.decoded_tokens import DecodedTokens
 from sgl_esft.plugin.recording import Recorder, trace_folder
 from sgl_esft.weave.batch_tags import BatchTags
 from sgl_esft.weave.plane import AdapterPlane, AdapterSource
-from tests.fast.offload.test_tiered_layer import woven
+from tests.fast.offload.test_tiered_layer import CONFIG, woven
 
 HIDDEN = 16
 
@@ -115,6 +117,34 @@ def test_adapters_that_change_slots_are_noted_before_the_step(root: Path, tmp_pa
         assert not np.array_equal(before.maps, after.maps)
         region = next(iter(plane.layers.values())).layout.adapter_range(slot)
         assert {(0, s) for s in region} <= set(after.forgotten)
+
+
+def test_owners_are_adapters_names_wherever_they_sit(root: Path, tmp_path: Path) -> None:
+    """After a load of other files, in another slot, and in another server: the same number."""
+    with woven(root / "base", 4) as (_, plane):
+        server, slots = Pass(tmp_path / "trace", plane), []
+        loaded: dict[str, str] = {}
+        server.run(["a"], [-1], 0, is_decode=True)
+        for ids in ({"1": "math"}, {"2": "law", "3": "math"}, {"4": "law"}):
+            for adapter_id in loaded:
+                plane.unload(adapter_id)
+            loaded = ids
+            for adapter_id, name in ids.items():
+                plane.load(AdapterSource(adapter_id, name, str(root / name)))
+            plane.ensure_on_device(ids)
+            slots.append({name: plane.slot_of(adapter_id) for adapter_id, name in ids.items()})
+            server.run(["a"], [-1], 1, is_decode=True)
+        changes = [e for e in events(tmp_path / "trace", 8) if isinstance(e, SlotChange)]
+        nobody = (NO_OWNER,) * CONFIG.max_adapters
+        assert changes[0].owners == nobody
+        for change, where in zip(changes[1:], slots, strict=True):
+            expected = list(nobody)
+            for name, slot in where.items():
+                expected[slot] = owner_number(name)
+            assert change.owners == tuple(expected)
+        assert slots[0]["math"] != slots[1]["math"]
+    assert owner_number("math") == 20230257029590476, "also after a restart"
+    assert owner_number("law") != owner_number("math")
 
 
 def test_a_pass_that_was_not_finished_is_left_out(root: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +24,19 @@ from sgl_esft.offload.predictors.map_store import MapStore
 from sgl_esft.offload.predictors.next_gate import NextGatePredictor
 from sgl_esft.plugin import tier_predictors
 from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE, projection
-from sgl_esft.plugin.tier_predictors import StoreKeeper, make_predictor
+from sgl_esft.plugin.tier_predictors import StoreKeeper, base_line, make_predictor
 
 CONFIG = TierConfig(num_rows=4, top_k=2, prefetch_distance=1)
 
 
 @pytest.fixture
-def spec(root: Path) -> MoeSpec:
-    return read_moe_spec(root / "base")
+def base(root: Path) -> Path:
+    return root / "base"
+
+
+@pytest.fixture
+def spec(base: Path) -> MoeSpec:
+    return read_moe_spec(base)
 
 
 @pytest.fixture
@@ -42,33 +49,34 @@ def gates(monkeypatch: pytest.MonkeyPatch, spec: MoeSpec) -> dict[int, torch.Ten
     return found
 
 
-def made(policy: str, spec: MoeSpec, config: TierConfig = CONFIG) -> Any:
-    return make_predictor(POLICIES[policy], config, spec, torch.nn.Identity())
+def made(policy: str, base: Path, config: TierConfig = CONFIG) -> Any:
+    spec = read_moe_spec(base)
+    return make_predictor(POLICIES[policy], config, spec, torch.nn.Identity(), base)
 
 
-def test_each_policys_predictor(spec: MoeSpec, gates: dict[int, torch.Tensor]) -> None:
-    assert isinstance(made("finemoe", spec), FineMoEPredictor)
-    assert isinstance(made("request-counts", spec), RequestCountsPredictor)
-    assert isinstance(made("next-gate", spec), NextGatePredictor)
-    assert [made(name, spec) for name in ("stream", "static", "lru", "lfu")] == [None] * 4
+def test_each_policys_predictor(base: Path, gates: dict[int, torch.Tensor]) -> None:
+    assert isinstance(made("finemoe", base), FineMoEPredictor)
+    assert isinstance(made("request-counts", base), RequestCountsPredictor)
+    assert isinstance(made("next-gate", base), NextGatePredictor)
+    assert [made(name, base) for name in ("stream", "static", "lru", "lfu")] == [None] * 4
 
 
 def test_a_model_without_router_weights_is_named(
-    spec: MoeSpec, gates: dict[int, torch.Tensor]
+    base: Path, spec: MoeSpec, gates: dict[int, torch.Tensor]
 ) -> None:
     del gates[spec.moe_layer_ids[1]]
     with pytest.raises(UnsupportedModelError, match=rf"layers \[{spec.moe_layer_ids[1]}\]"):
-        made("next-gate", spec)
+        made("next-gate", base)
 
 
-def test_learned_needs_its_probes(spec: MoeSpec, tmp_path: Path) -> None:
+def test_learned_needs_its_probes(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs --expert-probe FILE"):
-        made("learned", spec)
+        made("learned", base)
     maps = np.random.default_rng(1).random((50, 3, 8)).astype(np.float32)
     path = tmp_path / "probe"
     train(maps, 1, 1e-3, top_k=2).save(path)
     config = TierConfig(num_rows=4, top_k=2, policy="learned", probe_file=str(path))
-    assert isinstance(made("learned", spec, config), LearnedPredictor)
+    assert isinstance(made("learned", base, config), LearnedPredictor)
 
 
 def _entry(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,18 +88,18 @@ def _entry(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_store_is_kept_across_restarts(
-    spec: MoeSpec, tmp_path: Path, gates: object, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, gates: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_predictors, "SAVE_PERIOD_S", 0.01)
     path = tmp_path / "maps"
     config = TierConfig(num_rows=4, top_k=2, prefetch_distance=1, map_store_file=str(path))
-    store = MapStore(3, 8, EMBEDDING_SIZE, 1, 1 << 20)
+    store = MapStore(3, 8, EMBEDDING_SIZE, 1, 1 << 20, base=base_line(base))
     keeper = StoreKeeper(store, path, 0.01)
     keeper.start()
     store.add(*_entry(1))
     store.add(*_entry(2))
     keeper.stop()
-    assert made("finemoe", spec, config).store.size == 2
+    assert made("finemoe", base, config).store.size == 2
 
 
 def test_only_what_is_new_is_written(tmp_path: Path) -> None:
@@ -122,20 +130,28 @@ def test_a_full_disk_is_no_reason_to_stop(
     assert "No space left" in caplog.text
 
 
-def test_a_file_of_another_model_is_refused(spec: MoeSpec, tmp_path: Path, gates: object) -> None:
-    store = MapStore(3, 16, EMBEDDING_SIZE, 1, 1 << 20)
-    rng = np.random.default_rng(1)
-    store.add(*(rng.random(s).astype(np.float32) for s in ((1, EMBEDDING_SIZE), (1, 3, 16))))
-    store.save(tmp_path / "maps")
-    config = TierConfig(num_rows=4, top_k=2, map_store_file=str(tmp_path / "maps"))
-    with pytest.raises(ConfigError, match="maps"):
-        made("finemoe", spec, config)
+def test_a_file_of_another_model_is_refused(base: Path, tmp_path: Path, gates: object) -> None:
+    """By what its base is, whatever its sizes; both are named, and what to do."""
+    path, other = tmp_path / "maps", shutil.copytree(base, tmp_path / "other")
+    config = TierConfig(num_rows=4, top_k=2, map_store_file=str(path))
+    store = MapStore(3, 8, EMBEDDING_SIZE, 1, 1 << 20, base=base_line(base))
+    store.add(*_entry(1))
+    store.save(path)
+    said = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**said, "transformers_version": "0"}, indent=1))
+    assert made("finemoe", other, config).store.size == 1, "who wrote it is no other model"
+    (other / "config.json").write_text(json.dumps({**said, "rope_theta": 123.0}))
+    with pytest.raises(ConfigError, match="or a new name") as refused:
+        made("finemoe", other, config)
+    for words in (str(path), base_line(base), base_line(other), "3 MoE layers of 8 experts"):
+        assert words in str(refused.value)
+    assert base_line(base) != base_line(other)
 
 
-def test_a_file_below_no_folder_is_refused(spec: MoeSpec, tmp_path: Path, gates: object) -> None:
+def test_a_file_below_no_folder_is_refused(base: Path, tmp_path: Path, gates: object) -> None:
     config = TierConfig(num_rows=4, top_k=2, map_store_file=str(tmp_path / "none" / "maps"))
     with pytest.raises(ConfigError, match="there is no folder"):
-        made("finemoe", spec, config)
+        made("finemoe", base, config)
 
 
 def test_the_projection_keeps_angles_and_is_the_same_everywhere() -> None:
