@@ -14,8 +14,8 @@ import pytest
 import requests
 
 from sgl_esft import __version__, zoo
+from tests.support.optional_metrics import lora_metrics, tier_metrics
 from tests.support.servers import ROOT, Server, ServerPool, ServerSpec
-from tests.support.tier_metrics import tier_metrics
 
 pytestmark = pytest.mark.server
 
@@ -44,9 +44,10 @@ def ask(server: Server, method: str, path: str, key: str, body: Any = None) -> r
 
 def test_a_fresh_server_has_every_metric_of_the_grafana_file(server: Server) -> None:
     """First here: nothing has been asked of the model yet. Scaling's come with --elastic, those of
-    experts in tiers with --expert-cache (test_tiers.py).
+    experts in tiers with --expert-cache (test_tiers.py), LoRA's with its flags (test_lora.py).
     """
-    asked = set(re.findall(r"\b(?:sgl_esft|sglang):\w+", grafana())) - tier_metrics()
+    asked = set(re.findall(r"\b(?:sgl_esft|sglang):\w+", grafana()))
+    asked -= tier_metrics() | lora_metrics()
     told = set(re.findall(r"^([\w:]+)[{ ]", ask(server, "GET", "/metrics", ADMIN).text, re.M))
     assert len(asked) > 20
     assert asked - told == set()

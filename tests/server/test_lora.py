@@ -24,6 +24,7 @@ from tests.server.test_equality import CHUNKED, assert_models_differ
 from tests.support.adapter_factory import write_random_adapter, write_random_base
 from tests.support.families import Family
 from tests.support.lora_factory import merge_lora, write_random_lora
+from tests.support.optional_metrics import lora_metrics
 from tests.support.references import NUM_NEW_TOKENS, Reference, reference_of
 from tests.support.servers import TP2_EP2, Server, ServerPool, ServerSpec
 
@@ -33,7 +34,7 @@ ESFT, LORAS = ("e0", "e1"), ("l0", "l1", "l2")
 PAIRS = ("e0+l0", "e1+l1", "e0+l1")
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM")
 # More LoRA adapters than slots: they take turns.
-LORA_FLAGS = ("--max-loras", "2", "--max-lora-rank", "8")
+LORA_FLAGS = ("--max-loras", "2", "--max-lora-rank", "8", "--enable-metrics")
 LAYOUTS = {"one-rank": CHUNKED, "tp2-ep2": TP2_EP2}
 BATCH = 40
 LOUDNESS = 0.4  # of LoRA's change: experts still decide too
@@ -207,6 +208,8 @@ def test_the_listing_tells_both_kinds(served: tuple[MixedFamily, Reference, Serv
     assert told["lora_slots"]["total"] == 2
     assert told["lora_slots"]["used"] <= 2
     assert set(server.adapter_names()) >= {*ESFT, *LORAS}
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    assert [name for name in lora_metrics() if f"\n{name}{{" not in text] == []
 
 
 def test_a_replaced_lora_answers_anew(

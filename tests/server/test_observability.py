@@ -13,8 +13,8 @@ import requests
 
 from sgl_esft import zoo
 from sgl_esft.observe.json_logs import ACCESS_LOGGER
+from tests.support.optional_metrics import lora_metrics, tier_metrics
 from tests.support.servers import ROOT, Server, ServerPool, ServerSpec
-from tests.support.tier_metrics import tier_metrics
 
 pytestmark = pytest.mark.server
 
@@ -221,7 +221,7 @@ def test_the_dashboard_for_grafana_finds_what_it_asks_sglang_for(server: Server)
     dashboard = (ROOT / "docs" / "grafana" / "sgl-esft.json").read_text()
     asked = set(re.findall(r"\b(?:sglang|sgl_esft):\w+", dashboard))
     assert len(asked) > 20
-    assert asked - names - tier_metrics() == set()  # those are with --expert-cache
+    assert asked - names - tier_metrics() - lora_metrics() == set()  # those are with flags
 
 
 def test_refusals_are_counted_by_type_and_make_no_labels(server: Server) -> None:

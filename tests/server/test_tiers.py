@@ -31,9 +31,9 @@ from sgl_esft.offload.trace import read_header_of, read_trace
 from sgl_esft.plugin.recording import FLUSH_PERIOD_S
 from tests.server.test_equality import BATCH, CHUNKED
 from tests.support.families import Families
+from tests.support.optional_metrics import tier_metrics
 from tests.support.references import NUM_NEW_TOKENS, reference_of
 from tests.support.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec
-from tests.support.tier_metrics import tier_metrics
 
 pytestmark = pytest.mark.server
 

@@ -24,7 +24,7 @@ class Rank:
         self.made: list[str] = []  # reports
         self.heat = HeatSampler((1, 2), 1, 4, 1, dict, "cpu") if counts else None
         for name, answer in (
-            ("adapter_manager", SimpleNamespace(plane=None, heat=self.heat, tiers=None)),
+            ("adapter_manager", SimpleNamespace(plane=None, heat=self.heat, tiers=None, lora=None)),
             ("tp_rank", 0),
             ("device_of", None),
             ("kv_memory", None),
