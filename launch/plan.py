@@ -437,23 +437,24 @@ def _platform_argv(sglang_argv: Sequence[str], model_path: Path, *, has_budget: 
         defaults.append(("--mem-fraction-static", str(_DEVICE_FRACTION)))
     else:
         defaults.append(("--max-total-tokens", str(_CPU_KV_TOKENS)))
-    defaults += _dtype_defaults(model_path)
+    defaults += _model_defaults(model_path)
     given = {arg.split("=")[0] for arg in sglang_argv}
     return [part for flag, *value in defaults if flag not in given for part in (flag, *value)]
 
 
-def _dtype_defaults(model_path: Path) -> list[tuple[str, str]]:
+def _model_defaults(model_path: Path) -> list[tuple[str, str]]:
     """SGLang would cast float32 to float16, which a CPU computes slowly and less exactly.
 
-    It takes no float32 where experts are quantised.
+    It takes no float32 where experts are quantised, and has no other method for int4 on a CPU.
     """
     try:
         spec = read_moe_spec(model_path)
     except UnsupportedModelError:  # not a model of ours, or not a local folder
         return []
-    if spec.dtype != "float32":
-        return []
-    return [("--dtype", "float32" if spec.scheme is None else "bfloat16")]
+    found = [("--quantization", flag) for flag in _scheme_argv(spec.scheme)[1:]]
+    if spec.dtype == "float32":
+        found.append(("--dtype", "float32" if spec.scheme is None else "bfloat16"))
+    return found
 
 
 def _num_ranks(flags: LaunchFlags, sglang_argv: Sequence[str]) -> int:

@@ -91,16 +91,15 @@ def refuse_other_quantisation(model_config: Any, load_config: Any) -> None:
         quantised_layers.check_quantisation(model_config.quantization)
 
 
-def refuse_quantised_layers(
-    model: torch.nn.Module, model_config: Any, load_config: Any, quant_config: Any = None
-) -> None:
-    """Before weights are loaded into what nothing here computes. Raises UnsupportedModelError."""
+def refuse_quantised_layer(method: Any, config: Any, layer: Any, prefix: str) -> None:
+    """Before the weights of a layer are created that nothing here computes.
+
+    Raises UnsupportedModelError.
+    """
     from sgl_esft.platform import quantised_layers
 
-    for name, module in model.named_modules() if quant_config is not None else ():
-        method = getattr(module, "quant_method", None)
-        if method is not None:
-            quantised_layers.check_method(name, method)
+    if method is not None:
+        quantised_layers.check_method(prefix, method)
 
 
 def available_memory(

@@ -1,7 +1,7 @@
 """Which of SGLang's quantised layers the CPU platform computes; the others are refused at start.
 
-    --quantization, config.json -> [check_quantisation] -> SGLang builds the model
-    each layer of it            -> [check_method]       -> weights are loaded
+    --quantization, config.json  -> [check_quantisation] -> SGLang builds the model
+    each layer asks for a method -> [check_method]       -> its weights are created
 
 Imported late, by hooks that run once SGLang has imported its models: `cpu_hooks.py` must not import
 these classes itself. How experts are computed: `quantised_moe.py`.

@@ -116,15 +116,19 @@ CPU_HOOKS: tuple[Hook, ...] = (
         "sglang.srt.model_loader.loader._get_quantization_config",
         cpu_hooks.refuse_other_quantisation,
         "model_config load_config",
-        why="a quantisation that the platform does not compute fails anywhere later",
+        why="a quantisation that the platform does not compute fails somewhere later, unnamed",
         remove_when="SGLang asks the platform which quantisations it computes",
     ),
-    after(
-        "sglang.srt.model_loader.loader._initialize_model",
-        cpu_hooks.refuse_quantised_layers,
-        "model_config load_config quant_config",
-        why="quantised layers that are no routed experts would fail in the first forward",
-        remove_when="SGLang asks the platform which quantisations it computes",
+    *(
+        after(
+            f"{_QUANT}.{config}.get_quant_method",
+            cpu_hooks.refuse_quantised_layer,
+            "self layer prefix",
+            why="the platform computes no quantised layers but routed experts, and not all of "
+            "those; others would fail in their first forward",
+            remove_when="SGLang asks the platform which quantisations it computes",
+        )
+        for config in ("w8a8_int8.W8A8Int8Config", "fp8.Fp8Config", "moe_wna16.MoeWNA16Config")
     ),
     around(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",

@@ -20,7 +20,6 @@ from tests.support.servers import Server, ServerPool, ServerSpec
 pytestmark = pytest.mark.server
 
 NUM_PROMPTS = 50
-FLAGS = {"int4": ("--quantization", "moe_wna16")}
 # Of the log-probabilities of a prompt's tokens, mean distance from the unquantised model's.
 BOUNDS = {"int8": 0.05, "fp8": 0.2, "fp8-tensor": 0.2, "int4": 0.4}
 each_scheme = pytest.mark.parametrize(
@@ -31,7 +30,7 @@ each_scheme = pytest.mark.parametrize(
 def served(pool: ServerPool, base: Path, scheme: str, folder: Path) -> Server:
     quantised = folder / scheme
     quantise_checkpoint(base, scheme, quantised)
-    return pool.get(ServerSpec(quantised, args=FLAGS.get(scheme, ()), weave=False))
+    return pool.get(ServerSpec(quantised, weave=False))
 
 
 def answers(server: Server, prompts: list[str]) -> list[str]:

@@ -78,7 +78,7 @@ SCHEMES = {
         ExpertScheme("fp8", 128, 128), "fp8", {**_FP8, "weight_block_size": [128, 128]}, 256, 128
     ),
     "fp8-tensor": Scheme(ExpertScheme("fp8-tensor", 0, 0), "fp8", _FP8, 64, 16),
-    "int4": Scheme(ExpertScheme("int4", 1, 32, "bfloat16"), "moe_wna16", _GPTQ, 64, 64),
+    "int4": Scheme(ExpertScheme("int4", 1, 32), "moe_wna16", _GPTQ, 64, 64),
 }
 
 
@@ -89,6 +89,13 @@ class QuantisedCase:
     scheme: Scheme
     rank: Rank = Rank()  # noqa: RUF009 (frozen)
     dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def rounding(self) -> ExpertScheme:
+        """Int4's scales are in the checkpoint's dtype."""
+        own = self.scheme.rounding
+        dtype = str(self.dtype).removeprefix("torch.")
+        return replace(own, scale_dtype=dtype) if own.name == "int4" else own
 
     @property
     def base(self) -> RandomExperts:
@@ -111,8 +118,7 @@ class QuantisedCase:
     def spec(self) -> MoeSpec:
         sizes = (NUM_EXPERTS, self.scheme.hidden, self.scheme.width)
         dtype = str(self.dtype).removeprefix("torch.")
-        rounding = self.scheme.rounding
-        return MoeSpec("DeepseekV2ForCausalLM", 4, (LAYER_ID,), *sizes, dtype, rounding)
+        return MoeSpec("DeepseekV2ForCausalLM", 4, (LAYER_ID,), *sizes, dtype, self.rounding)
 
     def plain(self, adapter: Adapter) -> Block:
         """SGLang's own layer of the merged checkpoint, quantised."""
@@ -136,7 +142,7 @@ class QuantisedCase:
 
     def quantised(self, weights: Mapping[int, ExpertWeights]) -> Experts:
         return {
-            expert: quantise_expert(projections(whole), self.scheme.rounding)
+            expert: quantise_expert(projections(whole), self.rounding)
             for expert, whole in weights.items()
         }
 
@@ -231,7 +237,7 @@ class Woven:
         shard = self.layer.shard
         parts = self.case.quantised(self.case.adapter(number))
         here = {
-            expert: lay_out(parts[expert], self.case.scheme.rounding, shard.intermediate)
+            expert: lay_out(parts[expert], self.case.rounding, shard.intermediate)
             for expert in parts
             if expert in shard.expert_ids
         }

@@ -152,30 +152,30 @@ def refusal(action: Any) -> str:
 def refusals() -> dict[str, str]:
     """Of what SGLang's configurations make of a model that is quantised in other ways."""
     from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
-    from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Config, MoeWNA16Method
+    from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Config
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 
     from sgl_esft.platform import cpu_hooks, operators, quantised_layers
 
-    static = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="static")
+    linear, experts = LinearBase(1, 1), FusedMoE.__new__(FusedMoE)
     fp8 = Fp8Config(is_checkpoint_fp8_serialized=True)
+    static = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="static")
     gptq = {"bits": 8, "sym": True, "group_size": 32, "desc_act": False, "quant_method": "gptq"}
-    methods = {
-        "fp8 linear": fp8.get_quant_method(LinearBase(1, 1), "q_proj"),
-        "int8 linear": W8A8Int8Config({}).get_quant_method(LinearBase(1, 1), "q_proj"),
-        "fp8 as it loads": Fp8MoEMethod(Fp8Config()),
-        "fp8 static": Fp8MoEMethod(static),
-        "8 bits": MoeWNA16Method(MoeWNA16Config.from_config(gptq)),
-        "with zero points": MoeWNA16Method(MoeWNA16Config.from_config({**gptq, "sym": False})),
+    asked = {
+        "fp8 linear": (fp8, linear),
+        "int8 linear": (W8A8Int8Config({}), linear),
+        "fp8 as it loads": (Fp8Config(), experts),
+        "fp8 static": (static, experts),
+        "8 bits": (MoeWNA16Config.from_config(gptq), experts),
+        "with zero points": (MoeWNA16Config.from_config({**gptq, "sym": False}), experts),
+        "fp8 experts": (fp8, experts),
     }
-    check = cpu_hooks.refuse_quantised_layers
-    found = {}
-    for name, method in methods.items():
-        model = torch.nn.ModuleList([torch.nn.Module()])
-        model[0].quant_method = method
-        found[name] = refusal(partial(check, model, None, None, fp8))
-        found[f"{name}, nothing quantised"] = refusal(partial(check, model, None, None, None))
+    found = {
+        name: refusal(partial(config.get_quant_method, layer, prefix="model.layers.1.q"))
+        for name, (config, layer) in asked.items()
+    }
     for quantisation in (None, "fp8", "gptq", "awq", "compressed-tensors"):
         config = SimpleNamespace(quantization=quantisation)
         refused = refusal(partial(cpu_hooks.refuse_other_quantisation, config, None))
