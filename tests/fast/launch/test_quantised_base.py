@@ -60,10 +60,22 @@ def test_of_an_unquantised_base_it_is_told_nothing(bases: Path) -> None:
     assert "--quantization" not in launch.sglang_argv
 
 
-def test_without_weaving_sglang_is_told_what_the_user_says(bases: Path) -> None:
+def test_without_weaving_the_cpu_platform_has_one_method_for_int4(bases: Path) -> None:
+    """What the user says comes before it."""
     launch = planned(bases / "int4", "--no-esft")
     assert launch.scheme is None
-    assert "--quantization" not in launch.sglang_argv
+    argv = launch.sglang_argv
+    assert argv[argv.index("--quantization") + 1] == "moe_wna16"
+    argv = planned(bases / "int4", "--no-esft", "--quantization", "gptq").sglang_argv
+    assert [argv[i + 1] for i, word in enumerate(argv) if word == "--quantization"] == ["gptq"]
+
+
+def test_without_weaving_sglang_is_told_nothing_elsewhere(
+    bases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "device_type", lambda: "cuda")
+    monkeypatch.setattr(platform, "is_active", lambda: False)
+    assert "--quantization" not in planned(bases / "int4", "--no-esft").sglang_argv
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])
