@@ -5,7 +5,7 @@ BENCHES ?= bench.expertweave.expert_memory bench.kernels.vmm bench.expertweave.a
   bench.expertweave.zoo_table bench.kernels.reroute bench.expertweave.batching bench.expertweave.figure5 bench.expertweave.figure6 bench.expertweave.figure7 \
   bench.expertweave.figure8 bench.expertweave.figure9 bench.expertweave.table1 bench.expertweave.table3 bench.soak.lifecycle_load \
   bench.elasticmoe.gap bench.elasticmoe.scales bench.elasticmoe.targets bench.elasticmoe.after bench.elasticmoe.slo bench.elasticmoe.table1 bench.elasticmoe.ablation \
-  bench.elasticmoe.day bench.elasticmoe.tunnels
+  bench.elasticmoe.day bench.elasticmoe.tunnels bench.quantised.zoo_quality
 GPU_PYTHON ?= python3
 OUT ?= sgl_esft/zoo/checkpoints
 

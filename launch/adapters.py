@@ -101,7 +101,7 @@ def _check_against(model_path: str, config: EsftConfig) -> Callable[[Path], AnyM
         if config.lora is not None and kind_of(folder) == "lora":
             return read_lora_manifest(folder, targets, config.lora.max_rank)
         manifest = adapter_format.read_manifest(folder, spec)
-        adapter_format.check_fits(manifest, config.max_experts_per_adapter)
+        adapter_format.check_served(folder.name, manifest, config)
         return manifest
 
     return check

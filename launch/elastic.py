@@ -16,7 +16,7 @@ from sgl_elastic.errors import BadScaleError, ElasticConfigError, ElasticError
 from sgl_elastic.options import ElasticOptions, parse
 from sgl_elastic.types import AdapterEntry
 from sgl_esft import platform
-from sgl_esft.formats.manifest import read_manifest
+from sgl_esft.formats.manifest import read_manifest, refused_shared
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec, refuse_quantised
 from sgl_esft.http.routes import Endpoint, ErrorAnswers, Route, add_routes
 from sgl_esft.support import ELASTIC_DEVICES
@@ -207,10 +207,13 @@ def _adapters_argv(launch: LaunchPlan) -> tuple[str, ...]:
 
 def _adapters(launch: LaunchPlan, spec: MoeSpec) -> tuple[AdapterEntry, ...]:
     """What the first instance will load, in the order of its slots."""
-    return tuple(
-        AdapterEntry(name, name, str(path), slot, False, read_manifest(path, spec).experts)
-        for slot, (name, path) in enumerate(launch.adapters.items())
-    )
+    entries = []
+    for slot, (name, path) in enumerate(launch.adapters.items()):
+        manifest = read_manifest(path, spec)
+        if manifest.shared:
+            raise refused_shared(name, "with experts that move: leave --elastic out")
+        entries.append(AdapterEntry(name, name, str(path), slot, False, manifest.experts))
+    return tuple(entries)
 
 
 def _reserve_bytes(launch: LaunchPlan, spec: MoeSpec) -> int:

@@ -112,7 +112,7 @@ def plan_launch(flags: LaunchFlags, sglang_argv: Sequence[str]) -> LaunchPlan:
         config = _weaving(flags, model_path, spec, adapters, sglang_argv)
         config = _with_lora(config, flags, model_path, loras)
         if config.tiers is not None:
-            tiers.check_device(device)
+            tiers.check_device(device, config.tiers)
         if has_dp_attention(sglang_argv):
             check_resident(config, adapters)
     return LaunchPlan(

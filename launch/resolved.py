@@ -180,6 +180,16 @@ TIERS: tuple[Needed, ...] = (
     ),
     Needed("enable_weights_cpu_backup", (False,), "experts in tiers are not all in memory"),
 )
+# The same field as WEAVING's, on an accelerator.
+BREAKS = Needed(
+    "cuda_graph_config.decode.backend",
+    ("breakable", "disabled"),
+    "with --expert-cache the host decides in every layer which experts to load, and a graph of a "
+    "whole step would hold one step's decision for ever",
+    "use breakable, which --expert-cache takes by itself, or disabled",
+    flag="--cuda-graph-backend-decode",
+)
+_NESTED = "it runs the whole step as one break of the graph, and experts in tiers are breaks too"
 _KV_ROWS = "KV is handed over as rows of the model's own type, in pools as SGLang makes them"
 _ITS_OWN = "--elastic decides that itself"
 ELASTIC: tuple[Needed, ...] = (
@@ -254,6 +264,14 @@ def of_device(device: str) -> tuple[Needed, ...]:
         ),
         *{"cuda": _CUDA, "npu": _NPU}.get(device, ()),
     )
+
+
+def weaving(device: str, *, has_tiers: bool) -> tuple[Needed, ...]:
+    """WEAVING, of a server whose experts are in tiers or not."""
+    if not has_tiers or device == "cpu":
+        return WEAVING
+    rows = tuple(BREAKS if row.field == BREAKS.field else row for row in WEAVING)
+    return rows + _off("debug_cuda_graph", reason=_NESTED)
 
 
 def of_base(scheme: ExpertScheme | None) -> tuple[Needed, ...]:

@@ -34,6 +34,7 @@ from sgl_esft_launch import (
     plan,
     resolved,
     summary,
+    tiers,
     tokenizer,
 )
 from sgl_esft_launch.observe import tokenizer_manager
@@ -70,11 +71,20 @@ def resolve(launch: LaunchPlan, also: tuple[resolved.Needed, ...] = ()) -> objec
     resolved.check_given(server_args, needed)
     if launch.config is not None:
         resolved.check_given(server_args, resolved.of_adapters(launch.config, launch.all_adapters))
+    _choose_graphs(server_args, launch)
     server_args.resolve_once()
     view = resolving_view(server_args)
     resolved.check_resolved(view, needed)
     access.check_keys(view, launch.access)
     return server_args
+
+
+def _choose_graphs(server_args: Any, launch: LaunchPlan) -> None:
+    """Where the user has not."""
+    if launch.config is not None and launch.config.tiers is not None:
+        backend = tiers.decode_backend(server_args, launch.device)
+        if backend is not None:
+            server_args.cuda_graph_backend_decode = backend
 
 
 def _check_values(server_args: Any, argv: list[str]) -> None:
@@ -91,11 +101,13 @@ def _check_values(server_args: Any, argv: list[str]) -> None:
 def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
     needed = resolved.SERVER + access.needed(launch.host)
     if launch.config is not None:
-        needed += resolved.of_device(launch.device) + resolved.WEAVING
+        has_tiers = launch.config.tiers is not None
+        needed += resolved.of_device(launch.device)
+        needed += resolved.weaving(launch.device, has_tiers=has_tiers)
         needed += resolved.of_base(launch.scheme)
         if launch.config.expert_memory == "virtual":
             needed += resolved.VIRTUAL
-        if launch.config.tiers is not None:
+        if has_tiers:
             needed += resolved.TIERS
         if not plan.has_dp_attention(launch.sglang_argv):
             needed += resolved.NO_DP_ATTENTION

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import (
@@ -24,7 +25,7 @@ from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.model_spec import MoeSpec, refuse_quantised
 from sgl_esft.formats.strict_json import read_object
 from sgl_esft.offload.policies import AUTO, POLICY_NAMES
-from sgl_esft.support import TIER_DEVICES
+from sgl_esft.support import TIER_DEVICES, TIER_SCHEMES
 from sgl_esft_launch.arguments import last_value
 
 _EP_FLAGS = ("--ep-size", "--expert-parallel-size", "--ep")
@@ -45,6 +46,7 @@ class TierFlags:
     probe_file: str | None
     pack_file: str | None
     read_bytes_per_s: int | None
+    host_bytes: int
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
@@ -55,6 +57,12 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         help="keep only so many experts on the device, N of each layer or SIZE of all layers (of "
         "each rank), and read the others from the checkpoint when they are routed to: for models "
         "that are larger than the memory (default: all experts are on the device)",
+    )
+    group.add_argument(
+        "--expert-host-memory",
+        metavar="SIZE",
+        help="keep so much of what was read in page-locked host memory of each rank, between the "
+        "checkpoint and an accelerator (default: 0, nothing; on a CPU the rows are host memory)",
     )
     group.add_argument(
         "--expert-policy",
@@ -154,6 +162,7 @@ def read_flags(found: argparse.Namespace) -> TierFlags | None:
         _refuse_alone(found)
         return None
     map_bytes, bandwidth = found.expert_map_memory, found.expert_read_bandwidth
+    host = found.expert_host_memory
     return TierFlags(
         cache=found.expert_cache,
         policy=found.expert_policy,
@@ -170,12 +179,14 @@ def read_flags(found: argparse.Namespace) -> TierFlags | None:
         read_bytes_per_s=None
         if bandwidth is None
         else parse_bytes(bandwidth, "--expert-read-bandwidth"),
+        host_bytes=0 if host in (None, "0") else parse_bytes(host, "--expert-host-memory"),
     )
 
 
 def _refuse_alone(found: argparse.Namespace) -> None:
     """A flag that does nothing would be believed to do something."""
     given = {
+        "--expert-host-memory": found.expert_host_memory is not None,
         "--expert-policy": found.expert_policy != AUTO,
         "--expert-read-threads": found.expert_read_threads != DEFAULT_READ_THREADS,
         "--expert-read-bandwidth": found.expert_read_bandwidth is not None,
@@ -192,13 +203,31 @@ def _refuse_alone(found: argparse.Namespace) -> None:
         raise ConfigError(f"{', '.join(alone)} without --expert-cache: give it too, or leave out")
 
 
-def check_device(device: str) -> None:
-    """Raises ConfigError for a device type that tiers were not shown on."""
+def check_device(device: str, config: TierConfig) -> None:
+    """Raises ConfigError for a device type that tiers, or tiers of this kind, were not shown on."""
+    if device == "cpu" and config.host_bytes:
+        raise ConfigError(
+            "--expert-host-memory on a CPU: there the rows are host memory; give the bytes to "
+            "--expert-cache"
+        )
     if device not in TIER_DEVICES:
         raise ConfigError(
             f"--expert-cache on {device}: experts in tiers were not shown on it (docs/offload.md); "
             "leave it out"
         )
+
+
+def decode_backend(given: Any, device: str) -> str | None:
+    """What --cuda-graph-backend-decode should say; None: leave what was given.
+
+    given: SGLang's arguments, parsed and not resolved. Without a word SGLang would capture a whole
+    step, which cannot hold what the host decides in every layer.
+    """
+    said = (given.cuda_graph_config or {}).get("decode", {})
+    is_off = given.disable_cuda_graph or given.disable_decode_cuda_graph
+    if device != "cuda" or is_off or "backend" in said:
+        return None
+    return "breakable" if given.cuda_graph_backend_decode is None else None
 
 
 def argv(sglang_argv: Sequence[str]) -> tuple[str, ...]:
@@ -211,7 +240,7 @@ def plan_tiers(
     flags: TierFlags, model_path: str, spec: MoeSpec, tp_size: int, sglang_argv: Sequence[str]
 ) -> TierConfig:
     """Rows of a layer on each rank, and the rest. Raises ConfigError, UnsupportedModelError."""
-    refuse_quantised(spec, "--expert-cache")
+    refuse_quantised(spec, "--expert-cache", TIER_SCHEMES)
     if not Path(model_path).is_dir():
         raise ConfigError(
             f"--expert-cache reads experts from the checkpoint's files, and {model_path} is no "
@@ -230,6 +259,7 @@ def plan_tiers(
         probe_file=_absolute(flags.probe_file),
         pack_file=_absolute(flags.pack_file),
         read_bytes_per_s=flags.read_bytes_per_s,
+        host_bytes=flags.host_bytes,
     )
 
 
@@ -241,8 +271,12 @@ def _num_rows(cache: str, spec: MoeSpec, moe_tp_size: int) -> int:
     """`cache`: experts of a layer, or bytes of all layers. moe_tp_size: ranks of one expert."""
     if cache.isascii() and cache.isdecimal():
         return int(cache)
-    num_bytes = parse_bytes(cache, "--expert-cache") * max(1, moe_tp_size)
-    return num_bytes // (spec.expert_bytes * len(spec.moe_layer_ids))
+    num_ranks = max(1, moe_tp_size)
+    # Every rank has all scales of down, whose rows it has in part.
+    num_whole = sum(part.num_bytes for part in spec.expert_parts("down")[1:])
+    of_all_ranks = spec.expert_bytes + (num_ranks - 1) * num_whole
+    num_bytes = parse_bytes(cache, "--expert-cache") * num_ranks
+    return num_bytes // (of_all_ranks * len(spec.moe_layer_ids))
 
 
 def ep_size_of(sglang_argv: Sequence[str]) -> int:

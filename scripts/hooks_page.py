@@ -15,6 +15,7 @@ from sgl_elastic.front_hooks import FRONT_HOOKS, FRONT_OVERRIDES
 from sgl_esft.hook_ledger import Hook, HookKind
 from sgl_esft.plugin.hook_table import (
     CPU_HOOKS,
+    GRAPH_HOOKS,
     JSON_LOG_HOOKS,
     JSON_LOG_OVERRIDES,
     LAUNCHER_HOOKS,
@@ -30,6 +31,7 @@ ALL_HOOKS: tuple[Hook, ...] = (
     *WEAVE_HOOKS,
     *JSON_LOG_HOOKS,
     *ROUTER_HOOKS,
+    *GRAPH_HOOKS,
     *LORA_HOOKS,
     *LAUNCHER_HOOKS,
     *CPU_HOOKS,
@@ -84,6 +86,11 @@ def page() -> str:
         ),
         *_section("JSON logs", "Installed with `--log-format json`.", JSON_LOG_HOOKS),
         *_section("Rerouting in the router", "Installed with `--reroute router`.", ROUTER_HOOKS),
+        *_section(
+            "Graphs with breaks",
+            "Installed with `--expert-cache` on an accelerator.",
+            GRAPH_HOOKS,
+        ),
         *_section("LoRA on the CPU platform", "Installed with `--enable-lora` there.", LORA_HOOKS),
         *_section(
             "Start, health and end of the server",

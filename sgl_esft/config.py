@@ -55,9 +55,11 @@ class TierConfig:
     probe_file: str | None = None  # of `sgl-esft offload train`, for the policy `learned`
     pack_file: str | None = None  # of `sgl-esft pack`; None = the checkpoint's own files
     read_bytes_per_s: int | None = None  # at most; None = what the storage gives
+    host_bytes: int = 0  # of experts between the checkpoint and a device, of each rank; 0 = none
 
     def __post_init__(self) -> None:
         _check_at_least(1, "--expert-read-threads", self.read_threads)
+        _check_at_least(0, "--expert-host-memory", self.host_bytes)
         _check_at_least(1, "--prefetch-distance", self.prefetch_distance)
         _check_at_least(1, "--expert-map-memory", self.map_store_bytes)
         if self.probe_file is not None and self.policy != "learned":

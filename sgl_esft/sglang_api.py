@@ -15,8 +15,10 @@ import msgspec
 import torch
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.layers.dp_attention import dp_gather_replicate, dp_slot_in
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import (
     StandardCombineInput,
@@ -34,6 +36,10 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    eager_on_graph,
+    is_in_breakable_cuda_graph,
+)
 from sglang.srt.runtime_context import (
     get_context,
     get_exec,
@@ -55,6 +61,14 @@ make_topk_output = StandardTopKOutput
 dp_gather = dp_gather_replicate
 # (hidden states) -> what a MoE layer's experts hand to the dispatcher's combine
 make_combine_input = StandardCombineInput
+# (a function of tensors that answers in one of them) -> the same, at which a capture of SGLang's
+# breakable graphs ends one graph and begins the next: a replay calls it between them, with the very
+# tensors. A capture does not call it, since none of its numbers are there yet.
+graph_break = eager_on_graph(True, capture_stub=lambda *_: None)
+# What a model's forward pass answers with, a dataclass.
+logits_record = LogitsProcessorOutput
+# () -> whether a breakable graph is being captured or replayed, or run to warm up
+is_in_breakable_graph = is_in_breakable_cuda_graph
 # () -> SGLang's request that all ranks end
 make_shutdown_request = ShutdownReq
 
@@ -95,6 +109,22 @@ def gates(model: torch.nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
             yield int(experts[0].layer_id), weight
 
 
+def shared_experts(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
+    """(layer id, MLP) of each routed-expert layer whose block runs shared experts on their own."""
+    for block in model.modules():
+        experts = [child for child in block.children() if isinstance(child, FusedMoE)]
+        named = (getattr(block, name, None) for name in ("shared_experts", "shared_expert"))
+        found = next((each for each in named if each is not None), None)
+        if len(experts) == 1 and found is not None:
+            yield int(experts[0].layer_id), found
+
+
+def group_place(linear: Any) -> tuple[int, int]:
+    """(rank, size) of the tensor parallel group that a linear layer is cut for."""
+    rank, size = get_group_rank_size(linear.tp_group)
+    return int(rank), int(size)
+
+
 def records_experts() -> bool:
     """Whether SGLang was asked to report or record the experts that it routes to."""
     return (
@@ -121,10 +151,19 @@ def check_dispatcher(dispatcher: Any) -> None:
         )
 
 
-def check_decode_graphs() -> None:
-    """Raises UnsupportedModelError for decode graphs of a kind that weaving was not shown with."""
+def check_decode_graphs(*, breaks: bool) -> None:
+    """Raises UnsupportedModelError for decode graphs of a kind that weaving was not shown with.
+
+    breaks: layers decide on the host, so a graph must be left before their experts.
+    """
     graphs = get_exec().graph.cuda_graph_config
-    if graphs is not None and graphs.decode.backend == Backend.BREAKABLE:
+    backend = None if graphs is None else graphs.decode.backend
+    if breaks and backend == Backend.FULL:
+        raise UnsupportedModelError(
+            "--cuda-graph-backend-decode full: a graph of a whole step would hold what one step "
+            "of --expert-cache has decided; use breakable, or disabled"
+        )
+    if not breaks and backend == Backend.BREAKABLE:
         raise UnsupportedModelError(
             "--cuda-graph-backend-decode breakable: weaving was shown with full graphs only; "
             "leave it out, or use --cuda-graph-backend-decode disabled"

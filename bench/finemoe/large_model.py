@@ -121,11 +121,11 @@ def write_base(shape: LargeShape, folder: Path) -> None:
     from sgl_esft.zoo import tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    _check_shape(shape, folder)
+    check_shape(shape, folder)
     if (folder / INDEX_NAME).exists():
         return
     trunk = trunk_shapes(shape)
-    files = dict(_files_of(shape, trunk))
+    files = dict(files_of(shape, trunk))
     check_room(folder, _missing_bytes(folder, files))
     config_of(shape).save_pretrained(folder)
     tokenizer.save(folder)
@@ -142,13 +142,17 @@ def write_adapter(config: Path, base: Path, shape: LargeShape, folder: Path) -> 
     experts = adapter_experts(config, shape)
     spec = read_moe_spec(base)
     files = {
-        f"layer-{layer:02}.safetensors": dict(_expert_shapes(spec, layer, ids))
+        f"layer-{layer:02}.safetensors": dict(expert_shapes(spec, layer, ids))
         for layer, ids in experts.items()
     }
     check_room(folder, _missing_bytes(folder, files))
-    seed = shape.seed + 1 + sum(map(ord, config.stem))
-    _write_files(folder, files, seed)
+    _write_files(folder, files, adapter_seed(config, shape))
     write_expert_config(folder / EXPERT_CONFIG_NAME, experts)
+
+
+def adapter_seed(config: Path, shape: LargeShape) -> int:
+    """Of an adapter's weights."""
+    return shape.seed + 1 + sum(map(ord, config.stem))
 
 
 def adapter_experts(config: Path, shape: LargeShape) -> Experts:
@@ -172,14 +176,15 @@ def check_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _check_shape(shape: LargeShape, folder: Path) -> None:
+def check_shape(shape: LargeShape, folder: Path) -> None:
+    """Raises SystemExit where the folder holds a model of another shape."""
     said = folder / SHAPE_NAME
     if said.exists() and json.loads(said.read_text()) != asdict(shape):
         raise SystemExit(f"{folder} holds a model of another shape: name another --folder")
     said.write_text(json.dumps(asdict(shape)))
 
 
-def _files_of(shape: LargeShape, trunk: Shapes) -> Iterator[tuple[str, Shapes]]:
+def files_of(shape: LargeShape, trunk: Shapes) -> Iterator[tuple[str, Shapes]]:
     """A file a layer, and one of what is in no layer."""
     spec = MoeSpec.from_config(json.loads(config_of(shape).to_json_string(use_diff=False)))
     outside = {n: s for n, s in trunk.items() if not n.startswith("model.layers.")}
@@ -188,13 +193,14 @@ def _files_of(shape: LargeShape, trunk: Shapes) -> Iterator[tuple[str, Shapes]]:
         prefix = f"model.layers.{layer}."
         shapes = {n: s for n, s in trunk.items() if n.startswith(prefix)}
         if layer in spec.moe_layer_ids:
-            shapes |= dict(_expert_shapes(spec, layer, range(spec.num_experts)))
+            shapes |= dict(expert_shapes(spec, layer, range(spec.num_experts)))
         yield f"layer-{layer:02}.safetensors", shapes
 
 
-def _expert_shapes(
+def expert_shapes(
     spec: MoeSpec, layer: int, ids: Iterable[int]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of these experts' projections."""
     for expert in ids:
         for proj in PROJS:
             yield spec.expert_tensor_name(layer, expert, proj), spec.expert_tensor_shape(proj)
@@ -227,17 +233,20 @@ def _write_files(folder: Path, files: Mapping[str, Shapes], seed: int) -> None:
 
 
 def _write_file(path: Path, shapes: Shapes, seed: int) -> None:
-    """Whole or not at all."""
+    write_tensors(path, {name: random_tensor(name, s, seed) for name, s in shapes.items()})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file, whole or not at all; it leaves the page cache."""
     partial = path.with_suffix(".partial")
-    tensors = {name: _random(name, shape, seed) for name, shape in shapes.items()}
-    save_file(tensors, partial, metadata={"format": "pt"})
+    save_file(dict(tensors), partial, metadata={"format": "pt"})
     with partial.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)
 
 
-def _random(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Norms are 1; all else is drawn for this tensor alone, at a scale that keeps sums small."""
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=DTYPE)

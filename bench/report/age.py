@@ -33,6 +33,7 @@ MEASURED_PATHS: Final[Mapping[str, Sequence[str]]] = {
     "bench.finemoe.prediction": ("sgl_esft/offload",),  # on traces
     "bench.finemoe.caching": ("sgl_esft/offload",),
     "bench.finemoe.": _SERVER,
+    "bench.quantised.": _SERVER,
     "bench.gpu.": (*_SERVER, "sgl_elastic"),
 }
 _CODE: Final = ":!*.md"

@@ -1,8 +1,9 @@
 """The documents' result tables, from bench/results: `python -m bench.report.readme_tables`.
 
     bench/results/*.json -> [filled] -> README.md, docs/results.md, between their table markers
-    the papers' evaluations: paper_tables.py, elastic_tables.py, finemoe_tables.py; on a GPU:
-    gpu_tables.py; faults: fault_tables.py; pictures: plots.py
+    the papers' evaluations: paper_tables.py, elastic_tables.py, finemoe_tables.py; quantised
+    experts: quantised_tables.py; on a GPU: gpu_tables.py; faults: fault_tables.py; pictures:
+    plots.py
 
 A result that is not there yet reads "not yet measured". A test holds the documents to the files.
 """
@@ -15,7 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.report import elastic_tables, fault_tables, finemoe_tables, gpu_tables, paper_tables
+from bench.report import (
+    elastic_tables,
+    fault_tables,
+    finemoe_tables,
+    gpu_tables,
+    paper_tables,
+    quantised_tables,
+)
 from bench.report.markdown import percent, ratio, result_table, table, where
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,6 +343,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     **elastic_tables.TABLES,
     **fault_tables.TABLES,
     **finemoe_tables.TABLES,
+    **quantised_tables.TABLES,
 }
 
 # Results with a picture -> what it shows.

@@ -1,4 +1,4 @@
-"""expert_cfg.json: which experts an ESFT adapter replaces.
+"""expert_cfg.json: which experts an ESFT adapter replaces, and whether the shared ones too.
 
     adapter folder -> [adapter_config] -> adapter_format
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -31,8 +32,8 @@ _LAYER_KEY = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 _FLAG_REASONS: Final[Mapping[str, str]] = {
     "shared_experts": (
-        "it tunes the shared experts, which run for every token whatever the router says. "
-        "Train with shared_experts false, or serve the tuned checkpoint as a model of its own"
+        "it tunes the shared experts too, and here only routed experts can be listed. "
+        "Write false, with the same experts"
     ),
     "non_expert_modules": (
         "it tunes attention, router or embeddings, the trunk that all adapters share. "
@@ -41,16 +42,36 @@ _FLAG_REASONS: Final[Mapping[str, str]] = {
 }
 
 
+@dataclass(frozen=True)
+class ExpertConfig:
+    """What an expert_cfg.json says."""
+
+    experts: dict[int, tuple[int, ...]]  # layer id -> ascending ids, layers without any left out
+    shared_experts: bool  # whether there are tensors of layers' shared experts, too
+
+
 def read_expert_config(path: Path) -> dict[int, tuple[int, ...]]:
-    """Read an expert_cfg.json: layer id -> ascending expert ids, layers without experts left out.
+    """As `read_config`, its experts alone. Raises UnsupportedAdapterError for shared ones, too."""
+    config = read_config(path)
+    if config.shared_experts:
+        raise _refused("shared_experts")
+    return config.experts
+
+
+def read_config(path: Path) -> ExpertConfig:
+    """Read an expert_cfg.json. Ids are not compared with a model here.
 
     Raises AdapterFormatError for a missing, malformed or empty file and UnsupportedAdapterError
-    for an adapter that tunes more than routed experts. Ids are not compared with a model here.
+    for an adapter that tunes more than experts.
     """
     config = read_object(path, AdapterFormatError)
-    for flag in _FLAG_REASONS:
-        _refuse_flag(flag, config.get(flag, False))
-    layers = config.get("experts")
+    has_shared = _flag(config, "shared_experts")
+    if _flag(config, "non_expert_modules"):
+        raise _refused("non_expert_modules")
+    return ExpertConfig(_listed_experts(config.get("experts")), has_shared)
+
+
+def _listed_experts(layers: object) -> dict[int, tuple[int, ...]]:
     if not isinstance(layers, dict):
         raise AdapterFormatError(
             f'{EXPERT_CONFIG_NAME} has no "experts" object, but {shown(layers)}. '
@@ -115,23 +136,29 @@ def check_ids(experts: Mapping[int, tuple[int, ...]], spec: MoeSpec) -> None:
             )
 
 
-def write_expert_config(path: Path, experts: Mapping[int, tuple[int, ...]]) -> None:
-    """Write the file that `read_expert_config` reads, one layer a line."""
+def write_expert_config(
+    path: Path, experts: Mapping[int, tuple[int, ...]], *, shared_experts: bool = False
+) -> None:
+    """Write the file that `read_config` reads, one layer a line."""
     lines = (f'    "{layer}": {json.dumps(list(ids))}' for layer, ids in sorted(experts.items()))
     body = ",\n".join(lines)
     path.write_text(
         f'{{\n  "experts": {{\n{body}\n  }},\n'
-        '  "shared_experts": false,\n  "non_expert_modules": false\n}\n'
+        f'  "shared_experts": {json.dumps(shared_experts)},\n  "non_expert_modules": false\n}}\n'
     )
 
 
-def _refuse_flag(flag: str, value: object) -> None:
+def _flag(config: Mapping[str, object], flag: str) -> bool:
+    value = config.get(flag, False)
     if not isinstance(value, bool):
         raise AdapterFormatError(
             f"{EXPERT_CONFIG_NAME} has {flag} = {shown(value)}, not true or false."
         )
-    if value:
-        raise UnsupportedAdapterError(f"the adapter has {flag} = true: {_FLAG_REASONS[flag]}.")
+    return value
+
+
+def _refused(flag: str) -> UnsupportedAdapterError:
+    return UnsupportedAdapterError(f"the adapter has {flag} = true: {_FLAG_REASONS[flag]}.")
 
 
 def _layer_id(key: str) -> int:

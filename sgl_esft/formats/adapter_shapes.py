@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from sgl_esft.errors import AdapterPathError, ConfigError
-from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, check_ids, read_expert_config
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, check_ids, read_config
 from sgl_esft.formats.model_spec import MoeSpec
 
 PROFILE_TABLE_1: Final = "table1"
@@ -51,12 +51,14 @@ class AdapterShape:
 def read_adapter_shape(path: Path, spec: MoeSpec) -> AdapterShape:
     """Read an expert_cfg.json, or the one in an adapter folder; every expert must exist in `spec`.
 
+    Shared experts take no slots, and are not in the shape.
+
     Raises AdapterPathError, AdapterFormatError, UnsupportedAdapterError or AdapterMismatchError.
     """
     file = path / EXPERT_CONFIG_NAME if path.is_dir() else path
     if not file.exists():
         raise AdapterPathError(f"{file} does not exist: name an adapter folder or its config.")
-    experts = read_expert_config(file)
+    experts = read_config(file).experts
     check_ids(experts, spec)
     name = file.resolve().parent.name if file.name == EXPERT_CONFIG_NAME else file.stem
     return AdapterShape(name, {layer: len(ids) for layer, ids in experts.items()})

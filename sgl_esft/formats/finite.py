@@ -16,8 +16,8 @@ import numpy as np
 
 from sgl_esft.errors import AdapterFormatError, AdapterNotFiniteError
 from sgl_esft.formats.checkpoint import TensorBytes
-from sgl_esft.formats.manifest import AdapterManifest
-from sgl_esft.formats.model_spec import ExpertTensorKey
+from sgl_esft.formats.manifest import AdapterManifest, TensorLocation
+from sgl_esft.formats.model_spec import ExpertTensorKey, SharedTensorKey
 from sgl_esft.formats.safetensors_header import ITEM_BYTES, read_header
 
 PIECE_BYTES: Final = 256 << 10
@@ -57,11 +57,12 @@ class FiniteCheck:
         return bool(exponents.max() != self._mask)
 
 
-def not_finite(adapter: str, key: ExpertTensorKey) -> AdapterNotFiniteError:
+def not_finite(adapter: str, key: ExpertTensorKey | SharedTensorKey) -> AdapterNotFiniteError:
     """What is raised for this tensor."""
-    layer, expert, proj = key
+    layer, *expert, proj = key
+    whose = f"expert {expert[0]}" if expert else "shared experts"
     return AdapterNotFiniteError(
-        f"adapter {adapter!r} has a NaN or an infinity in layer {layer}, expert {expert}, "
+        f"adapter {adapter!r} has a NaN or an infinity in layer {layer}, {whose}, "
         f"{proj} projection: save it from a checkpoint before its loss diverged, or train it "
         "with a lower learning rate."
     )
@@ -73,7 +74,8 @@ def check_weights(name: str, manifest: AdapterManifest) -> None:
     Raises AdapterNotFiniteError, or AdapterFormatError when a file changed since.
     """
     headers = {file: read_header(file) for file in manifest.files}
-    locations = [*manifest.tensors.items(), *manifest.scales.items()]
+    locations: list[tuple[ExpertTensorKey | SharedTensorKey, TensorLocation]]
+    locations = [*manifest.tensors.items(), *manifest.scales.items(), *manifest.shared.items()]
     checks = {dtype: FiniteCheck(dtype) for dtype in {each.dtype for _, each in locations}}
     for key, location in locations:
         info = location.info_in(headers[location.file])

@@ -1,6 +1,6 @@
 """A LoRA adapter folder, checked in full before a byte is allocated for it.
 
-    folder + LoraTargets -> [read_lora_manifest] -> LoraManifest -> plugin/lora_shelf.py
+    folder + LoraTargets -> [read_lora_manifest] -> LoraManifest -> plugin/lora_store.py
 
 In: `adapter_config.json` and ``*.safetensors`` (headers only). Out: where the matrices of each
 layer lie. A manifest exists only for an adapter that fits the base model exactly.

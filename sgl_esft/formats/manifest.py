@@ -19,12 +19,17 @@ from typing import BinaryIO, Final
 import xxhash
 
 from sgl_esft.config import EsftConfig
-from sgl_esft.errors import AdapterExistsError, AdapterFormatError, AdapterMismatchError
+from sgl_esft.errors import (
+    AdapterExistsError,
+    AdapterFormatError,
+    AdapterMismatchError,
+    UnsupportedAdapterError,
+)
 from sgl_esft.formats.adapter_config import (
     EXPERT_CONFIG_NAME,
     check_ids,
     config_name_of,
-    read_expert_config,
+    read_config,
     refuse_lora,
 )
 from sgl_esft.formats.adapter_paths import (
@@ -33,7 +38,13 @@ from sgl_esft.formats.adapter_paths import (
     validate_adapter_name,
 )
 from sgl_esft.formats.expert_scheme import ExpertPart, ExpertScheme
-from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, expert_keys
+from sgl_esft.formats.model_spec import (
+    PROJS,
+    ExpertTensorKey,
+    MoeSpec,
+    SharedTensorKey,
+    expert_keys,
+)
 from sgl_esft.formats.safetensors_header import SafetensorsHeader, TensorInfo, read_header
 from sgl_esft.formats.strict_json import open_regular, read_object
 
@@ -76,7 +87,8 @@ class AdapterManifest:
     `experts` maps a layer id to its tuned expert ids, ascending; layers without any are absent.
     `tensors` are the projections' weights and, of an adapter that is stored quantised, their
     numbers, whose `scales` have the same keys; `scheme` is then the base's, else None. `dtype` is
-    that of `tensors`. `num_bytes` counts the bytes of all of them.
+    that of `tensors`. `shared` are the weights of layers' shared experts, three a layer, of an
+    adapter that tunes them. `num_bytes` counts the bytes of all of them.
     """
 
     path: Path
@@ -87,10 +99,16 @@ class AdapterManifest:
     num_moe_layers: int
     scheme: ExpertScheme | None = None
     scales: Mapping[ExpertTensorKey, TensorLocation] = field(default_factory=dict)
+    shared: Mapping[SharedTensorKey, TensorLocation] = field(default_factory=dict)
+
+    @property
+    def shared_layers(self) -> tuple[int, ...]:
+        """Layers whose shared experts are tuned, ascending."""
+        return tuple(sorted({layer for layer, _ in self.shared}))
 
     @property
     def num_experts(self) -> int:
-        """Tuned experts over all layers."""
+        """Tuned routed experts over all layers."""
         return sum(len(ids) for ids in self.experts.values())
 
     @property
@@ -115,7 +133,7 @@ class AdapterManifest:
     @property
     def files(self) -> tuple[Path, ...]:
         """The safetensors files that hold tensors, in the order of their names."""
-        every = (*self.tensors.values(), *self.scales.values())
+        every = (*self.tensors.values(), *self.scales.values(), *self.shared.values())
         return tuple(sorted({location.file for location in every}))
 
 
@@ -127,13 +145,18 @@ def read_manifest(path: Path, spec: MoeSpec) -> AdapterManifest:
     """
     refuse_lora(path)
     files = adapter_weight_files(path)
-    experts = read_expert_config(path / EXPERT_CONFIG_NAME)
+    config = read_config(path / EXPERT_CONFIG_NAME)
+    experts = config.experts
     check_ids(experts, spec)
+    if config.shared_experts:
+        _check_shared(spec)
     headers = [read_header(file) for file in files]
     _check_index(path, headers)
     stored = spec if _is_quantised(headers) else replace(spec, scheme=None)
     parts = _listed_parts(experts, stored)
-    found = _found(headers, parts, stored)
+    shared = _shared_parts(headers, spec) if config.shared_experts else {}
+    wanted = {name: part for name, (_, part) in (*parts.items(), *shared.items())}
+    found = _found(headers, wanted, stored)
     tensors: dict[ExpertTensorKey, TensorLocation] = {}
     scales: dict[ExpertTensorKey, TensorLocation] = {}
     for name, (key, _) in parts.items():  # a projection's scales come after its numbers
@@ -143,10 +166,11 @@ def read_manifest(path: Path, spec: MoeSpec) -> AdapterManifest:
         experts=experts,
         tensors=tensors,
         dtype=stored.expert_parts("gate")[0].dtype,
-        num_bytes=sum(part.num_bytes for _, part in parts.values()),
+        num_bytes=sum(part.num_bytes for part in wanted.values()),
         num_moe_layers=len(spec.moe_layer_ids),
         scheme=stored.scheme,
         scales=scales,
+        shared={key: found[name] for name, (key, _) in shared.items()},
     )
 
 
@@ -228,9 +252,48 @@ def _listed_parts(
     }
 
 
+def _check_shared(spec: MoeSpec) -> None:
+    """Raises UnsupportedAdapterError where an adapter's shared experts have no place."""
+    if not spec.shared_intermediate_size:
+        raise UnsupportedAdapterError(
+            "the adapter has shared_experts = true, and the base model has no shared experts: "
+            "use the base that the adapter was made for, or write false and remove their tensors."
+        )
+    if spec.scheme is not None:
+        raise UnsupportedAdapterError(
+            "the adapter has shared_experts = true, which was not shown with a quantised base "
+            f"({spec.scheme.label}): use the unquantised base that it was made of, or write false "
+            "and remove their tensors."
+        )
+
+
+def _shared_parts(
+    headers: Sequence[SafetensorsHeader], spec: MoeSpec
+) -> dict[str, tuple[SharedTensorKey, ExpertPart]]:
+    """Checkpoint name -> what it is, of all three tensors of each layer that has one of them."""
+    held = {_canonical(name) for header in headers for name in header.tensors}
+    names = {
+        layer: {spec.shared_tensor_name(layer, proj): (layer, proj) for proj in PROJS}
+        for layer in spec.moe_layer_ids
+    }
+    parts = {
+        name: (key, spec.shared_part(key[1]))
+        for of_layer in names.values()
+        if not held.isdisjoint(of_layer)
+        for name, key in of_layer.items()
+    }
+    if not parts:
+        first = spec.shared_tensor_name(spec.moe_layer_ids[0], "gate")
+        raise AdapterFormatError(
+            f"{EXPERT_CONFIG_NAME} has shared_experts = true, but there is no tensor of them, such "
+            f"as {first}. Add the layers' tensors, or write false."
+        )
+    return parts
+
+
 def _found(
     headers: Sequence[SafetensorsHeader],
-    parts: Mapping[str, tuple[ExpertTensorKey, ExpertPart]],
+    parts: Mapping[str, ExpertPart],
     spec: MoeSpec,
 ) -> dict[str, TensorLocation]:
     """Where each of `parts` is; raises unless each is there once, and nothing else."""
@@ -241,14 +304,15 @@ def _found(
             raise AdapterFormatError(
                 f"tensor {name} is in {found[canonical].file.name} and again in {header.path.name}."
             )
-        _check_part(name, info, parts[canonical][1], spec)
+        _check_part(name, info, parts[canonical], spec)
         found[canonical] = TensorLocation(header.path, name, info.dtype, info.shape)
     missing = [name for name in parts if name not in found]
     if missing:
         num_parts = len(PROJS) * len(spec.expert_parts("gate"))
         raise AdapterFormatError(
             f"{len(missing)} of {len(parts)} tensors are missing, the first is {missing[0]}. "
-            f"Every expert that {EXPERT_CONFIG_NAME} lists needs its {num_parts} tensors."
+            f"Every expert that {EXPERT_CONFIG_NAME} lists needs its {num_parts} tensors, and so "
+            "do a layer's shared experts if one is there."
         )
     return found
 
@@ -283,10 +347,23 @@ def _foreign(
             f"tensor {name} in {file_name} is of a quantised adapter; for the base's experts, "
             f"{_in_words(spec)}, there are only {suffixes}. {_remedy(spec)}"
         )
+    if leaf == "weight" and stem in _shared_stems(spec):
+        return AdapterFormatError(
+            f"tensor {name} in {file_name} is of shared experts, and {EXPERT_CONFIG_NAME} has "
+            "shared_experts = false. Write true, or remove the tensor."
+        )
     return AdapterFormatError(
         f"tensor {name[:200]!r} in {file_name} is of no expert that "
         f"{EXPERT_CONFIG_NAME} lists. List its expert, or remove the tensor."
     )
+
+
+def _shared_stems(spec: MoeSpec) -> set[str]:
+    """Names of layers' shared projections, without their last part."""
+    if not spec.shared_intermediate_size:
+        return set()
+    names = (spec.shared_tensor_name(layer, p) for layer in spec.moe_layer_ids for p in PROJS)
+    return {name.rpartition(".")[0] for name in names}
 
 
 def _check_part(name: str, info: TensorInfo, part: ExpertPart, spec: MoeSpec) -> None:
@@ -354,5 +431,23 @@ def check_loadable(
         )
     path = resolve_adapter_path(folder, config.adapter_root_path)
     manifest = read_manifest(path, spec)
-    check_fits(manifest, config.max_experts_per_adapter)
+    check_served(name, manifest, config)
     return manifest
+
+
+def check_served(name: str, manifest: AdapterManifest, config: EsftConfig) -> None:
+    """As `check_fits`; raises UnsupportedAdapterError for what the server's flags exclude, too."""
+    check_fits(manifest, config.max_experts_per_adapter)
+    if manifest.shared and config.tiers is not None:
+        raise refused_shared(name, "with experts in tiers: leave --expert-cache out")
+
+
+def refused_shared(name: str, why: str) -> UnsupportedAdapterError:
+    """What is raised for a whole adapter that tunes shared experts, where they are not woven.
+
+    why: where it was not shown, a colon, and what else than leaving them out can be done.
+    """
+    return UnsupportedAdapterError(
+        f"adapter {name!r} has shared_experts = true, which was not shown {why}, or write false "
+        "and remove their tensors"
+    )

@@ -15,7 +15,7 @@ a config is refused here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -37,6 +37,7 @@ __all__ = [
     "ExpertTensorKey",
     "MoeSpec",
     "Proj",
+    "SharedTensorKey",
     "expert_keys",
     "read_moe_spec",
     "refuse_quantised",
@@ -44,6 +45,9 @@ __all__ = [
 
 ExpertTensorKey: TypeAlias = tuple[int, int, Proj]
 """Layer id, expert id, projection."""
+
+SharedTensorKey: TypeAlias = tuple[int, Proj]
+"""Layer id, projection: of the layer's shared experts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class MoeSpec:
     `num_layers` counts all decoder layers; `moe_layer_ids` (ascending) are those with routed
     experts, each with `num_experts` of them. `dtype` is that of the weights that are not quantised
     ("float32", "bfloat16" or "float16"), which a server may still cast when it loads. `scheme` is
-    how the routed experts are quantised; None: they are in `dtype` as well.
+    how the routed experts are quantised; None: they are in `dtype` as well. A layer's shared
+    experts are one MLP, `shared_intermediate_size` wide; 0: there are none.
     """
 
     architecture: str
@@ -79,6 +84,7 @@ class MoeSpec:
     expert_intermediate_size: int
     dtype: str
     scheme: ExpertScheme | None = None
+    shared_intermediate_size: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> MoeSpec:
@@ -96,6 +102,7 @@ class MoeSpec:
             expert_intermediate_size=_positive_int(config, family.intermediate_size_key),
             dtype=_dtype(config),
             scheme=scheme,
+            shared_intermediate_size=family.shared_width(config),
         )
         _check_widths(spec)
         return spec
@@ -111,9 +118,22 @@ class MoeSpec:
 
     def expert_tensor_shape(self, proj: Proj) -> tuple[int, int]:
         """``(I, H)`` for gate and up, ``(H, I)`` for down: [out, in], whole, not TP-sliced."""
+        return self._shape(self.expert_intermediate_size, proj)
+
+    def shared_tensor_name(self, layer_id: int, proj: Proj) -> str:
+        """Checkpoint name, e.g. ``model.layers.1.mlp.shared_experts.gate_proj.weight``."""
+        family = _FAMILIES[self.architecture]
+        leaf: str = getattr(family.names, proj)
+        return f"model.layers.{layer_id}.{family.names.block}.{family.shared_name}.{leaf}.weight"
+
+    def shared_part(self, proj: Proj) -> ExpertPart:
+        """What a projection of a layer's shared experts is stored as, where none is quantised."""
+        return ExpertPart(_WEIGHT, self.dtype, self._shape(self.shared_intermediate_size, proj))
+
+    def _shape(self, width: int, proj: Proj) -> tuple[int, int]:
         if proj == "down":
-            return (self.hidden_size, self.expert_intermediate_size)
-        return (self.expert_intermediate_size, self.hidden_size)
+            return (self.hidden_size, width)
+        return (width, self.hidden_size)
 
     def expert_parts(self, proj: Proj) -> tuple[ExpertPart, ...]:
         """What a projection is stored as: its weight or, quantised, numbers and then scales."""
@@ -154,15 +174,17 @@ def read_moe_spec(model_dir: Path) -> MoeSpec:
     return MoeSpec.from_config(read_object(model_dir / "config.json", UnsupportedModelError))
 
 
-def refuse_quantised(spec: MoeSpec, what: str) -> None:
+def refuse_quantised(spec: MoeSpec, what: str, but: Collection[str] = ()) -> None:
     """Raises UnsupportedModelError for a base whose experts are quantised.
 
-    what: what was not shown for it, as the subject of a sentence.
+    what: what was not shown for it, as the subject of a sentence. but: schemes that it was shown
+    for, by their names.
     """
-    if spec.scheme is not None:
+    if spec.scheme is not None and spec.scheme.name not in but:
+        others = f", or one in {', '.join(sorted(but))}" if but else ""
         raise UnsupportedModelError(
             f"{what} cannot be used with a quantised base, whose routed experts are in "
-            f"{spec.scheme.label}: name the unquantised base that it was made of."
+            f"{spec.scheme.label}: name the unquantised base that it was made of{others}."
         )
 
 
@@ -239,6 +261,19 @@ def _qwen_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ..
     return tuple(range(num_layers))
 
 
+def _deepseek_shared_width(config: Mapping[str, object]) -> int:
+    if config.get("n_shared_experts") is None:
+        return 0
+    number = _int_at_least(config, 0, "n_shared_experts")
+    return number * _positive_int(config, "moe_intermediate_size")
+
+
+def _qwen2_shared_width(config: Mapping[str, object]) -> int:
+    if config.get("shared_expert_intermediate_size") is None:
+        return 0
+    return _int_at_least(config, 0, "shared_expert_intermediate_size")
+
+
 @dataclass(frozen=True)
 class _Family:
     """Where one architecture's config.json keeps what `MoeSpec` needs."""
@@ -247,13 +282,22 @@ class _Family:
     num_experts_keys: tuple[str, ...]
     intermediate_size_key: str
     moe_layer_ids: Callable[[Mapping[str, object], int], tuple[int, ...]]
+    shared_name: str = "shared_experts"
+    shared_width: Callable[[Mapping[str, object]], int] = lambda _: 0
 
 
-_DEEPSEEK = _Family(_MLP_NAMES, ("n_routed_experts",), "moe_intermediate_size", _deepseek_layers)
+_DEEPSEEK = _Family(
+    _MLP_NAMES,
+    ("n_routed_experts",),
+    "moe_intermediate_size",
+    _deepseek_layers,
+    shared_width=_deepseek_shared_width,
+)
 # transformers 5 saves a Qwen3-MoE's `num_experts` as `num_local_experts`.
 _QWEN = _Family(
     _MLP_NAMES, ("num_experts", "num_local_experts"), "moe_intermediate_size", _qwen_layers
 )
+_QWEN2 = replace(_QWEN, shared_name="shared_expert", shared_width=_qwen2_shared_width)
 _MIXTRAL = _Family(
     _MIXTRAL_NAMES, ("num_local_experts",), "intermediate_size", lambda _, n: tuple(range(n))
 )
@@ -262,7 +306,7 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Qwen3MoeForCausalLM": _QWEN,
-    "Qwen2MoeForCausalLM": _QWEN,
+    "Qwen2MoeForCausalLM": _QWEN2,
     "MixtralForCausalLM": _MIXTRAL,
 }
 SUPPORTED: Final[tuple[str, ...]] = tuple(_FAMILIES)

@@ -1,6 +1,7 @@
 """Experts in tiers as Prometheus counters of one rank (with --enable-metrics and --expert-cache).
 
-offload/tier.py: Counts, TierTimes; reader.py: ReadCounts --> [ExpertTierTotals]
+offload/tier.py: Counts, TierTimes; reader.py: ReadCounts; host_tier.py: HostCounts
+    --> [ExpertTierTotals]
 offload/recall.py: what was named ahead, by layer and distance --.
 after each forward pass --[ExpertTierMetrics.set, set_recall]--> SGLang's /metrics
 """
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING
 from sgl_esft.observe.tier_metrics import Totals, counter
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Counter
 
     from sgl_esft.offload.decisions import Counts
+    from sgl_esft.offload.host_tier import HostCounts
     from sgl_esft.offload.reader import ReadCounts
     from sgl_esft.offload.recall import Recall
     from sgl_esft.offload.tier import TierTimes
@@ -36,9 +38,14 @@ class ExpertTierTotals:
     stall_s: float
     read_bytes: int
     read_s: float
+    num_read: int
+    num_from_host: int
+    host_bytes: int
 
     @classmethod
-    def of(cls, counts: Counts, times: TierTimes, reads: ReadCounts) -> ExpertTierTotals:
+    def of(
+        cls, counts: Counts, times: TierTimes, reads: ReadCounts, host: HostCounts
+    ) -> ExpertTierTotals:
         return cls(
             num_asked=counts.num_asked,
             num_hits=counts.num_hits,
@@ -50,7 +57,14 @@ class ExpertTierTotals:
             stall_s=times.stall_s,
             read_bytes=reads.num_bytes,
             read_s=reads.seconds,
+            num_read=reads.num_experts,
+            num_from_host=host.num_experts,
+            host_bytes=host.num_bytes,
         )
+
+    @property
+    def storage_bytes(self) -> int:
+        return self.read_bytes
 
 
 class ExpertTierMetrics(Totals):
@@ -72,6 +86,7 @@ class ExpertTierMetrics(Totals):
             "num_prefetches": loads.labels(label, "prefetch"),
             "num_useful": guesses.labels(label, "useful"),
             "num_wasted": guesses.labels(label, "wasted"),
+            **_by_source(label, registry),
         }
         for field, name, what in (
             ("num_asked", "expert_requests", "Experts that layers' steps have asked for."),
@@ -96,6 +111,20 @@ class ExpertTierMetrics(Totals):
         for (layer, distance), row in recall.rows.items():
             self._recall.set("named", row.num_named, layer_ids[layer], distance)
             self._recall.set("found", row.num_found, layer_ids[layer], distance)
+
+
+def _by_source(rank: str, registry: CollectorRegistry | None) -> dict[str, Counter]:
+    """By field: what came into rows, from where."""
+    what = "Experts that were brought into rows, by where from."
+    experts = counter("expert_arrivals", what, registry, "rank", "source")
+    what = "Bytes of experts that were brought into rows, by where from."
+    num_bytes = counter("expert_arrival_bytes", what, registry, "rank", "source")
+    return {
+        "num_read": experts.labels(rank, "storage"),
+        "num_from_host": experts.labels(rank, "host"),
+        "storage_bytes": num_bytes.labels(rank, "storage"),
+        "host_bytes": num_bytes.labels(rank, "host"),
+    }
 
 
 class _RecallCounters:

@@ -23,7 +23,8 @@ from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.simulate import replay
 from sgl_esft.offload.source import ExpertSource
 from sgl_esft.offload.trace import TraceEvent, TraceHeader
-from sgl_esft.platform.moe import moe_forward
+from sgl_esft.platform.moe import PlainExperts, weighted_sum
+from sgl_esft.platform.quantised_moe import Int8Experts
 
 _SHARES: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _MOST_EXPERTS: Final = 256  # that are read to measure
@@ -61,14 +62,11 @@ def measure_machine(base: Path, num_threads: int, seconds: float) -> Machine:
     """Read experts for about `seconds`, and compute one. Raises UnsupportedModelError."""
     source = ExpertSource(base)
     spec = source.spec
-    dtype = getattr(torch, spec.dtype)
-    width = spec.expert_intermediate_size
-    w13 = torch.zeros((num_threads, 2 * width, spec.hidden_size), dtype=dtype)
-    w2 = torch.zeros((num_threads, spec.hidden_size, width), dtype=dtype)
-    reader = ExpertReader(range(width), False, dtype)
+    rows = _rows(spec, num_threads)
+    reader = ExpertReader(range(spec.expert_intermediate_size), False, rows[0].dtype)
 
     def read(job: LoadJob) -> None:
-        reader.read(job.place, w13[job.row], w2[job.row])
+        reader.read(job.place, *(tensor[job.row] for tensor in rows))
 
     began, count = time.perf_counter(), 0
     with Loader(num_threads, read) as loader:
@@ -89,18 +87,31 @@ def measure_machine(base: Path, num_threads: int, seconds: float) -> Machine:
             if time.perf_counter() - began > seconds:
                 break
     read_s = (time.perf_counter() - began) / count
-    return Machine(read_s, _compute_s(w13, w2), num_threads, spec.expert_bytes)
+    return Machine(read_s, _compute_s(spec, rows), num_threads, spec.expert_bytes)
 
 
-def _compute_s(w13: torch.Tensor, w2: torch.Tensor) -> float:
-    hidden = torch.zeros((1, w13.shape[2]), dtype=w13.dtype)
-    ids = torch.arange(w13.shape[0], dtype=torch.int32).view(1, -1)
+def _rows(spec: MoeSpec, num_rows: int) -> list[torch.Tensor]:
+    """As a layer has them on one rank: w13, w2 and, of quantised experts, their scales."""
+    width, hidden = spec.expert_intermediate_size, spec.hidden_size
+    weight, *scales = spec.expert_parts("gate")
+    shapes = [((2 * width, hidden), weight), ((hidden, width), weight)]
+    shapes += [((rows, 1), scale) for scale in scales for rows in (2 * width, hidden)]
+    return [
+        torch.zeros((num_rows, *shape), dtype=getattr(torch, part.dtype)) for shape, part in shapes
+    ]
+
+
+def _compute_s(spec: MoeSpec, rows: Sequence[torch.Tensor]) -> float:
+    experts = PlainExperts(*rows) if spec.scheme is None else Int8Experts(*rows)
+    num_rows = rows[0].shape[0]
+    hidden = torch.zeros((1, spec.hidden_size), dtype=getattr(torch, spec.dtype))
+    ids = torch.arange(num_rows, dtype=torch.int32).view(1, -1)
     weights = torch.ones(ids.shape)
     times = []
     for _ in range(_COMPUTE_REPEATS):
         began = time.perf_counter()
-        moe_forward(hidden, w13, w2, weights, ids)
-        times.append((time.perf_counter() - began) / w13.shape[0])
+        weighted_sum(hidden, experts, weights, ids)
+        times.append((time.perf_counter() - began) / num_rows)
     return min(times)
 
 

@@ -4,9 +4,10 @@
     packed file, the base's headers -> [read_layout] -> PackedLayout -> source.py
 
 File: `_MAGIC`, 8 bytes little-endian header length, a JSON object, zeros up to a multiple of
-ALIGNMENT; then expert after expert, layers ascending, each its gate, up and down in one run and
-zeros up to the next multiple. The header repeats what the base says of itself. It is only ever
-compared with the base, so no number in it is trusted, and what was packed from another is refused.
+ALIGNMENT; then expert after expert, layers ascending, each its gate, up and down in one run, of a
+quantised one their scales behind them, and zeros up to the next multiple. The header repeats what
+the base says of itself. It is only ever compared with the base, so no number in it is trusted, and
+what was packed from another is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -26,9 +28,11 @@ import xxhash
 from sgl_esft.byte_size import gigabytes
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.checkpoint import PACKED_SUFFIX, Checkpoint, open_checkpoint
-from sgl_esft.formats.model_spec import PROJS, MoeSpec
+from sgl_esft.formats.expert_scheme import ExpertPart
+from sgl_esft.formats.model_spec import PROJS, MoeSpec, Proj, refuse_quantised
 from sgl_esft.formats.safetensors_header import MAX_HEADER_BYTES
 from sgl_esft.formats.strict_json import JsonObject, open_regular, parse_object, shown
+from sgl_esft.support import TIER_SCHEMES
 
 ALIGNMENT: Final = 4096
 """Of offsets, lengths and addresses: what every device and filesystem takes for O_DIRECT."""
@@ -71,9 +75,34 @@ class PackedLayout:
         return self.data_start + num_experts * self.stride
 
     def start_of(self, layer_id: int, expert_id: int) -> int:
-        """Offset of the expert's gate; up and down follow at once. The ids must be the model's."""
+        """Offset of the expert's gate; the rest follows at once. The ids must be the model's."""
         layer = self.spec.moe_layer_ids.index(layer_id)
         return self.data_start + (layer * self.spec.num_experts + expert_id) * self.stride
+
+    def starts_of(self, layer_id: int, expert_id: int) -> dict[Proj, tuple[int, ...]]:
+        """Offsets of each projection's parts, in the order of `MoeSpec.expert_parts`."""
+        starts: dict[Proj, tuple[int, ...]] = dict.fromkeys(PROJS, ())
+        position = self.start_of(layer_id, expert_id)
+        for proj, part in _parts(self.spec):
+            starts[proj] += (position,)
+            position += part.num_bytes
+        return starts
+
+
+def _parts(spec: MoeSpec) -> list[tuple[Proj, ExpertPart]]:
+    """An expert's tensors in the order of the file: weights or numbers, then scales."""
+    num_parts = len(spec.expert_parts("gate"))
+    return [(proj, spec.expert_parts(proj)[n]) for n in range(num_parts) for proj in PROJS]
+
+
+def open_base(path: Path, what: str) -> Checkpoint:
+    """A base whose experts can be read one at a time. what: who wants to, as a subject.
+
+    Raises UnsupportedModelError, also for one that is quantised in a way that was not shown.
+    """
+    checkpoint = open_checkpoint(path, may_be_quantised=True)
+    refuse_quantised(checkpoint.spec, what, TIER_SCHEMES)
+    return checkpoint
 
 
 def read_layout(path: Path, checkpoint: Checkpoint) -> PackedLayout:
@@ -119,10 +148,12 @@ def _check_header(header: JsonObject, wanted: JsonObject, name: str) -> None:
 def _description(checkpoint: Checkpoint) -> JsonObject:
     """What a packed file's header says, if it was made of this base as it is now."""
     spec = checkpoint.spec
+    scheme = {} if spec.scheme is None else {"scheme": spec.scheme.label}
     try:
         return {
             "format": _FORMAT,
             "version": _VERSION,
+            **scheme,
             "dtype": spec.dtype,
             "hidden_size": spec.hidden_size,
             "expert_intermediate_size": spec.expert_intermediate_size,
@@ -156,13 +187,14 @@ def _samples_digest(checkpoint: Checkpoint) -> str:
     """xxh3-128 of the first bytes of every expert.
 
     Checkpoints of one architecture, such as a base and one that an adapter was merged into, have
-    equal headers. A page of each expert tells them apart, for one small read an expert.
+    equal headers. A page of each expert tells them apart, for one small read an expert; quantised,
+    one of its scales too: experts of which one is twice the other have the same numbers.
     """
-    digest = xxhash.xxh3_128()
+    digest, spec = xxhash.xxh3_128(), checkpoint.spec
     files: dict[Path, int] = {}
     with ExitStack() as stack:
-        for layer, expert in _experts(checkpoint.spec):
-            tensor = checkpoint.tensors[checkpoint.spec.expert_tensor_name(layer, expert, "gate")]
+        for (layer, expert), part in product(_experts(spec), spec.expert_parts("gate")):
+            tensor = checkpoint.tensors[spec.expert_part_name((layer, expert, "gate"), part)]
             if tensor.file not in files:
                 file = stack.enter_context(open_regular(tensor.file, UnsupportedModelError))
                 files[tensor.file] = file.fileno()
@@ -187,7 +219,7 @@ def pack_experts(
     Raises UnsupportedModelError for the base; ConfigError when `out` exists, when there is no room
     for it, or when the base changes meanwhile. Whatever it raises, no file is left.
     """
-    checkpoint = open_checkpoint(base_dir)
+    checkpoint = open_base(base_dir, "pack")
     before = _stamps(checkpoint)
     header = _header_block(checkpoint)
     layout = PackedLayout(checkpoint.spec, len(header))
@@ -210,8 +242,9 @@ def _header_block(checkpoint: Checkpoint) -> bytes:
 
 def _write_expert(stream: BinaryIO, checkpoint: Checkpoint, layer: int, expert: int) -> None:
     spec = checkpoint.spec
-    for proj in PROJS:
-        for chunk in checkpoint.tensors[spec.expert_tensor_name(layer, expert, proj)].chunks():
+    for proj, part in _parts(spec):
+        name = spec.expert_part_name((layer, expert, proj), part)
+        for chunk in checkpoint.tensors[name].chunks():
             stream.write(chunk)
     stream.write(bytes(PackedLayout(spec, 0).stride - spec.expert_bytes))
 

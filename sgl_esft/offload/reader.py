@@ -1,6 +1,6 @@
 """One expert from its file into its row of the layer's tensors, past the page cache.
 
-    loader.py's threads --ExpertPlace, rows--> [ExpertReader] --preadv--> w13[row], w2[row]
+    loader.py's threads --ExpertPlace, rows--> [ExpertReader] --preadv--> w13[row], w2[row], scales
 
 With O_DIRECT the kernel wants offset, length and address to be multiples of ALIGNMENT. Where the
 expert's are (a packed file, and most shapes), the bytes go straight into the row; else each thread
@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ Bytes = NDArray[np.uint8]
 PIECE_BYTES: Final = 1 << 20
 """Read and, of an adapter, checked at once: what a core's cache still holds when it is copied."""
 _STRAIGHT_PIECES: Final = 8  # at once, where nobody touches the bytes after the device wrote them
+_SCALE_DTYPE: Final = torch.float32
 
 Preadv = Callable[[int, list[memoryview], int], int]
 """`os.preadv`, or a test's."""
@@ -95,14 +96,16 @@ class ExpertReader:
     ) -> None:
         """shard_width: rows of an expert's width I that are this rank's (tensor parallelism).
 
-        is_up_first: w13's rows are up, then gate. dtype: the rows', and the checkpoint's.
+        is_up_first: w13's rows are up, then gate. dtype: the rows', and the checkpoint's; of
+        numbers, int8, whose scales are float32.
         """
         self._width = shard_width
         self._is_up_first = is_up_first
         self._dtype = dtype
         self._preadv = os_preadv
         self._throttle = None if throttle_bytes_per_s is None else Throttle(throttle_bytes_per_s)
-        self._threads = _PerThread(str(dtype).removeprefix("torch."))
+        checked = dtype if dtype.is_floating_point else _SCALE_DTYPE
+        self._threads = _PerThread(str(checked).removeprefix("torch."))
         self._lock = threading.Lock()
         self._counts = ReadCounts()
 
@@ -112,38 +115,42 @@ class ExpertReader:
         with self._lock:
             return replace(self._counts)
 
-    def read(self, place: ExpertPlace, w13_row: torch.Tensor, w2_row: torch.Tensor) -> None:
+    def read(
+        self,
+        place: ExpertPlace,
+        w13_row: torch.Tensor,
+        w2_row: torch.Tensor,
+        *scale_rows: torch.Tensor,
+    ) -> None:
         """Fill one expert's rows: w13_row [2 * I_local, H], w2_row [H, I_local], in host memory.
 
-        Raises ExpertReadError, which names the file, for one that changed since it was opened, was
-        cut short or cannot be read, and AdapterNotFiniteError for an adapter's expert with a NaN or
-        an infinity. The rows hold no expert then.
+        scale_rows: of a quantised one, w13's [2 * I_local, 1] and w2's [H, 1]. Raises
+        ExpertReadError, which names the file, for one that changed since it was opened, was cut
+        short or cannot be read, and for a scale of the base that is a NaN or an infinity;
+        AdapterNotFiniteError for an adapter's expert with one. The rows hold no expert then.
         """
-        self._check_rows(place, w13_row, w2_row)
+        self._check_rows(place, (w13_row, w2_row, *scale_rows))
         for file in place.files:
             file.check_unchanged()
-        first, second = w13_row.chunk(2)
-        gate, up = (second, first) if self._is_up_first else (first, second)
-        self._read_rows(place, "gate", self._width, gate)
-        self._read_rows(place, "up", self._width, up)
-        if len(self._width) == place.down.shape[1]:
-            self._read_rows(place, "down", range(place.down.shape[0]), w2_row)
-        else:
-            self._read_columns(place, w2_row)
+        for row in scale_rows:  # the last tenant's must not pass for this one's
+            row.fill_(torch.nan)
+        self._read_weights(place, w13_row, w2_row)
+        if place.scales is not None:
+            self._read_scales(place, place.scales, *scale_rows)
         # What changed while it was read may be half of the one and half of the other.
         for file in place.files:
             file.check_unchanged()
         with self._lock:
             self._counts.num_experts += 1
 
-    def _check_rows(self, place: ExpertPlace, w13_row: torch.Tensor, w2_row: torch.Tensor) -> None:
+    def _check_rows(self, place: ExpertPlace, rows: Sequence[torch.Tensor]) -> None:
         width, (intermediate, hidden) = self._width, place.gate.shape
-        wanted = [(2 * len(width), hidden), (hidden, len(width))]
-        rows = (w13_row, w2_row)
+        wanted = [((2 * len(width), hidden), self._dtype), ((hidden, len(width)), self._dtype)]
+        if place.scales is not None:
+            wanted += [((2 * len(width), 1), _SCALE_DTYPE), ((hidden, 1), _SCALE_DTYPE)]
         if (
-            [tuple(row.shape) for row in rows] != wanted
+            [(tuple(row.shape), row.dtype) for row in rows] != wanted
             or not all(row.is_contiguous() and row.device.type == "cpu" for row in rows)
-            or {row.dtype for row in rows} != {self._dtype}
             or str(self._dtype) != f"torch.{place.dtype}"
             or not 0 <= width.start < width.stop <= intermediate
         ):
@@ -152,15 +159,48 @@ class ExpertReader:
                 f"{width} of an expert of {place.dtype} {list(place.gate.shape)}"
             )
 
-    def _read_rows(self, place: ExpertPlace, proj: Proj, rows: range, out: torch.Tensor) -> None:
-        """`out` becomes these rows of the projection, which lie in one run."""
-        source: ByteRange = getattr(place, proj)
+    def _halves(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate's and up's part of w13's row, or of its scales'."""
+        first, second = row.chunk(2)
+        return (second, first) if self._is_up_first else (first, second)
+
+    def _read_weights(
+        self, place: ExpertPlace, w13_row: torch.Tensor, w2_row: torch.Tensor
+    ) -> None:
+        gate, up = self._halves(w13_row)
+        self._read_rows(place, "gate", place.gate, self._width, gate)
+        self._read_rows(place, "up", place.up, self._width, up)
+        if len(self._width) == place.down.shape[1]:
+            self._read_rows(place, "down", place.down, range(place.down.shape[0]), w2_row)
+        else:
+            self._read_columns(place, w2_row)
+
+    def _read_scales(
+        self,
+        place: ExpertPlace,
+        scales: tuple[ByteRange, ByteRange, ByteRange],
+        w13_row: torch.Tensor,
+        w2_row: torch.Tensor,
+    ) -> None:
+        """As weave/quantised_experts.py lays them out: of down's rows, every rank has all."""
+        gate, up = self._halves(w13_row)
+        self._read_rows(place, "gate", scales[0], self._width, gate)
+        self._read_rows(place, "up", scales[1], self._width, up)
+        self._read_rows(place, "down", scales[2], range(scales[2].shape[0]), w2_row)
+
+    def _read_rows(
+        self, place: ExpertPlace, proj: Proj, source: ByteRange, rows: range, out: torch.Tensor
+    ) -> None:
+        """`out` becomes these rows of the projection, or of its scales, which lie in one run."""
         target = _bytes_of(out)
         start = source.start + rows.start * source.row_bytes
         is_straight = not source.file.is_direct or _are_aligned(
             start, len(target), target.ctypes.data
         )
-        is_checked = place.owner is not None
+        # Of the base scales alone: nobody has looked at them, and they are few.
+        is_checked = out.is_floating_point() and (
+            place.owner is not None or out.dtype is not self._dtype
+        )
         piece_bytes = PIECE_BYTES * (1 if is_checked or not is_straight else _STRAIGHT_PIECES)
         num_checked = 0
         for begin, end in _pieces(start, start + len(target), piece_bytes):
@@ -172,7 +212,7 @@ class ExpertReader:
             if is_checked:
                 # A file may cut a value in two: its second half is in the next piece.
                 num_whole = (end - start) // out.itemsize * out.itemsize
-                self._check_finite(place, proj, target[num_checked:num_whole])
+                self._check_finite(place, proj, source.file, target[num_checked:num_whole])
                 num_checked = num_whole
 
     def _read_columns(self, place: ExpertPlace, out: torch.Tensor) -> None:
@@ -184,8 +224,8 @@ class ExpertReader:
             part = target[row : row + num_rows]
             start = down.start + row * down.row_bytes
             whole = self._staged(down.file, start, start + len(part) * down.row_bytes)
-            if place.owner is not None:
-                self._check_finite(place, "down", whole)
+            if place.owner is not None and out.is_floating_point():
+                self._check_finite(place, "down", down.file, whole)
             part[:] = whole.reshape(len(part), -1)[:, column : column + part.shape[1]]
 
     def _staged(self, file: OpenFile, begin: int, end: int) -> Bytes:
@@ -224,10 +264,15 @@ class ExpertReader:
             self._counts.num_bytes += num_bytes
             self._counts.seconds += seconds
 
-    def _check_finite(self, place: ExpertPlace, proj: Proj, values: Bytes) -> None:
-        if not self._threads.check.holds(values.data):
-            assert place.owner is not None
+    def _check_finite(self, place: ExpertPlace, proj: Proj, file: OpenFile, values: Bytes) -> None:
+        if self._threads.check.holds(values.data):
+            return
+        if place.owner is not None:
             raise not_finite(place.owner, (place.layer_id, place.expert_id, proj))
+        raise ExpertReadError(
+            f"{file.name} has a NaN or an infinity among the scales of layer {place.layer_id}, "
+            f"expert {place.expert_id}, {proj} projection: quantise the base anew."
+        )
 
 
 class _PerThread(threading.local):

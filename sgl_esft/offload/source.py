@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -29,24 +29,18 @@ from sgl_esft.errors import (
     UnsupportedModelError,
     UserError,
 )
-from sgl_esft.formats.checkpoint import Checkpoint, all_experts, open_checkpoint
-from sgl_esft.formats.manifest import AdapterManifest
-from sgl_esft.formats.model_spec import (
-    DTYPE_BYTES,
-    PROJS,
-    ExpertTensorKey,
-    MoeSpec,
-    Proj,
-    expert_keys,
-)
-from sgl_esft.formats.safetensors_header import read_header
+from sgl_esft.formats.checkpoint import Checkpoint, all_experts
+from sgl_esft.formats.manifest import AdapterManifest, TensorLocation
+from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, Proj, expert_keys
+from sgl_esft.formats.safetensors_header import ITEM_BYTES, read_header
 from sgl_esft.formats.strict_json import open_regular
-from sgl_esft.offload.pack import PACKED_NAME, read_layout
+from sgl_esft.offload.pack import PACKED_NAME, open_base, read_layout
 
 logger = logging.getLogger(__name__)
 
 _Places = dict[tuple[int, int], "ExpertPlace"]  # by layer id, expert id
-_Starts = dict[ExpertTensorKey, tuple[Path, int]]  # file, offset
+_Start = tuple[Path, int]  # file, offset
+_Starts = dict[ExpertTensorKey, tuple[_Start, ...]]  # of a projection's parts, in their order
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,8 @@ def _leave_page_cache(fd: int) -> bool:
 class ByteRange:
     """One projection: `shape` [rows, columns], row after row, `row_bytes` each, from byte `start`.
 
-    The shape is the checkpoint's [out, in]: (I, H) of gate and up, (H, I) of down, not TP-sliced.
+    The shape is the checkpoint's [out, in]: (I, H) of gate and up, (H, I) of down, not TP-sliced;
+    of scales [out, 1].
     """
 
     file: OpenFile
@@ -138,7 +133,9 @@ class ByteRange:
 class ExpertPlace:
     """Where one expert's three projections lie. Holding it keeps their files open.
 
-    `owner`: the adapter's name; None = the base. `dtype` in torch's words ("bfloat16").
+    `owner`: the adapter's name; None = the base. `dtype` in torch's words ("bfloat16"); "int8" is
+    that of numbers, which `scales` belong to, float32, those of gate, up and down. Without
+    quantisation there are none.
     """
 
     owner: str | None
@@ -148,11 +145,13 @@ class ExpertPlace:
     gate: ByteRange
     up: ByteRange
     down: ByteRange
+    scales: tuple[ByteRange, ByteRange, ByteRange] | None = None
 
     @property
     def files(self) -> frozenset[OpenFile]:
-        """The one to three files that they lie in."""
-        return frozenset((self.gate.file, self.up.file, self.down.file))
+        """The one to six files that they lie in."""
+        every = (self.gate, self.up, self.down, *(self.scales or ()))
+        return frozenset(part.file for part in every)
 
 
 class ExpertSource:
@@ -171,7 +170,7 @@ class ExpertSource:
         beside = base_dir / PACKED_NAME
         packed = packed or (beside if beside.exists() else None)
         before = _identities([*_files_in(base_dir), *([packed] if packed else [])])
-        checkpoint = open_checkpoint(base_dir)
+        checkpoint = open_base(base_dir, "--expert-cache")
         self.spec: Final[MoeSpec] = checkpoint.spec
         self.packed: Final[Path | None] = packed
         """The packed file, if that is what is read."""
@@ -196,14 +195,16 @@ class ExpertSource:
         return place
 
     def register(self, owner: str, manifest: AdapterManifest) -> None:
-        """Know the experts of a validated adapter of this base; reads headers only.
+        """Know the experts of a validated adapter, stored as the base is; reads headers only.
 
         Raises AdapterFormatError if a file changed since it was validated; nothing is known then.
         """
         if owner in self._adapters:
             raise InvariantError(f"the experts of adapter {owner!r} are registered already")
+        if manifest.scheme != self.spec.scheme:
+            raise InvariantError(f"adapter {owner!r} is not quantised as the base is")
         before = _identities(manifest.files)
-        starts = _adapter_starts(manifest, self.spec)
+        starts = _adapter_starts(manifest)
         files = self._open(manifest.files, before, AdapterFormatError)
         self._adapters[owner] = self._places(owner, starts, files)
 
@@ -248,18 +249,24 @@ class ExpertSource:
     def _places(
         self, owner: str | None, starts: _Starts, files: Mapping[Path, OpenFile]
     ) -> _Places:
-        item_bytes = DTYPE_BYTES[self.spec.dtype]
+        parts = {proj: self.spec.expert_parts(proj) for proj in PROJS}
+        dtype = parts["gate"][0].dtype
 
-        def projection(layer: int, expert: int, proj: Proj) -> ByteRange:
-            path, start = starts[layer, expert, proj]
-            shape = self.spec.expert_tensor_shape(proj)
-            return ByteRange(files[path], start, shape[1] * item_bytes, shape)
+        def range_of(layer: int, expert: int, proj: Proj, number: int) -> ByteRange:
+            path, start = starts[layer, expert, proj][number]
+            num_rows, num_columns = parts[proj][number].shape
+            row_bytes = num_columns * ITEM_BYTES[parts[proj][number].dtype]
+            return ByteRange(files[path], start, row_bytes, (num_rows, num_columns))
 
-        experts = {(layer, expert) for layer, expert, _ in starts}
-        return {
-            key: ExpertPlace(owner, *key, self.spec.dtype, *(projection(*key, p) for p in PROJS))
-            for key in experts
-        }
+        def place(layer: int, expert: int) -> ExpertPlace:
+            gate, up, down = (range_of(layer, expert, proj, 0) for proj in PROJS)
+            found = ExpertPlace(owner, layer, expert, dtype, gate, up, down)
+            if self.spec.scheme is None:
+                return found
+            first, second, third = (range_of(layer, expert, proj, 1) for proj in PROJS)
+            return replace(found, scales=(first, second, third))
+
+        return {key: place(*key) for key in {(layer, expert) for layer, expert, _ in starts}}
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -278,34 +285,31 @@ def _identities(paths: Iterable[Path]) -> dict[Path, FileId]:
 
 def _checkpoint_starts(checkpoint: Checkpoint) -> _Starts:
     starts: _Starts = {}
-    for key in expert_keys(all_experts(checkpoint.spec)):
-        tensor = checkpoint.tensors[checkpoint.spec.expert_tensor_name(*key)]
-        starts[key] = (tensor.file, tensor.info.start)
+    spec = checkpoint.spec
+    for key in expert_keys(all_experts(spec)):
+        names = (spec.expert_part_name(key, part) for part in spec.expert_parts(key[2]))
+        tensors = [checkpoint.tensors[name] for name in names]
+        starts[key] = tuple((tensor.file, tensor.info.start) for tensor in tensors)
     return starts
 
 
 def _packed_starts(packed: Path, checkpoint: Checkpoint) -> _Starts:
     layout = read_layout(packed, checkpoint)
-    proj_bytes = layout.spec.expert_bytes // len(PROJS)
     return {
-        (layer, expert, proj): (
-            packed,
-            layout.start_of(layer, expert) + PROJS.index(proj) * proj_bytes,
-        )
-        for layer, expert, proj in expert_keys(all_experts(layout.spec))
+        (layer, expert, proj): tuple((packed, start) for start in starts)
+        for layer, experts in all_experts(layout.spec).items()
+        for expert in experts
+        for proj, starts in layout.starts_of(layer, expert).items()
     }
 
 
-def _adapter_starts(manifest: AdapterManifest, spec: MoeSpec) -> _Starts:
-    headers = {file: read_header(file).tensors for file in manifest.files}
-    starts: _Starts = {}
-    for key, location in manifest.tensors.items():
-        info = headers[location.file].get(location.name)
-        wanted = (spec.expert_tensor_shape(key[2]), spec.dtype)
-        if info is None or (info.shape, info.dtype) != wanted:
-            now = "gone" if info is None else f"{info.dtype} {list(info.shape)}"
-            raise AdapterFormatError(
-                f"tensor {location.name} changed since it was validated: it is now {now}."
-            )
-        starts[key] = (location.file, info.start)
-    return starts
+def _adapter_starts(manifest: AdapterManifest) -> _Starts:
+    headers = {file: read_header(file) for file in manifest.files}
+
+    def start(location: TensorLocation) -> _Start:
+        return location.file, location.info_in(headers[location.file]).start
+
+    return {
+        key: tuple(start(part[key]) for part in (manifest.tensors, manifest.scales) if part)
+        for key in manifest.tensors
+    }

@@ -36,18 +36,27 @@ from sgl_esft.platform.moe import FAILED
 
 logger = logging.getLogger(__name__)
 
+# (LoadJob, *TierLayer.at(its row)): an expert into its row, on a loader's thread
+LoadRow = Callable[..., None]
+
 
 @dataclass
 class TierLayer:
     """One layer's rows on the device, and where each slot's expert lies.
 
-    w13 [num_rows, 2 * I_local, H], w2 [num_rows, H, I_local]: written by the loader's threads.
+    w13 [num_rows, 2 * I_local, H], w2 [num_rows, H, I_local] and, of quantised experts, their
+    scales [num_rows, 2 * I_local, 1] and [num_rows, H, 1]: written by the loader's threads.
     """
 
     layer_id: int
     w13: torch.Tensor
     w2: torch.Tensor
     places: dict[int, ExpertPlace] = field(default_factory=dict)  # by virtual slot
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def at(self, row: int) -> tuple[torch.Tensor, ...]:
+        """What an expert in this row fills: of w13, of w2, and of their scales if there are any."""
+        return tuple(tensor[row] for tensor in (self.w13, self.w2, *(self.scales or ())))
 
 
 @dataclass
@@ -66,12 +75,10 @@ class ExpertTier:
         layers: Sequence[TierLayer],
         decisions: Decisions,
         make_loader: Callable[[Callable[[LoadJob], None]], Loader],
-        load: Callable[[LoadJob, torch.Tensor, torch.Tensor], None],
+        load: LoadRow,
         ahead: Ahead | None = None,
     ) -> None:
-        """load: an expert into its two rows, on a loader's thread. ahead: None = nothing is fetched
-        before it is asked for.
-        """
+        """ahead: None = nothing is fetched before it is asked for."""
         self.layers = tuple(layers)
         self.decisions = decisions
         self.times = TierTimes()
@@ -84,8 +91,7 @@ class ExpertTier:
 
     def _run(self, job: LoadJob) -> None:
         """On a loader's thread."""
-        layer = self.layers[job.layer]
-        self._load(job, layer.w13[job.row], layer.w2[job.row])
+        self._load(job, *self.layers[job.layer].at(job.row))
 
     # ---- a forward pass ----
 

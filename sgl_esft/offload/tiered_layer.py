@@ -1,7 +1,7 @@
 """A woven layer whose slots are virtual: its experts are in fewer rows, or elsewhere.
 
     placer.py --place/displace--> [TieredLayer] --places of its slots--> tier.py
-    create_weights --[create_rows]--> parameters w13, w2 [num_rows, ...], all of it memory
+    create_weights --[create_rows]--> parameters w13, w2, their scales [num_rows, ...]: all memory
 
 Placing an adapter moves no weight: its slots are told where its experts lie.
 """
@@ -20,8 +20,10 @@ from sgl_esft.errors import InvariantError, UnsupportedModelError
 from sgl_esft.offload.rows import NOT_HERE
 from sgl_esft.offload.source import ExpertPlace
 from sgl_esft.offload.tier import ExpertTier
+from sgl_esft.support import TIER_SCHEMES
 from sgl_esft.weave import expert_tensor
 from sgl_esft.weave.expert_memory import PaddedMemory, SlotMemory, SlotUsage
+from sgl_esft.weave.expert_parameters import parameters_of
 from sgl_esft.weave.moe_layer import WovenLayer
 from sgl_esft.weave.slot_layout import SlotLayout
 
@@ -34,7 +36,7 @@ class RowMemory(PaddedMemory):
         self.rows = rows
 
     def usage(self) -> SlotUsage:
-        """Of the rows: what is really there."""
+        """Of the rows, with their scales: what is really there."""
         return self.rows.usage()
 
     def check_integrity(self) -> None:
@@ -53,6 +55,15 @@ class TieredLayer(WovenLayer):
         if not isinstance(memory, RowMemory):
             raise InvariantError(f"{num_slots} virtual slots without rows")
         return len(memory.rows.mapped_slots())
+
+    @classmethod
+    def scales_of(
+        cls, fused_moe: torch.nn.Module, memory: object, layout: SlotLayout
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """One for each row; what they hold comes with the row's expert."""
+        num_rows = cls.num_rows_of(memory, layout.num_slots)
+        assert isinstance(memory, RowMemory)
+        return expert_tensor.take_scales(fused_moe, memory.rows, layout, num_rows)
 
     @property
     def base_slots(self) -> Collection[int]:
@@ -132,7 +143,8 @@ def create_rows(
     """Create w13 and w2 with rows for `config.tiers`, and let the checkpoint's experts pass unread.
 
     `create(num_rows, weight_loader=...)` registers the parameters, as SGLang does. Raises
-    DeviceMemoryError, and UnsupportedModelError where shared experts are among the routed ones.
+    DeviceMemoryError, and UnsupportedModelError where shared experts are among the routed ones, or
+    experts are quantised in a way that was not shown in tiers.
     """
     assert config.tiers is not None
     if layout.num_base != layout.num_routed:
@@ -149,6 +161,12 @@ def create_rows(
         functools.partial(create, num_rows, weight_loader=skip_routed_experts),
         budget_bytes,
     )
+    scheme, _ = parameters_of(layer)
+    if scheme is not None and scheme not in TIER_SCHEMES:
+        raise UnsupportedModelError(
+            f"--expert-cache: experts in {scheme} were not shown in tiers, those in "
+            f"{', '.join(sorted(TIER_SCHEMES))} were: leave it out, or quantise the base anew"
+        )
     memory = RowMemory(layout.num_slots, rows)
     memory.map(range(layout.num_base))
     return memory

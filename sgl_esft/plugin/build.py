@@ -32,6 +32,7 @@ from sgl_esft.plugin.decoded_tokens import DecodedTokens
 from sgl_esft.plugin.lora_manager import EsftManager, GatherTags
 from sgl_esft.plugin.mixed_manager import manager_kind
 from sgl_esft.plugin.recording import Recorder
+from sgl_esft.plugin.shared_experts import bind_shared
 from sgl_esft.plugin.tiers import Tiers, build_tiers
 from sgl_esft.support import MOE_BACKENDS
 from sgl_esft.weave import expert_tensor, page_source
@@ -59,7 +60,8 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
     Raises HookError or an Adapter* error: the server must not start then.
     """
     hook_ledger.verify_required()
-    sglang_api.check_decode_graphs()
+    on_host = config.tiers is None or sglang_api.runner_device(runner).type == "cpu"
+    sglang_api.check_decode_graphs(breaks=not on_host)
     spec = MoeSpec.from_config(sglang_api.base_config(*sglang_api.served_model()))
     layers = bind_layers(runner.model, spec)
     gather = _gather_tags() if sglang_api.is_dp_attention() else None
@@ -73,7 +75,13 @@ def build_manager(runner: Any, config: EsftConfig) -> EsftManager:
         model_path, _ = sglang_api.served_model()
         tiers = build_tiers(runner.model, layers, spec, config, model_path)
     plane = AdapterPlane(
-        layers, spec, config, is_resident=is_resident, max_pages=max_pages, files=tiers
+        layers,
+        spec,
+        config,
+        is_resident=is_resident,
+        max_pages=max_pages,
+        files=tiers,
+        shared=bind_shared(runner.model, spec, tags, device),
     )
     if tiers is not None and config.tiers is not None and config.tiers.store_by == "adapter":
         tiers.owners = AdapterOwners(plane)

@@ -16,6 +16,7 @@ from sgl_esft.plugin import (
     contain_hooks,
     engine_hooks,
     grammar_hooks,
+    graph_hooks,
     memory_hooks,
     registry_hooks,
     request_hooks,
@@ -34,6 +35,10 @@ _MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _TOOLS = "function_call.function_call_parser.FunctionCallParser"
 _JSON_TOOLS = "function_call.json_array_parser.JsonArrayParser"
 _REASONING = "parser.reasoning_parser.ReasoningParser"
+_BREAKABLE = (
+    "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend"
+    ".BreakableCudaGraphBackend"
+)
 _QUANT = "sglang.srt.layers.quantization"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 
@@ -423,6 +428,24 @@ LORA_HOOKS: tuple[Hook, ...] = tuple(
             "attn_module attn_output attn_bmm_flat",
         ),
     )
+)
+
+# Only with --expert-cache on an accelerator, whose decode graphs have breaks.
+GRAPH_HOOKS: tuple[Hook, ...] = (
+    around(
+        f"{_BREAKABLE}.capture_one",
+        graph_hooks.capture_tensors,
+        "self shape_key forward_fn capture_inputs post_warmup_hook",
+        why="a decode step answers with a LogitsProcessorOutput, which SGLang's backend refuses",
+        remove_when="its output buffer takes a LogitsProcessorOutput",
+    ),
+    around(
+        f"{_BREAKABLE}.replay",
+        graph_hooks.replay_record,
+        "self shape_key static_forward_batch kwargs",
+        why="gives back the LogitsProcessorOutput whose tensors were captured",
+        remove_when="its output buffer takes a LogitsProcessorOutput",
+    ),
 )
 
 # Only with --reroute router: the hook is called in every layer.

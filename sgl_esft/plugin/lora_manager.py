@@ -82,8 +82,8 @@ class EsftManager:
         self._gather_tags = gather_tags
         self._publish = publish
         self._num_dp_ranks = num_dp_ranks
-        self.shelf: Any = self._make_shelf()
-        self._command_handler = RankCommandHandler(self.shelf, group)
+        self.store: Any = self._make_store()
+        self._command_handler = RankCommandHandler(self.store, group)
         self._source = group.rank if num_sources > 1 else None
         self._num_sources = num_sources
         self.heat = heat  # None = experts are not counted
@@ -91,7 +91,7 @@ class EsftManager:
         self.watchers: tuple[StepWatcher, ...] = ()
         self._published = (-1, -1)  # changes and hits, when `publish` was called last
 
-    def _make_shelf(self) -> Any:
+    def _make_store(self) -> Any:
         """What holds the adapters that are loaded."""
         return self.plane
 
@@ -104,7 +104,7 @@ class EsftManager:
     def load_initial(self, refs: Iterable[Any]) -> None:
         """Load what the server was started with. Raises EsftError: do not start without it."""
         for ref in refs:
-            self.shelf.load(_source_of(ref))
+            self.store.load(_source_of(ref))
         self._publish_changes()
 
     def load_lora_adapter(self, lora_ref: Any) -> Any:
@@ -118,22 +118,22 @@ class EsftManager:
         return self._report(lambda: self._command_handler.take_in(_source_of(lora_ref)))
 
     def unload_lora_adapter(self, lora_ref: Any) -> Any:
-        return self._report(lambda: self.shelf.unload(lora_ref.lora_id))
+        return self._report(lambda: self.store.unload(lora_ref.lora_id))
 
     def load_lora_adapter_from_tensors(self, lora_ref: Any, *_: Any, **__: Any) -> Any:
         message = (
             "UnsupportedAdapterError: an ESFT adapter is loaded from a folder, not from tensors"
         )
-        return self._make_result(False, message, self.shelf.names)
+        return self._make_result(False, message, self.store.names)
 
     def _report(self, action: Callable[[], dict[str, str] | None]) -> Any:
         """SGLang's answer: `action`'s own table of adapters, or if it has none what is loaded."""
         try:
             table = action()
         except EsftError as error:
-            return self._make_result(False, named(error), self.shelf.names)
+            return self._make_result(False, named(error), self.store.names)
         self._publish_changes()
-        return self._make_result(True, "", self.shelf.names if table is None else table)
+        return self._make_result(True, "", self.store.names if table is None else table)
 
     def _publish_changes(self) -> None:
         now = (self.plane.uses.num_changes, self.plane.uses.num_hits)

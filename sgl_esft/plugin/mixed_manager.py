@@ -1,7 +1,7 @@
 """ESFT and LoRA adapters side by side, in the place SGLang built for LoRA.
 
     SGLang --ids of a batch--> [MixedManager] --ESFT parts--> EsftManager -> plane, tags
-                                              --LoRA parts--> lora_shelf.py -> SGLang's LoRA manager
+                                              --LoRA parts--> lora_store.py -> SGLang's LoRA manager
 
 A request carries one id: an ESFT adapter's, a LoRA adapter's, or both joined by "+", the ESFT
 adapter's first. The process that serves HTTP makes the id (registry_hooks.py), and the prefix cache
@@ -19,7 +19,7 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.formats.lora_manifest import check_lora, served_targets
 from sgl_esft.http.adapter_names import parts_of
 from sgl_esft.plugin.lora_manager import EsftManager
-from sgl_esft.plugin.lora_shelf import BothShelves, LoraMetrics, LoraShelf
+from sgl_esft.plugin.lora_store import BothStores, LoraMetrics, LoraStore
 
 _parts = lru_cache(maxsize=1 << 12)(parts_of)
 
@@ -27,22 +27,22 @@ _parts = lru_cache(maxsize=1 << 12)(parts_of)
 class MixedManager(EsftManager):
     """`EsftManager` beside SGLang's own LoRA manager."""
 
-    def __init__(self, *arguments: Any, lora: LoraShelf, **named: Any) -> None:
+    def __init__(self, *arguments: Any, lora: LoraStore, **named: Any) -> None:
         """lora: this rank's LoRA adapters."""
         self.lora = lora
         super().__init__(*arguments, **named)
 
-    def _make_shelf(self) -> Any:
-        return BothShelves(self.plane, self.lora)
+    def _make_store(self) -> Any:
+        return BothStores(self.plane, self.lora)
 
     # ---- scheduling ----
 
     def has(self, adapter_id: str) -> bool:
-        return all(self.shelf.is_loaded(part) for part in _parts(adapter_id))
+        return all(self.store.is_loaded(part) for part in _parts(adapter_id))
 
     def name_of(self, adapter_id: str) -> str | None:
         """Of two adapters, both names joined as a request may say them."""
-        names = [self.shelf.name_of(part) for part in _parts(adapter_id)]
+        names = [self.store.name_of(part) for part in _parts(adapter_id)]
         return None if None in names else "+".join(filter(None, names))
 
     def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
@@ -101,11 +101,11 @@ def manager_kind(runner: Any, config: EsftConfig) -> Callable[..., EsftManager]:
 
     targets = served_targets(sglang_api.base_config(*sglang_api.served_model()), config.lora)
     inner = lora_layers.make_lora_manager(runner, config.lora, targets)
-    shelf = LoraShelf(
+    store = LoraStore(
         inner,
         lambda name, folder: check_lora(name, folder, (), targets, config),
         lambda i, name, path, pinned: sglang_api.make_adapter_ref(name, path, pinned, i),
         lora_layers.load_tensors,
         LoraMetrics(sglang_api.tp_rank()) if sglang_api.has_metrics() else None,
     )
-    return partial(MixedManager, lora=shelf)
+    return partial(MixedManager, lora=store)

@@ -25,28 +25,32 @@ from sgl_esft.formats.manifest import AdapterManifest
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.memory.report import ExpertTiers
 from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics, ExpertTierTotals
+from sgl_esft.offload import stored_adapter
 from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
-from sgl_esft.offload.device_rows import DeviceRows, make_staging
+from sgl_esft.offload.device_rows import DeviceRows
+from sgl_esft.offload.host_tier import HostCounts
 from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
 from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
 from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.routing import Floats, Ints, StepTokens, owners_of
 from sgl_esft.offload.source import ExpertPlace, ExpertSource
-from sgl_esft.offload.tier import ExpertTier, TierLayer
+from sgl_esft.offload.stored_adapter import Copies, StoredAdapter, find_stored
+from sgl_esft.offload.tier import ExpertTier, LoadRow, TierLayer
 from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.platform import moe
+from sgl_esft.platform.quantised_moe import Int8Experts, experts_of
 from sgl_esft.plugin import runner_core
 from sgl_esft.plugin.adapter_owners import AdapterOwners
 from sgl_esft.plugin.decoded_tokens import DecodedTokens, embedding_layer
 from sgl_esft.plugin.tier_predictors import make_predictor
-from sgl_esft.plugin.tier_waves import WaveCore
+from sgl_esft.plugin.tier_waves import GraphBreak, WaveCore, rows_on_device
+from sgl_esft.quant.adapter_copy import OnRead
 from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 
 logger = logging.getLogger(__name__)
 
-Load = Callable[[LoadJob, torch.Tensor, torch.Tensor], None]  # an expert into its two rows
 _MEASURED_LOADS = 8  # at start
 
 
@@ -59,9 +63,11 @@ class Tiers:
     reader: ExpertReader
     index_of: Mapping[int, int]  # layer id -> number among the MoE layers
     decoded: DecodedTokens | None  # None = nothing is predicted
+    copies: Copies  # of adapters that are quantised for the base
     device_rows: DeviceRows | None = None  # None = rows are host memory
     when_done: list[Callable[[], None]] = field(default_factory=list)  # after each forward pass
     owners: AdapterOwners | None = None  # None = nobody asks
+    num_tokens: int | None = None  # of the batch at hand, without padding; None = it has none
 
     @property
     def failure(self) -> str | None:
@@ -87,19 +93,17 @@ class Tiers:
 
     # ---- AdapterFiles, for weave/plane.py ----
 
+    def prepare(
+        self, manifest: AdapterManifest, on_size: Callable[[int], None], on_read: OnRead
+    ) -> StoredAdapter:
+        """In the base's scheme. Raises as `quantised_copy` does."""
+        return find_stored(manifest, self.source.spec, self.copies, on_size, on_read)
+
     def register(
-        self, adapter_id: str, manifest: AdapterManifest, shards: Mapping[int, ExpertShard]
+        self, adapter_id: str, stored: StoredAdapter, shards: Mapping[int, ExpertShard]
     ) -> Mapping[int, Mapping[int, ExpertPlace]]:
         """Raises AdapterFormatError when the files are not what was validated."""
-        self.source.register(adapter_id, manifest)
-        return {
-            layer_id: {
-                expert_id: self.source.place(adapter_id, layer_id, expert_id)
-                for expert_id in expert_ids
-                if expert_id in shards[layer_id].expert_ids
-            }
-            for layer_id, expert_ids in manifest.experts.items()
-        }
+        return stored_adapter.register(self.source, adapter_id, stored, shards)
 
     def forget(self, adapter_id: str) -> None:
         self.source.forget(adapter_id)
@@ -108,6 +112,8 @@ class Tiers:
 
     def begin(self, forward_batch: Any, adapter_slots: Sequence[int]) -> None:
         """A batch was tagged."""
+        is_one_each = forward_batch.forward_mode.is_decode() and not sglang_api.is_dp_attention()
+        self.num_tokens = len(adapter_slots) if is_one_each else None
         if self.decoded is not None:
             self.decoded.begin(forward_batch, adapter_slots)
         self.tier.begin(self._tokens())
@@ -121,6 +127,10 @@ class Tiers:
 
     def embedded(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
         """A forward hook of the model's embedding layer."""
+        self._embedded(output)
+
+    @sglang_api.graph_break
+    def _embedded(self, output: torch.Tensor) -> None:
         if self.decoded is not None and self.decoded.num_tokens:
             self.tier.embedded(self.decoded.embeddings(output))
 
@@ -133,8 +143,11 @@ class Tiers:
         else:
             core = runner_core.inner_core(module, module.esft_layout)
             seen = partial(self._seen, layer_id)
-            run = WaveCore(self.tier, index, self.device_rows, core, seen)
-        return run if index < len(self.index_of) - 1 else partial(self._last, run)
+            rows, num_tokens = self.device_rows, lambda: self.num_tokens
+            run = WaveCore(self.tier, index, rows, core, seen, num_tokens)
+        if index == len(self.index_of) - 1:
+            run = partial(self._last, run)
+        return run if self.device_rows is None else GraphBreak(run)
 
     def _on_host(self, index: int, layer_id: int) -> Callable[[Any, Any], Any]:
         """An expert at a time, as they arrive."""
@@ -142,10 +155,9 @@ class Tiers:
         def run(dispatch_output: Any, weights: Any) -> Any:
             topk = dispatch_output.topk_output
             probs, hidden = self._seen(layer_id, dispatch_output)
-            output = moe.moe_forward(
+            output = moe.weighted_sum(
                 dispatch_output.hidden_states,
-                weights.w13_weight,
-                weights.w2_weight,
+                experts_of(weights),
                 topk.topk_weights,
                 topk.topk_ids,
                 partial(self.tier.arrivals, index, probs=probs, hidden=hidden),
@@ -209,9 +221,11 @@ def build_tiers(
         reader,
         {layer.layer_id: index for index, layer in enumerate(tiered)},
         None if predictor is None else DecodedTokens(model, spec.hidden_size),
+        Copies(config.quantised_adapters_path, config.quantised_adapters_bytes),
         device_rows,
-        [_publisher(tier, reader, looks=predictor is not None)] if sglang_api.has_metrics() else [],
     )
+    if sglang_api.has_metrics():
+        tiers.when_done.append(_publisher(tiers, looks=predictor is not None))
     if predictor is not None:
         embedding_layer(model).register_forward_hook(tiers.embedded)
     source.drop_page_cache()
@@ -244,11 +258,11 @@ def _tier(
     decisions: Decisions,
     predictor: Predictor | None,
     config: TierConfig,
-    load: Load,
+    load: LoadRow,
 ) -> ExpertTier:
     looks = predictor is not None or decisions.policy.streams
     ahead = Ahead(decisions, predictor, partial(_slots_of, tiered)) if looks else None
-    rows = [TierLayer(layer.layer_id, layer.w13, layer.w2) for layer in tiered]
+    rows = [TierLayer(each.layer_id, each.w13, each.w2, scales=each.scales) for each in tiered]
     return ExpertTier(rows, decisions, partial(Loader, config.read_threads), load, ahead)
 
 
@@ -256,23 +270,24 @@ def _device_rows(layer: TieredLayer, reader: ExpertReader, config: TierConfig) -
     """None where rows are host memory: experts are read straight into them."""
     if layer.w13.device.type == "cpu":
         return None
-    staging = make_staging(layer.w13, layer.w2, config.read_threads, pin_memory=True)
-    return DeviceRows(getattr(torch, layer.w13.device.type), staging, reader.read)
+    return rows_on_device((layer.w13, layer.w2, *(layer.scales or ())), reader.read, config)
 
 
-def _load_of(reader: ExpertReader, device_rows: DeviceRows | None) -> Load:
+def _load_of(reader: ExpertReader, device_rows: DeviceRows | None) -> LoadRow:
     if device_rows is not None:
         return device_rows.load
-    return lambda job, w13, w2: reader.read(job.place, w13, w2)
+    return lambda job, *rows: reader.read(job.place, *rows)
 
 
-def _publisher(tier: ExpertTier, reader: ExpertReader, *, looks: bool) -> Callable[[], None]:
+def _publisher(tiers: Tiers, *, looks: bool) -> Callable[[], None]:
     """looks: something is predicted, whose recall is to be told."""
     metrics = ExpertTierMetrics(sglang_api.tp_rank())
+    tier, reader, rows = tiers.tier, tiers.reader, tiers.device_rows
     layer_ids = [layer.layer_id for layer in tier.layers]
 
     def publish() -> None:
-        metrics.set(ExpertTierTotals.of(tier.totals(), tier.times, reader.counts))
+        host = HostCounts() if rows is None else rows.host_counts
+        metrics.set(ExpertTierTotals.of(tier.totals(), tier.times, reader.counts, host))
         if looks:
             metrics.set_recall(tier.decisions.recall, layer_ids)
 
@@ -280,8 +295,9 @@ def _publisher(tier: ExpertTier, reader: ExpertReader, *, looks: bool) -> Callab
 
 
 def _check_dtype(w13: torch.Tensor, spec: MoeSpec) -> None:
+    """Numbers of quantised experts are the checkpoint's whatever the server computes in."""
     served = str(w13.dtype).removeprefix("torch.")
-    if served != spec.dtype:
+    if spec.scheme is None and served != spec.dtype:
         raise ConfigError(
             f"--expert-cache: experts are read as the checkpoint has them, in {spec.dtype}, and "
             f"this server computes in {served}: use --dtype {spec.dtype}"
@@ -334,20 +350,23 @@ def measured_loads_per_layer(
         load_s = (time.perf_counter() - began) / len(places)
     finally:
         loader.close()
-    return _compute_seconds(layer, config.top_k) / max(load_s, 1e-9)
+    return _compute_seconds(layer, source.spec, config.top_k) / max(load_s, 1e-9)
 
 
 def _read_into(layer: TieredLayer, reader: ExpertReader, job: LoadJob) -> None:
-    reader.read(job.place, layer.w13[job.row], layer.w2[job.row])
+    reader.read(job.place, *layer.at(job.row).tensors)
 
 
-def _compute_seconds(layer: TieredLayer, top_k: int) -> float:
+def _compute_seconds(layer: TieredLayer, spec: MoeSpec, top_k: int) -> float:
     """Of one token's experts; the second time, so that nothing is touched first."""
-    hidden = torch.zeros((1, layer.w13.shape[2]), dtype=layer.w13.dtype)
+    experts: moe.Experts = moe.PlainExperts(layer.w13, layer.w2)
+    if layer.scales is not None:
+        experts = Int8Experts(layer.w13, layer.w2, *layer.scales)
+    hidden = torch.zeros((1, layer.w13.shape[2]), dtype=getattr(torch, spec.dtype))
     ids = torch.arange(top_k, dtype=torch.int32).remainder(layer.w13.shape[0]).view(1, -1)
     weights = torch.ones((1, top_k), dtype=torch.float32)
     for _ in range(2):
         began = time.perf_counter()
-        moe.moe_forward(hidden, layer.w13, layer.w2, weights, ids)
+        moe.weighted_sum(hidden, experts, weights, ids)
         seconds = time.perf_counter() - began
     return seconds

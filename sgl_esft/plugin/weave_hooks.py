@@ -70,10 +70,10 @@ def create_quantised_weights_with_adapter_slots(
             f"a base whose experts are quantised ({name}) was not shown to be woven on {device}: "
             "serve it with --no-esft, or weave the base that it was made of"
         )
-    if required_config().tiers is not None or page_source.current() is not None:
+    if page_source.current() is not None:
         raise UnsupportedModelError(
             f"a base whose experts are quantised ({name}) was not shown with experts that move: "
-            "leave --expert-cache and --elastic out"
+            "leave --elastic out"
         )
     create_weights_with_adapter_slots(original, method, layer, num_experts, *args, **kwargs)
 

@@ -5,13 +5,14 @@ folder (+ base folder) -> [inspect_adapter] -> AdapterReport -> table or JSON
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from sgl_esft.errors import AdapterFormatError, AdapterMismatchError
-from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, kind_of, read_expert_config
+from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, kind_of, read_config
 from sgl_esft.formats.adapter_paths import adapter_weight_files, resolve_adapter_path
 from sgl_esft.formats.expert_scheme import BLOCK, GROUP_SIZES, NIBBLES, ExpertScheme
 from sgl_esft.formats.finite import check_weights
@@ -22,6 +23,13 @@ from sgl_esft.tools.lora_report import LoraReport, inspect_lora
 
 # One architecture for each way of naming experts; without a base the name is all there is to see.
 _NAMING_STYLES: Final = ("DeepseekV2ForCausalLM", "MixtralForCausalLM")
+_SHARED_STYLES: Final = {
+    "shared_experts": "DeepseekV2ForCausalLM",
+    "shared_expert": "Qwen2MoeForCausalLM",
+}
+_SHARED_GATE: Final = re.compile(
+    r"(?:model\.)?layers\.([0-9]{1,9})\.mlp\.(shared_experts?)\.gate_proj\.weight", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,9 @@ class AdapterReport:
     base: Path | None
 
     def as_json(self) -> dict[str, object]:
-        """The report as JSON values; sizes in bytes, `experts` from layer id to expert ids."""
+        """The report as JSON values; sizes in bytes, `experts` from layer id to expert ids,
+        `shared_experts` the layers whose shared experts are tuned.
+        """
         manifest = self.manifest
         return {
             "kind": "esft",
@@ -47,6 +57,7 @@ class AdapterReport:
             "mean_experts_per_layer": manifest.mean_experts_per_layer,
             "sparsity": manifest.sparsity,
             "experts": {str(layer): list(ids) for layer, ids in manifest.experts.items()},
+            "shared_experts": list(manifest.shared_layers),
         }
 
     def as_table(self) -> Iterator[str]:
@@ -60,6 +71,8 @@ class AdapterReport:
             f"at most {manifest.max_experts_per_layer} "
             f"and on average {manifest.mean_experts_per_layer:.2f} a layer"
         )
+        if shared := manifest.shared_layers:
+            yield f"shared    shared experts of {len(shared)} layers: {' '.join(map(str, shared))}"
         yield f"sparsity  {manifest.sparsity:.2f} of padded slots would be empty"
         scheme = manifest.scheme
         stored = manifest.dtype if scheme is None else f"quantised as {scheme.label}"
@@ -87,7 +100,8 @@ def inspect_adapter(path: str, base_dir: Path | None) -> AdapterReport | LoraRep
 def _implied_spec(folder: Path) -> MoeSpec:
     """The smallest model that the adapter could be for: its own layers, ids, shapes and dtype."""
     headers = [read_header(file) for file in adapter_weight_files(folder)]
-    experts = read_expert_config(folder / EXPERT_CONFIG_NAME)
+    config = read_config(folder / EXPERT_CONFIG_NAME)
+    experts = config.experts
     found = {name: info for header in headers for name, info in header.tensors.items()}
     layer, expert = next((layer, ids[0]) for layer, ids in experts.items())
     for architecture in _NAMING_STYLES:
@@ -104,7 +118,8 @@ def _implied_spec(folder: Path) -> MoeSpec:
         for start in (stem, stem.removeprefix("model.")):
             parts = {n.removeprefix(start): i for n, i in found.items() if n.startswith(start)}
             if parts:
-                return _as_stored(spec, start, parts)
+                stored = _as_stored(spec, start, parts)
+                return _with_shared(stored, found) if config.shared_experts else stored
     raise AdapterFormatError(
         f"the adapter has no gate tensor of expert {expert} in layer {layer}, which "
         f"{EXPERT_CONFIG_NAME} lists."
@@ -133,6 +148,26 @@ def _as_stored(spec: MoeSpec, stem: str, parts: Mapping[str, TensorInfo]) -> Moe
     dtype = info.dtype if scheme is None else scheme.scale_dtype
     sized = replace(spec, hidden_size=hidden, expert_intermediate_size=width)
     return replace(sized, dtype=dtype, scheme=scheme)
+
+
+def _with_shared(spec: MoeSpec, tensors: Mapping[str, TensorInfo]) -> MoeSpec:
+    """With the layers, the width and the naming of the shared experts that are there."""
+    found = [(_SHARED_GATE.fullmatch(name), info) for name, info in tensors.items()]
+    gates = [(match, info) for match, info in found if match is not None and len(info.shape) == 2]
+    if not gates:
+        raise AdapterFormatError(
+            f"{EXPERT_CONFIG_NAME} has shared_experts = true, but there is no gate tensor of them, "
+            "such as model.layers.1.mlp.shared_experts.gate_proj.weight."
+        )
+    layers = sorted({*spec.moe_layer_ids, *(int(match[1]) for match, _ in gates)})
+    first, info = gates[0]
+    return replace(
+        spec,
+        architecture=_SHARED_STYLES[first[2]],
+        num_layers=layers[-1] + 1,
+        moe_layer_ids=tuple(layers),
+        shared_intermediate_size=info.shape[0],
+    )
 
 
 def _implied_scheme(

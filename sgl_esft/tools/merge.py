@@ -2,9 +2,10 @@
 
     base folder, adapter folder -> [merge_adapter] -> Hugging Face checkpoint
 
-The merged model is what an adapter's answers are measured against. Only expert bytes change: a
-shard keeps its name, its header and the place of every tensor in it. Over a quantised base, the
-experts are quantised first, as the base's were: to the byte what quantising the merged model gives.
+The merged model is what an adapter's answers are measured against. Only expert bytes change, with
+those of shared experts where the adapter has them: a shard keeps its name, its header and the place
+of every tensor in it. Over a quantised base, the experts are quantised first, as the base's were:
+to the byte what quantising the merged model gives.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from sgl_esft.errors import UnsupportedModelError
 from sgl_esft.formats.checkpoint import (
     Checkpoint,
     TensorBytes,
@@ -40,6 +42,7 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path) -> None:
     """
     base = open_checkpoint(base_dir, may_be_quantised=True)
     manifest = read_manifest(adapter_dir, base.spec)
+    _check_shared(base, manifest)
     with new_folder(out_dir) as folder, _as_the_base(manifest, base.spec, folder) as fitting:
         tuned = _tuned_tensors(base.spec, fitting)
         for file in companions(base_dir, keeps_index=True):
@@ -49,17 +52,33 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, out_dir: Path) -> None:
             _overwrite(folder / shard.name, shard, base, tuned)
 
 
+def _check_shared(base: Checkpoint, manifest: AdapterManifest) -> None:
+    """Opening a base checks its routed experts. Raises UnsupportedModelError."""
+    for key in manifest.shared:
+        name, part = base.spec.shared_tensor_name(*key), base.spec.shared_part(key[1])
+        info = base.tensors[name].info if name in base.tensors else None
+        if info is None or (info.dtype, info.shape) != (part.dtype, part.shape):
+            raise UnsupportedModelError(
+                f"{base.path} has tensor {name} as "
+                f"{'none' if info is None else f'{info.dtype} {list(info.shape)}'}, but its "
+                f"config.json says {part.dtype} {list(part.shape)}."
+            )
+
+
 def _tuned_tensors(spec: MoeSpec, manifest: AdapterManifest) -> dict[str, TensorBytes]:
     """Base tensor name -> the adapter's bytes for it; both have the same dtype and shape."""
     headers = {file: read_header(file) for file in manifest.files}
     numbers, *scales = spec.expert_parts("gate")
     stored = [(numbers, manifest.tensors), *((part, manifest.scales) for part in scales)]
-    return {
-        spec.expert_part_name(key, part): TensorBytes(
-            location.file, location.info_in(headers[location.file])
-        )
+    tuned = {
+        spec.expert_part_name(key, part): location
         for part, locations in stored
         for key, location in locations.items()
+    }
+    tuned |= {spec.shared_tensor_name(*key): where for key, where in manifest.shared.items()}
+    return {
+        name: TensorBytes(location.file, location.info_in(headers[location.file]))
+        for name, location in tuned.items()
     }
 
 

@@ -35,6 +35,7 @@ from sgl_esft.offload.recall import Recall
 from sgl_esft.offload.simulate import Replayed, Timeline, belady_hits, needs_of, replay
 from sgl_esft.offload.speed import MIN_SETTINGS, SpeedPoint, StepCosts, write_speed
 from sgl_esft.offload.trace import TraceHeader, TraceStep, read_header_of, read_trace
+from sgl_esft.support import TIER_SCHEMES
 from sgl_esft.tools import decode_windows, server_client
 
 
@@ -153,7 +154,7 @@ def train_lines(arguments: argparse.Namespace) -> Iterator[str]:
 def advise_lines(arguments: argparse.Namespace) -> Iterator[str]:
     """Raises ConfigError, UnsupportedModelError."""
     spec = read_moe_spec(arguments.base)
-    refuse_quantised(spec, "--expert-cache")
+    refuse_quantised(spec, "--expert-cache", TIER_SCHEMES)
     top_k = read_object(arguments.base / "config.json", UnsupportedModelError).get(
         "num_experts_per_tok"
     )

@@ -173,24 +173,27 @@ def check_still_there(layer: torch.nn.Module, memory: SlotMemory) -> None:
 
 
 def take_scales(
-    layer: torch.nn.Module, memory: SlotMemory, layout: SlotLayout
+    layer: torch.nn.Module, memory: SlotMemory, layout: SlotLayout, num_rows: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The scales of w13 and w2 [layout.num_slots, ...], as SGLang left them after loading.
 
+    num_rows: where slots are virtual, there are so many rows instead, and nothing is in them yet.
     None where nothing is quantised. `memory` counts them from now on. Raises UnsupportedModelError
     where they are not one row a slot, or where the checkpoint had none for an expert of the base.
     """
+    sizes = (layout.num_slots, layout.num_base)
+    num_slots, num_loaded = sizes if num_rows is None else (num_rows, 0)
     _, parameters = parameters_of(layer)
     if parameters.scales is None:
         return None
     first, second = (getattr(layer, name).data for name in parameters.scales)
     for name, scales in zip(parameters.scales, (first, second), strict=True):
-        if scales.shape[0] != layout.num_slots:
+        if scales.shape[0] != num_slots:
             raise UnsupportedModelError(
                 f"SGLang keeps {name} as {list(scales.shape)} after loading, without a row for "
-                f"each of {layout.num_slots} slots: this quantisation cannot be woven"
+                f"each of {num_slots} slots: this quantisation cannot be woven"
             )
-        of_base = scales[: layout.num_base].reshape(layout.num_base, -1)
+        of_base = scales[:num_loaded].reshape(num_loaded, scales[0].numel())
         has_all = torch.isfinite(of_base).all(dim=1)
         if not bool(has_all.all()):
             raise UnsupportedModelError(

@@ -14,17 +14,22 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import AdapterFormatError, InvariantError
 from sgl_esft.formats.finite import PIECE_BYTES, FiniteCheck, not_finite
-from sgl_esft.formats.manifest import AdapterManifest, TensorLocation, content_digest
-from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, Proj
+from sgl_esft.formats.manifest import (
+    AdapterManifest,
+    TensorLocation,
+    content_digest,
+    refused_shared,
+)
+from sgl_esft.formats.model_spec import PROJS, ExpertTensorKey, MoeSpec, Proj, SharedTensorKey
 from sgl_esft.formats.safetensors_header import ITEM_BYTES, SafetensorsHeader, read_header
 from sgl_esft.formats.strict_json import open_regular
 from sgl_esft.quant.adapter_cache import bytes_to_quantise, quantised_copy
@@ -36,6 +41,10 @@ from sgl_esft.weave.quantised_experts import lay_out
 # tens of microseconds, a reader yields to the rank's steps.
 OnRead = Callable[[int], None]
 
+NO_SHARED: Final[Mapping[int, range]] = {}
+
+_Key: TypeAlias = ExpertTensorKey | SharedTensorKey
+
 
 @dataclass(frozen=True)
 class HostAdapter:
@@ -45,11 +54,15 @@ class HostAdapter:
     manifest: AdapterManifest
     # layer id -> expert id -> weights, or where experts are in tiers their places in files
     experts: Mapping[int, Mapping[int, Any]]
+    stored: Any = None  # where experts are in tiers: what `AdapterFiles.prepare` found
+    # layer id -> weights of its shared experts, as one expert's that is as wide as all of them
+    shared: Mapping[int, ExpertWeights] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """In host memory: places take none."""
-        every = (w for layer in self.experts.values() for w in layer.values())
+        routed = (w for layer in self.experts.values() for w in layer.values())
+        every = (*routed, *self.shared.values())
         return sum(w.num_bytes for w in every if isinstance(w, ExpertWeights))
 
 
@@ -62,6 +75,7 @@ def read_for_base(
     on_size: Callable[[int], None],
     on_read: OnRead,
     *,
+    shared: Mapping[int, range] = NO_SHARED,
     pin_memory: bool = False,
 ) -> HostAdapter:
     """As `read_adapter`, quantised as the base is; on_size is told what on_read will be told of.
@@ -70,8 +84,10 @@ def read_for_base(
     Raises as `quantised_copy` does, too.
     """
     if spec.scheme is None or manifest.scheme is not None:
-        on_size(num_bytes_to_read(manifest, shards))
-        return read_adapter(name, manifest, shards, on_read=on_read, pin_memory=pin_memory)
+        on_size(num_bytes_to_read(manifest, shards, shared))
+        return read_adapter(
+            name, manifest, shards, shared=shared, on_read=on_read, pin_memory=pin_memory
+        )
     cache_dir, max_bytes = config.quantised_adapters_path, config.quantised_adapters_bytes
     digest = content_digest(manifest.path, lambda: on_read(0))
     num_own = sum(
@@ -91,15 +107,19 @@ def read_adapter(
     manifest: AdapterManifest,
     shards: Mapping[int, ExpertShard],
     *,
+    shared: Mapping[int, range] = NO_SHARED,
     on_read: OnRead = lambda num_bytes: None,
     pin_memory: bool = False,
 ) -> HostAdapter:
     """Read a validated adapter's experts for the layers and shards of this rank.
 
-    shards: layer id -> what this rank holds of that layer. pin_memory: for copies to an
-    accelerator. Raises AdapterNotFiniteError, and AdapterFormatError when a file changed or broke
-    after it was validated.
+    shards: layer id -> what this rank holds of that layer; shared: the same of the rows of its
+    shared experts' width. pin_memory: for copies to an accelerator. Raises AdapterNotFiniteError,
+    AdapterFormatError when a file changed or broke after it was validated, and
+    UnsupportedAdapterError for shared experts of a layer that is not in `shared`.
     """
+    if not shared.keys() >= set(manifest.shared_layers):
+        raise refused_shared(name, "here: serve it merged")
     with ExitStack() as stack:
         files = _ExpertFiles(name, manifest, on_read, stack, pin_memory=pin_memory)
         read = _read_expert if manifest.scheme is None else _read_quantised
@@ -111,12 +131,25 @@ def read_adapter(
             }
             for layer_id, expert_ids in manifest.experts.items()
         }
-    return HostAdapter(name, manifest, experts)
+        tuned_shared = {
+            layer_id: _read_projections(
+                files, {proj: (layer_id, proj) for proj in PROJS}, shared[layer_id]
+            )
+            for layer_id in manifest.shared_layers
+        }
+    return HostAdapter(name, manifest, experts, shared=tuned_shared)
 
 
-def num_bytes_to_read(manifest: AdapterManifest, shards: Mapping[int, ExpertShard]) -> int:
+def num_bytes_to_read(
+    manifest: AdapterManifest,
+    shards: Mapping[int, ExpertShard],
+    shared: Mapping[int, range] = NO_SHARED,
+) -> int:
     """What `on_read` of `read_adapter` will have been told in the end."""
     num_bytes = 0
+    for (layer_id, proj), location in manifest.shared.items():
+        num_rows = location.shape[0] if proj == "down" else len(shared.get(layer_id, ()))
+        num_bytes += num_rows * location.shape[1] * ITEM_BYTES[location.dtype]
     for key, location in (*manifest.tensors.items(), *manifest.scales.items()):
         layer_id, expert_id, proj = key
         if expert_id not in shards[layer_id].expert_ids:
@@ -131,16 +164,21 @@ def num_bytes_to_read(manifest: AdapterManifest, shards: Mapping[int, ExpertShar
 def _read_expert(
     files: _ExpertFiles, layer_id: int, expert_id: int, shard: ExpertShard
 ) -> ExpertWeights:
-    rows = shard.intermediate
-    gate, up, down = (files.location((layer_id, expert_id, proj)) for proj in PROJS)
+    keys: dict[Proj, _Key] = {proj: (layer_id, expert_id, proj) for proj in PROJS}
+    return _read_projections(files, keys, shard.intermediate)
+
+
+def _read_projections(files: _ExpertFiles, keys: Mapping[Proj, _Key], rows: range) -> ExpertWeights:
+    """`rows`: of the width of an MLP, as this rank holds them."""
+    gate, up, down = (files.location(keys[proj]) for proj in PROJS)
     w13 = files.empty(gate.dtype, 2 * len(rows), gate.shape[1])
-    files.read_rows((layer_id, expert_id, "gate"), gate, rows, w13[: len(rows)])
-    files.read_rows((layer_id, expert_id, "up"), up, rows, w13[len(rows) :])
+    files.read_rows(keys["gate"], gate, rows, w13[: len(rows)])
+    files.read_rows(keys["up"], up, rows, w13[len(rows) :])
     height, width = down.shape
     w2 = files.empty(down.dtype, height, len(rows))
     # A tensor parallel rank's columns lie apart in the file.
     whole = w2 if len(rows) == width else torch.empty((height, width), dtype=w2.dtype)
-    files.read_rows((layer_id, expert_id, "down"), down, range(height), whole)
+    files.read_rows(keys["down"], down, range(height), whole)
     if whole is not w2:
         w2.copy_(whole[:, rows.start : rows.stop])
     return ExpertWeights(w13=w13, w2=w2)
@@ -174,7 +212,8 @@ class _ExpertFiles:
         self.manifest = manifest
         self._checks = {
             location.dtype: FiniteCheck(location.dtype)
-            for location in (*manifest.tensors.values(), *manifest.scales.values())
+            for locations in (manifest.tensors, manifest.scales, manifest.shared)
+            for location in locations.values()
         }
         self._on_read = on_read
         self._pin_memory = pin_memory
@@ -191,8 +230,8 @@ class _ExpertFiles:
             return expert
         return ExpertWeights(*(tensor.pin_memory() for tensor in expert.tensors))
 
-    def location(self, key: ExpertTensorKey) -> TensorLocation:
-        return self.manifest.tensors[key]
+    def location(self, key: _Key) -> TensorLocation:
+        return self.manifest.tensors[key] if len(key) == 3 else self.manifest.shared[key]
 
     def read_parts(self, key: ExpertTensorKey) -> Parts:
         """A quantised projection's numbers and scales, whole. Raises as `read_rows` does."""
@@ -205,7 +244,7 @@ class _ExpertFiles:
         return parts
 
     def read_rows(
-        self, key: ExpertTensorKey, location: TensorLocation, rows: range, out: torch.Tensor
+        self, key: _Key, location: TensorLocation, rows: range, out: torch.Tensor
     ) -> None:
         """`out` [len(rows), columns], contiguous, becomes these rows of the tensor.
 
@@ -232,7 +271,7 @@ class _ExpertFiles:
         location: TensorLocation,
         offset: int,
         out: torch.Tensor,
-        key: ExpertTensorKey,
+        key: _Key,
     ) -> None:
         check, path = self._checks[location.dtype], location.file
         buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)

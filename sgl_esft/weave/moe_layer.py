@@ -112,7 +112,7 @@ class WovenLayer:
             w2=w2.data,
             expert_map=ExpertMap(row, layout, w13.device, page_source.num_sources()),
             memory=memory,  # type: ignore[arg-type]
-            scales=expert_tensor.take_scales(fused_moe, memory, layout),  # type: ignore[arg-type]
+            scales=cls.scales_of(fused_moe, memory, layout),
             pack=pack,
             is_up_first=bool(
                 getattr(
@@ -125,6 +125,13 @@ class WovenLayer:
     def num_rows_of(cls, memory: object, num_slots: int) -> int:
         """Rows of the tensors of a layer with so many slots: as many, where none is virtual."""
         return num_slots
+
+    @classmethod
+    def scales_of(
+        cls, fused_moe: torch.nn.Module, memory: object, layout: SlotLayout
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`expert_tensor.take_scales`."""
+        return expert_tensor.take_scales(fused_moe, memory, layout)  # type: ignore[arg-type]
 
     @property
     def mapped_slots(self) -> set[int]:

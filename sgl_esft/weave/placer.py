@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from sgl_esft.errors import EsftError, OutOfExpertMemoryError
 from sgl_esft.weave.host_cache import HostAdapter
 from sgl_esft.weave.moe_layer import WovenLayer
+from sgl_esft.weave.shared_mlp import SharedMlp
 from sgl_esft.weave.slot_table import Placement, SlotTable, SlotUses
 
 
 class Placer:
     """The layers of one rank, and the slots that are alike in all of them."""
 
-    def __init__(self, layers: Mapping[int, WovenLayer], slots: SlotTable) -> None:
+    def __init__(
+        self, layers: Mapping[int, WovenLayer], shared: Mapping[int, SharedMlp], slots: SlotTable
+    ) -> None:
         self._layers = layers
+        self._shared = shared
         self._slots = slots
         self.uses = SlotUses()
 
@@ -62,14 +66,14 @@ class Placer:
 
     def _place(self, slot: int, adapter: HostAdapter) -> None:
         """All layers or none."""
-        placed: list[WovenLayer] = []
+        placed: list[int] = []
         try:
-            for layer_id, layer in self._layers.items():
+            for layer_id in self._layers:
                 self.place_layer(layer_id, slot, adapter)
-                placed.append(layer)
+                placed.append(layer_id)
         except EsftError:
-            for layer in placed:
-                layer.displace(slot)
+            for layer_id in placed:
+                self._displace_layer(layer_id, slot)
             raise
 
     def place_layer(self, layer_id: int, slot: int, adapter: HostAdapter) -> None:
@@ -77,9 +81,21 @@ class Placer:
         self.uses.num_changes += 1
         expert_ids = adapter.manifest.experts.get(layer_id, ())
         self._layers[layer_id].place(slot, adapter.experts.get(layer_id, {}), expert_ids)
+        if layer_id not in adapter.shared:
+            return
+        try:
+            self._shared[layer_id].place(slot, adapter.shared[layer_id])
+        except BaseException:
+            self._displace_layer(layer_id, slot)
+            raise
 
     def displace(self, slot: int) -> None:
         """Take what is in the slot out of every layer."""
         self.uses.num_changes += 1
-        for layer in self._layers.values():
-            layer.displace(slot)
+        for layer_id in self._layers:
+            self._displace_layer(layer_id, slot)
+
+    def _displace_layer(self, layer_id: int, slot: int) -> None:
+        if layer_id in self._shared:
+            self._shared[layer_id].displace(slot)
+        self._layers[layer_id].displace(slot)

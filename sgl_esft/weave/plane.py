@@ -31,6 +31,7 @@ from sgl_esft.weave.host_cache import HostAdapter, OnRead, read_for_base
 from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 from sgl_esft.weave.placer import Placer
 from sgl_esft.weave.shared_layer import SharedLayer
+from sgl_esft.weave.shared_mlp import NO_SHARED_MLPS, SharedMlps
 from sgl_esft.weave.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,16 @@ class PlacedAdapter:
 class AdapterFiles(Protocol):
     """Where experts are in tiers: adapters' files, from which experts are read when needed."""
 
+    def prepare(
+        self, manifest: AdapterManifest, on_size: Callable[[int], None], on_read: OnRead
+    ) -> Any:
+        """What is to be registered, kept while it is held. For any thread.
+
+        on_size is told the bytes that on_read will be told of. Raises one of the Adapter* errors.
+        """
+
     def register(
-        self, adapter_id: str, manifest: AdapterManifest, shards: Mapping[int, ExpertShard]
+        self, adapter_id: str, stored: Any, shards: Mapping[int, ExpertShard]
     ) -> Mapping[int, Mapping[int, Any]]:
         """Keep the files open. Returns layer id -> expert id -> place, of this rank's experts.
 
@@ -91,6 +100,7 @@ class AdapterPlane:
     the host's adapters, least recently used first out. `max_pages` bounds the
     pages behind all adapters' slots, None = as many as the device has. `files`: given where
     experts are in tiers; a loaded adapter is then its places in files, and takes no host memory.
+    `shared`: what adapters that tune shared experts need besides.
     """
 
     def __init__(
@@ -102,8 +112,10 @@ class AdapterPlane:
         is_resident: bool,
         max_pages: int | None = None,
         files: AdapterFiles | None = None,
+        shared: SharedMlps = NO_SHARED_MLPS,
     ) -> None:
         self.layers = layers
+        self._shared = shared
         self._spec = spec
         self._config = config
         self.is_resident = is_resident
@@ -116,7 +128,7 @@ class AdapterPlane:
         self._pinned: set[str] = set()
         self._placing: dict[str, list[int]] = {}  # adapter id -> layers still without its weights
         self._last_wanted: set[str] = set()
-        self._placer = Placer(layers, self._slots)
+        self._placer = Placer(layers, shared.layers, self._slots)
         self.uses = self._placer.uses
 
     @property
@@ -152,9 +164,10 @@ class AdapterPlane:
         on_size is told the bytes that on_read will be told of. Raises one of the Adapter* errors.
         """
         manifest = check_loadable(source.name, source.path, (), self._spec, self._config)
+        self._shared.check(source.name, manifest)
         if self._files is not None:
-            on_size(0)
-            return HostAdapter(source.name, manifest, {})
+            stored = self._files.prepare(manifest, on_size, on_read)
+            return HostAdapter(source.name, manifest, {}, stored=stored)
         shards = {layer_id: layer.readable_shard for layer_id, layer in self.layers.items()}
         device = next(iter(self.layers.values())).w13.device
         return read_for_base(
@@ -165,6 +178,7 @@ class AdapterPlane:
             self._config,
             on_size,
             on_read,
+            shared=self._shared.rows,
             pin_memory=device.type == "cuda",
         )
 
@@ -190,7 +204,7 @@ class AdapterPlane:
             self._check_kept(source.name, adapter.manifest)
         if self._files is not None:
             shards = {layer_id: layer.shard for layer_id, layer in self.layers.items()}
-            places = self._files.register(source.adapter_id, adapter.manifest, shards)
+            places = self._files.register(source.adapter_id, adapter.stored, shards)
             adapter = replace(adapter, experts=places)
         self._loaded[source.adapter_id] = adapter
         self._pages[source.adapter_id] = num_pages
@@ -296,10 +310,14 @@ class AdapterPlane:
     def placements(self) -> dict[str, tuple[int, int]]:
         """Adapter id -> (adapter slot, bytes of memory behind it), of everything on the device."""
         return {
-            adapter_id: (slot, sum(layer.num_bytes_of(slot) for layer in self.layers.values()))
+            adapter_id: (slot, self._num_bytes_of(slot))
             for adapter_id in self._loaded
             if (slot := self._slots.slot_of(adapter_id)) is not None
         }
+
+    def _num_bytes_of(self, slot: int) -> int:
+        routed = sum(layer.num_bytes_of(slot) for layer in self.layers.values())
+        return routed + self._shared.num_bytes_of(slot)
 
     def placed(self) -> list[PlacedAdapter]:
         """Everything on the device, for another engine's `adopt`."""
@@ -374,5 +392,12 @@ class AdapterPlane:
     def check_integrity(self) -> None:
         """Raises InvariantError when a map, a layer's memory or the slot table is wrong."""
         self._slots.check_integrity()
+        self._shared.check_integrity(
+            {
+                slot: adapter.shared.keys()
+                for adapter_id, adapter in self._loaded.items()
+                if (slot := self._slots.slot_of(adapter_id)) is not None
+            }
+        )
         for layer in self.layers.values():
             layer.check_integrity()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ LORA_FLAGS = ("--max-loras", "2", "--max-lora-rank", "8", "--enable-metrics")
 LAYOUTS = {"one-rank": CHUNKED, "tp2-ep2": TP2_EP2}
 BATCH = 40
 LOUDNESS = 0.4  # of LoRA's change: experts still decide too
+NUM_PROMPTS = 20  # of each of nine models
 
 
 class MixedFamily(Family):
@@ -69,13 +71,17 @@ def make_mixed(architecture: str, folder: Path) -> MixedFamily:
     write_random_lora(folder / "l0", base, 20, loudness=LOUDNESS)
     write_random_lora(folder / "l1", base, 21, rank=8, targets=few, loudness=2 * LOUDNESS)
     write_random_lora(folder / "l2", base, 22, layers=(1, 2), loudness=LOUDNESS, use_rslora=True)
-    return MixedFamily(f"{architecture} with LoRA", base, esft)
+    return MixedFamily(f"{architecture} with LoRA", base, esft, NUM_PROMPTS)
+
+
+MixedFamilies = Callable[[str], MixedFamily]
 
 
 @pytest.fixture(scope="session")
-def mixed_families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixedFamily]:
+def mixed_family(tmp_path_factory: pytest.TempPathFactory) -> MixedFamilies:
+    """Architecture -> family, made when it is first asked for."""
     folder = tmp_path_factory.mktemp("mixed")
-    return {each: make_mixed(each, folder / each) for each in ARCHITECTURES}
+    return cache(lambda architecture: make_mixed(architecture, folder / architecture))
 
 
 def spec_of(family: MixedFamily, layout: str) -> ServerSpec:
@@ -103,10 +109,10 @@ def as_asked(name: str | None) -> Any:
 def test_mixed_batches_equal_merged_models(
     architecture: str,
     layout: str,
-    mixed_families: dict[str, MixedFamily],
+    mixed_family: MixedFamilies,
     server_pool: ServerPool,
 ) -> None:
-    family = mixed_families[architecture]
+    family = mixed_family(architecture)
     reference = reference_of(family, server_pool)
     server = server_pool.get(spec_of(family, layout))
     requests_of = [(name, i) for name in reference.answers for i in range(len(reference.prompts))]
@@ -127,69 +133,114 @@ def test_mixed_batches_equal_merged_models(
 
 @pytest.fixture
 def served(
-    mixed_families: dict[str, MixedFamily], server_pool: ServerPool
+    mixed_family: MixedFamilies, server_pool: ServerPool
 ) -> tuple[MixedFamily, Reference, Server]:
-    family = mixed_families["DeepseekV2ForCausalLM"]
+    family = mixed_family("DeepseekV2ForCausalLM")
     reference = reference_of(family, server_pool)
     return family, reference, server_pool.get(spec_of(family, "one-rank"))
+
+
+# Copies of the adapters, and what they mean one after the other: each pair of versions that a
+# request may meet is one of PAIRS.
+WALK = (("esft-copy", "e1"), ("lora-copy", "l1"), ("esft-copy", "e0"), ("lora-copy", "l0"))
+COPIES = {
+    "esft-copy": ("e1", "e0"),
+    "lora-copy": ("l1", "l0"),
+    "lora-copy+esft-copy": ("e1+l1", "e0+l1", "e0+l0"),
+}
+NUM_WALKS = 3
+
+
+class Traffic:
+    """Requests of one prompt, whose answers are compared; `wrong` has those that differ."""
+
+    def __init__(self, reference: Reference, server: Server) -> None:
+        self.reference = reference
+        self.server = server
+        self.stop = threading.Event()
+        self.wrong: list[object] = []
+        self.num_answers: Counter[str] = Counter()  # by what was asked for
+
+    def ask(
+        self, prompt: int, adapter: Any, models: Sequence[str | None], *, may_be_gone: bool = False
+    ) -> None:
+        """The answer must be one of the models'; a name that comes and goes may be unknown."""
+        sampling = {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+        body = {"text": self.reference.prompts[prompt], "adapter": adapter}
+        found = self.server.post("/generate", {**body, "sampling_params": sampling})
+        if may_be_gone and found.status_code in (400, 404) and "UnknownAdapter" in found.text:
+            return
+        allowed = [self.reference.answers[model][prompt] for model in models]
+        if found.status_code != 200 or tuple(found.json()["output_ids"]) not in allowed:
+            self.wrong.append((models, adapter, prompt, found.text[:300]))
+        self.num_answers[str(adapter)] += 1
+
+    def client(self, seed: int) -> None:
+        """Asks for everything that stays."""
+        rng = random.Random(seed)
+        while not self.stop.is_set():
+            model = rng.choice(list(self.reference.answers))
+            adapter = as_asked(model)
+            if isinstance(adapter, list):
+                rng.shuffle(adapter)
+            self.ask(rng.randrange(len(self.reference.prompts)), adapter, [model])
+
+    def client_of_copies(self, seed: int) -> None:
+        """Asks for what comes and goes, and must never meet a half of it."""
+        rng = random.Random(seed)
+        while not self.stop.is_set():
+            adapter = rng.choice(list(COPIES))
+            prompt = rng.randrange(len(self.reference.prompts))
+            self.ask(prompt, adapter, COPIES[adapter], may_be_gone=True)
+
+
+def change(server: Server, method: str, place: str = "", **body: Any) -> None:
+    """POST, PATCH or DELETE, and wait for its end."""
+    url = f"{server.url}/v1/adapters{place}?wait=true"
+    found = requests.request(method, url, json=body or None, timeout=120)
+    assert found.status_code in (200, 201, 204), (method, place, body, found.text)
+
+
+def walk(traffic: Traffic, family: MixedFamily, turn: int) -> None:
+    """Both copies come, change while they are used, and go; after each change they are asked."""
+    server, means = traffic.server, dict[str, str]()
+    for name, model in WALK:
+        path = str({**family.adapters, **family.loras}[model])
+        if name in means:
+            change(server, "PATCH", f"/{name}", path=path, pinned=bool(turn % 2))
+        else:
+            change(server, "POST", name=name, path=path)
+        means[name] = model
+        traffic.ask(turn, name, [model])
+        if len(means) == 2:
+            pair = f"{means['esft-copy']}+{means['lora-copy']}"
+            traffic.ask(turn, ["lora-copy", "esft-copy"], [pair])
+    listed = {a["name"]: (a["kind"], a["pinned"]) for a in listing(server)["adapters"]}
+    for name in means:
+        assert listed[name] == (name.removesuffix("-copy"), bool(turn % 2))
+    for name in sorted(means, reverse=bool(turn % 2)):
+        change(server, "DELETE", f"/{name}")
+        traffic.ask(turn, name, [], may_be_gone=True)
 
 
 def test_answers_hold_while_adapters_of_both_kinds_come_and_go(
     served: tuple[MixedFamily, Reference, Server],
 ) -> None:
-    """Clients ask for all models, one prompt a request; another loads, asks and unloads copies."""
+    """Clients ask for all models, one prompt a request; another loads, replaces and unloads."""
     family, reference, server = served
-    stop = threading.Event()
-    wrong: list[object] = []
-
-    def ask(prompt: int, model: str | None, adapter: Any) -> None:
-        found = server.post(
-            "/generate",
-            {
-                "text": reference.prompts[prompt],
-                "adapter": adapter,
-                "sampling_params": {
-                    "temperature": 0,
-                    "max_new_tokens": NUM_NEW_TOKENS,
-                    "ignore_eos": True,
-                },
-            },
-        )
-        if found.status_code != 200 or (
-            tuple(found.json()["output_ids"]) != reference.answers[model][prompt]
-        ):
-            wrong.append((model, adapter, prompt, found.text[:300]))
-
-    def client(seed: int) -> None:
-        rng = random.Random(seed)
-        while not stop.is_set():
-            model = rng.choice(list(reference.answers))
-            adapter = as_asked(model)
-            if isinstance(adapter, list):
-                rng.shuffle(adapter)
-            ask(rng.randrange(len(reference.prompts)), model, adapter)
-
-    def churn() -> None:
-        for turn in range(4):
-            for name, path, model, adapter in (
-                ("esft-copy", family.adapters["e1"], "e1", "esft-copy"),
-                ("lora-copy", family.loras["l1"], "l1", "lora-copy"),
-            ):
-                assert server.load(name, path).json()["success"], name
-                ask(turn, model, adapter)
-            ask(turn, "e1+l1", ["lora-copy", "esft-copy"])
-            for name in ("esft-copy", "lora-copy"):
-                assert server.unload(name).json()["success"], name
-
+    traffic = Traffic(reference, server)
     with ThreadPoolExecutor(7) as pool:
-        clients = [pool.submit(client, seed) for seed in range(6)]
+        clients = [pool.submit(traffic.client, seed) for seed in range(4)]
+        clients += [pool.submit(traffic.client_of_copies, seed) for seed in range(2)]
         try:
-            pool.submit(churn).result(timeout=240)
+            for turn in range(NUM_WALKS):
+                pool.submit(walk, traffic, family, turn).result(timeout=240)
         finally:
-            stop.set()
+            traffic.stop.set()
         for each in clients:
             each.result()
-    assert wrong == []
+    assert traffic.wrong == []
+    assert set(traffic.num_answers) >= set(COPIES), "the copies were asked for while they came"
     left = {a["name"]: a["num_references"] for a in listing(server)["adapters"]}
     assert left == dict.fromkeys((*ESFT, *LORAS), 0), "nothing is held, nothing is left"
 
@@ -270,25 +321,28 @@ def test_models_name_pairs(served: tuple[MixedFamily, Reference, Server]) -> Non
     assert len({said, text_of("e0"), text_of("l0"), text_of("base")}) == 4
 
 
-def bad_loras(root: Path, base: Path) -> Iterator[tuple[str, Path, str]]:
-    """(name, folder, what the error says)."""
-    yield "rank", write_random_lora(root / "r", base, 1, rank=16), "has rank 16"
-    experts = write_random_lora(root / "m", base, 1, targets=("o_proj",))
-    rename(experts, "self_attn.o_proj", "mlp.experts.0.down_proj")
-    yield "experts", experts, "routed experts take no LoRA"
+def bad_loras(root: Path, base: Path) -> Iterator[tuple[str, Path, str, str]]:
+    """(name, folder, error, what it says)."""
+    rank = write_random_lora(root / "r", base, 1, rank=16)
+    yield "rank", rank, "AdapterMismatchError", "has rank 16"
+    for place, parameter in enumerate(("mlp.experts.0.down_proj", "mlp.experts")):
+        experts = write_random_lora(root / f"m{place}", base, 1, targets=("o_proj",))
+        rename(experts, "self_attn.o_proj", parameter)
+        yield "experts", experts, "UnsupportedAdapterError", "routed experts take no LoRA"
     unknown = write_random_lora(root / "u", base, 1, targets=("o_proj",))
     rename(unknown, "o_proj", "z_proj")
-    yield "unknown", unknown, "this base takes LoRA in"
+    yield "unknown", unknown, "UnsupportedAdapterError", "this base takes LoRA in"
     other = write_random_base(root / "other", "DeepseekV2ForCausalLM", seed=5, hidden_size=64)
-    yield "other", write_random_lora(root / "o", other, 1), "made for another model"
+    foreign = write_random_lora(root / "o", other, 1)
+    yield "other", foreign, "AdapterMismatchError", "made for another model"
     dora = write_random_lora(root / "d", base, 1, use_dora=True)
-    yield "dora", dora, "use_dora"
+    yield "dora", dora, "UnsupportedAdapterError", "use_dora"
     both = write_random_lora(root / "both", base, 1)
     (both / "expert_cfg.json").write_text('{"experts": {"1": [0]}}')
-    yield "both", both, "an adapter is of one kind"
+    yield "both", both, "UnsupportedAdapterError", "an adapter is of one kind"
     pickled = write_random_lora(root / "p", base, 1)
     (pickled / "adapter_model.bin").write_bytes(b"PK\x03\x04")
-    yield "pickle", pickled, "never read"
+    yield "pickle", pickled, "AdapterFormatError", "never read"
 
 
 def rename(folder: Path, old: str, new: str) -> None:
@@ -305,14 +359,56 @@ def test_bad_loras_change_nothing(
     served: tuple[MixedFamily, Reference, Server], tmp_path: Path
 ) -> None:
     family, reference, server = served
-    before = listing(server)["adapters"]
-    for name, folder, said in bad_loras(tmp_path, family.base):
+    before = steady(server)
+    for name, folder, error, said in bad_loras(tmp_path, family.base):
         found = server.load(name, folder)
         assert found.status_code == 400, name
+        assert found.json()["error_message"].startswith(f"{error}: "), found.text
         assert said in found.json()["error_message"], (name, found.text)
+        expect_refused(server, {"name": name, "path": str(folder)}, 400, error, said)
     again = server.load("l0", family.loras["l1"])
     assert "is loaded already" in again.json()["error_message"]
-    after = [a for a in listing(server)["adapters"] if a["state"] != "failed"]
-    assert [a["name"] for a in after] == [a["name"] for a in before]
+    assert steady(server) == before
     asked = server.token_ids([reference.prompts[1]], ["l0"], NUM_NEW_TOKENS)[0]
     assert asked == reference.answers["l0"][1]
+
+
+def steady(server: Server) -> dict[str, Any]:
+    """The listing, without what failed and without what is looked at again now and then."""
+    found = listing(server)
+    adapters = [a for a in found["adapters"] if a["state"] != "failed"]
+    return {**found, "adapters": [{**a, "changed_on_disk": None} for a in adapters]}
+
+
+def expect_refused(
+    server: Server, body: dict[str, Any], status: int, error: str, said: str
+) -> None:
+    """By POST /v1/adapters."""
+    found = server.post("/v1/adapters?wait=true", body)
+    assert found.status_code == status, found.text
+    assert found.json()["error"]["type"] == error, found.text
+    assert said in found.json()["error"]["message"], found.text
+
+
+def test_a_name_means_one_adapter_whatever_its_kind(
+    served: tuple[MixedFamily, Reference, Server],
+) -> None:
+    """Loading is refused for a name in use, by either kind; replacing says so and may change it."""
+    family, reference, server = served
+    for name, folder in (("l0", family.adapters["e0"]), ("e0", family.loras["l0"])):
+        body = {"name": name, "path": str(folder)}
+        expect_refused(server, body, 409, "AdapterExistsError", "is loaded with other content")
+        assert server.load(name, folder).status_code == 400
+    kinds = {a["name"]: a["kind"] for a in listing(server)["adapters"]}
+    assert (kinds["l0"], kinds["e0"]) == ("lora", "esft")
+    change(server, "POST", name="turn", path=str(family.loras["l0"]))
+    try:
+        change(server, "PATCH", "/turn", path=str(family.adapters["e1"]))
+        assert {a["name"]: a["kind"] for a in listing(server)["adapters"]}["turn"] == "esft"
+        asked: list[Any] = ["turn", ["l1", "turn"]]
+        found = server.token_ids([reference.prompts[0]] * 2, asked, NUM_NEW_TOKENS)
+        assert found == [reference.answers[model][0] for model in ("e1", "e1+l1")]
+        refused = server.post("/generate", {"text": "x", "adapter": ["e0", "turn"]})
+        assert refused.json()["error"]["type"] == "TooManyAdaptersError", refused.text
+    finally:
+        change(server, "DELETE", "/turn")

@@ -18,12 +18,13 @@ import requests
 from safetensors.torch import load_file, save_file
 
 from sgl_esft import zoo
-from tests.support.quantised_zoo import NAMES, QuantisedZoo
+from tests.support.quantised_zoo import NAMES, WIDTH, QuantisedZoo
 from tests.support.servers import DP2_EP2, TP2_EP2, Server, ServerPool, ServerSpec
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
+HIDDEN = 128  # of the demo
 NUM_PROMPTS = 12
 NUM_NEW_TOKENS = 12
 # A bfloat16 has 8 bits, and another batch rounds the linear layers otherwise: what is closer is a
@@ -31,7 +32,8 @@ NUM_NEW_TOKENS = 12
 TIE_LOGPROB = 0.25
 MIN_CLEAR = 24  # of the answers of one model, all tasks together
 STORED = "sum"  # the adapter that is stored quantised
-LAYOUTS = {"one-rank": (), "tp2-ep2": TP2_EP2, "dp2-ep2": DP2_EP2}
+RANKS = {"tp2-ep2": TP2_EP2, "dp2-ep2": DP2_EP2}
+LAYOUTS = {"one-rank": (), **RANKS}
 QUANTISATION = {"int4": ("--quantization", "moe_wna16")}  # what plain SGLang must be told
 CASES = [
     pytest.param("int8", "one-rank"),
@@ -102,13 +104,15 @@ class References:
 
     def __init__(self, made: QuantisedZoo, pool: ServerPool) -> None:
         self._zoo, self._pool = made, pool
-        self._made: dict[tuple[str, Model], Reference] = {}
+        self._made: dict[tuple[str, tuple[str, ...], Model], Reference] = {}
 
-    def get(self, scheme: str, model: Model) -> Reference:
-        key = scheme, model
+    def get(self, scheme: str, ranks: tuple[str, ...], model: Model) -> Reference:
+        """`ranks`: flags; what is added up on two of them is rounded otherwise than on one."""
+        key = scheme, ranks, model
         if key not in self._made:
             folder = self._zoo.quantised(model, scheme)
-            spec = ServerSpec(folder, args=QUANTISATION.get(scheme, ()), weave=False)
+            args = (*QUANTISATION.get(scheme, ()), *ranks)
+            spec = ServerSpec(folder, args=args, weave=False)
             server, texts = self._pool.get(spec), prompts()
             together = ask(server, [None] * len(texts), texts)
             self._made[key] = Reference(together, ask_alone(server, None))
@@ -136,8 +140,10 @@ def spec_of(made: QuantisedZoo, scheme: str, layout: str, copies: Path) -> Serve
 
 
 def models_of(case: tuple[str, str]) -> list[Model]:
-    """`make test` starts a plain server for each of them."""
-    return [None, "date"] if case == QUICK else [None, *NAMES]
+    """A plain server is started for each of them: on two ranks, and in `make test`, for fewer."""
+    if case == QUICK:
+        return [None, "date"]
+    return [None, "date", STORED] if case[1] in RANKS else [None, *NAMES]
 
 
 @pytest.mark.parametrize(("scheme", "layout"), CASES)
@@ -149,7 +155,9 @@ def test_woven_equals_merged_and_quantised(
     server_pool: ServerPool,
     copies: Path,
 ) -> None:
-    expected = {model: references.get(scheme, model) for model in models_of((scheme, layout))}
+    ranks = RANKS.get(layout, ())
+    models = models_of((scheme, layout))
+    expected = {model: references.get(scheme, ranks, model) for model in models}
     answers = {model: reference.together for model, reference in expected.items()}
     server = server_pool.get(spec_of(quantised_zoo, scheme, layout, copies))
     texts = prompts()
@@ -215,11 +223,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 def test_memory_is_counted_with_scales(server: Server) -> None:
     report = requests.get(f"{server.url}/v1/memory", timeout=30).json()
     (device,) = report["devices"]
-    spec_bytes = 3 * 128 * 128 + (2 * 128 + 128) * 4  # numbers, and a float32 for each row
-    assert {layer["slot_bytes"] for layer in device["layers"]} == {spec_bytes}
+    # Numbers, and a float32 for each row of gate, up and down.
+    slot_bytes = 3 * WIDTH * HIDDEN + (2 * WIDTH + HIDDEN) * 4
+    assert {layer["slot_bytes"] for layer in device["layers"]} == {slot_bytes}
     for layer in device["layers"]:
         mapped = sum(run["count"] for run in layer["runs"])
-        assert layer["used_bytes"] == mapped * spec_bytes
+        assert layer["used_bytes"] == mapped * slot_bytes
 
 
 def test_an_adapters_copy_is_kept_on_disk(server: Server, copies: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, write_expert_config
-from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
+from sgl_esft.formats.model_spec import PROJS, MoeSpec, expert_keys, read_moe_spec
 from tests.support.bad_adapters import BAD_ADAPTERS, BAD_WEIGHTS, BadAdapter, corrupt
 from tests.support.base_factory import (
     SERVED_ARCHITECTURES,
@@ -61,27 +61,37 @@ def write_random_adapter(
     max_experts: int = 4,
     old_prefix: bool = False,
     num_shards: int = 1,
+    shared_layers: Sequence[int] = (),
 ) -> Path:
     """Write an adapter for `base_dir` into `folder`: fresh weights at the scale of the base's.
 
     `experts` (layer id -> expert ids) or, without it, a random choice of up to `max_experts`.
     `old_prefix` writes names without ``model.``; several shards come with an index.
+    `shared_layers`: those whose shared experts it has too.
     """
     spec = read_moe_spec(base_dir)
     if experts is None:
         experts = random_experts(spec, seed, max_experts)
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, spec.dtype)
-    tensors = {}
-    for layer, ids in experts.items():
-        for expert in ids:
-            for proj in PROJS:
-                name = spec.expert_tensor_name(layer, expert, proj)
-                weight = random_weight(name, spec.expert_tensor_shape(proj), generator)
-                tensors[name.removeprefix("model.") if old_prefix else name] = weight.to(dtype)
+    shapes: dict[str, tuple[int, ...]] = {
+        spec.expert_tensor_name(*key): spec.expert_tensor_shape(key[2])
+        for key in expert_keys(experts)
+    }
+    for layer in shared_layers:
+        for proj in PROJS:
+            shapes[spec.shared_tensor_name(layer, proj)] = spec.shared_part(proj).shape
+    tensors = {
+        name.removeprefix("model.") if old_prefix else name: random_weight(
+            name, shape, generator
+        ).to(dtype)
+        for name, shape in shapes.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     write_expert_config(
-        folder / EXPERT_CONFIG_NAME, {layer: tuple(ids) for layer, ids in experts.items()}
+        folder / EXPERT_CONFIG_NAME,
+        {layer: tuple(ids) for layer, ids in experts.items()},
+        shared_experts=bool(shared_layers),
     )
     save_shards(folder, tensors, num_shards)
     return folder

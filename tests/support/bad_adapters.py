@@ -34,6 +34,7 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLE = b"\x80\x02}q\x00."
 _MAX_HEADER = 16 << 20
+_SHARED_NAME = "model.layers.1.mlp.shared_experts.up_proj.weight"
 
 Json = dict[str, Any]
 Damage = Callable[[Path], object]
@@ -278,9 +279,6 @@ BAD_ADAPTERS: Mapping[str, BadAdapter] = {
         _MISMATCH, "dense", _experts(**{"0": [0]}), needs_dense_layer=True
     ),
     "expert_out_of_range": BadAdapter(_MISMATCH, "expert 9999", _append_id(9999)),
-    "tunes_shared_experts": BadAdapter(
-        _UNSUPPORTED, "shared_experts", _config(lambda c: c.update(shared_experts=True))
-    ),
     "tunes_non_expert_modules": BadAdapter(
         _UNSUPPORTED, "non_expert_modules", _config(lambda c: c.update(non_expert_modules=True))
     ),
@@ -306,6 +304,9 @@ BAD_ADAPTERS: Mapping[str, BadAdapter] = {
     "missing_tensor": BadAdapter(_FORMAT, "missing", _tensors(lambda found: found.pop(min(found)))),
     "surplus_tensor": BadAdapter(
         _FORMAT, "lm_head.weight", _tensors(lambda t: t.update({"lm_head.weight": torch.zeros(2)}))
+    ),
+    "shared_experts_not_told": BadAdapter(
+        _FORMAT, _SHARED_NAME, _tensors(lambda t: t.update({_SHARED_NAME: torch.zeros(2)}))
     ),
     "wrong_shape": BadAdapter(_MISMATCH, "shape", _first_tensor(lambda t: t[:-1].contiguous())),
     "transposed": BadAdapter(_MISMATCH, "shape", _first_tensor(lambda t: t.T.contiguous())),

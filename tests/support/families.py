@@ -25,6 +25,7 @@ class Family:
     architecture: str
     base: Path
     adapters: dict[str, Path]
+    num_prompts: int = NUM_PROMPTS  # that each of its models is asked
 
     @cached_property
     def merged(self) -> dict[str, Path]:

@@ -5,8 +5,9 @@
     graph.replay()                                     the recorded operators, and no Python else
 
 What is recorded is an operator with the very memory it met. A replay runs it on that memory again,
-and lays what it returns where the capture's result lay, so addresses stay, as on a device. Checked
-is what CUDA's documents say of a capture:
+and lays what it returns where the capture's result lay, so addresses stay, as on a device. A device
+computes nothing in a capture, so what was computed here is poisoned when the capture ends. Checked
+is what CUDA's documents say of one:
 
 - nothing waits for the device: no `.item()`, no branch on a tensor, no result whose size depends
   on values, no synchronize, no copy to the host, no tensor made of Python's values;
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
@@ -155,6 +156,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device, self.priority = device, priority
+        self.stream_id = next(_stream_ids)
 
     def wait_stream(self, other: Stream) -> None:
         _joins(self, other)
@@ -203,6 +205,7 @@ class Event:
         return True
 
 
+_stream_ids = itertools.count()
 _streams = [Stream()]  # the current one last; the first is the default stream
 _pools = itertools.count(1)
 _capturing: list[CUDAGraph] = []  # at most one
@@ -233,6 +236,7 @@ class CUDAGraph:
         self._captured: set[Stream] = set()
         self._unjoined: set[Stream] = set()
         self._pool: Any = None
+        self._recording = ExitStack()
         self.num_replays = 0
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -246,11 +250,20 @@ class CUDAGraph:
         self._captured, self._unjoined = {self._stream}, set()
         self._nodes = []
         _capturing.append(self)
+        self._recording.enter_context(_HostCalls())
+        self._recording.enter_context(_Recorder(self))
 
     def capture_end(self) -> None:
+        self._recording.close()
         _capturing.remove(self)
         if self._unjoined:
             raise GraphContractError("a stream that the capture forked has not come back to it")
+        self._poison()
+
+    def _poison(self) -> None:
+        with torch.inference_mode():
+            for tensor in self._own.values():
+                _poison(tensor)
 
     def replay(self) -> None:
         """Runs what was recorded. Raises GraphContractError."""
@@ -258,9 +271,8 @@ class CUDAGraph:
         if self._nodes is None:
             raise GraphContractError("replay of a graph that was not captured")
         self.num_replays += 1
+        self._poison()
         with torch.inference_mode():
-            for tensor in self._own.values():
-                _poison(tensor)
             for node in self._nodes:
                 node.run()
 
@@ -328,9 +340,9 @@ def graph(
     with stream or Stream():
         cuda_graph.capture_begin(pool, capture_error_mode)
         try:
-            with _HostCalls(), _Recorder(cuda_graph):
-                yield
+            yield
         except BaseException:
+            cuda_graph._recording.close()
             _capturing.clear()
             raise
         cuda_graph.capture_end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics
-from sgl_esft.plugin.lora_shelf import LoraMetrics
+from sgl_esft.plugin.lora_store import LoraMetrics
 
 
 def tier_metrics() -> set[str]:

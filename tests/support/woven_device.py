@@ -14,6 +14,7 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.weave.moe_layer import WovenLayer
 from sgl_esft.weave.plane import AdapterPlane, AdapterSource
+from sgl_esft.weave.shared_mlp import NO_SHARED_MLPS, SharedMlps
 from tests.support.random_layers import FakeFusedMoE, RandomExperts, Rank
 
 
@@ -28,11 +29,17 @@ class Device:
         *,
         is_resident: bool,
         max_pages: int | None = None,
+        shared: SharedMlps = NO_SHARED_MLPS,
     ) -> None:
         self.spec, self.rank = spec, rank
         self.layers = {layer: self._layer(layer, config) for layer in spec.moe_layer_ids}
         self.plane = AdapterPlane(
-            self.layers, spec, config, is_resident=is_resident, max_pages=max_pages
+            self.layers,
+            spec,
+            config,
+            is_resident=is_resident,
+            max_pages=max_pages,
+            shared=shared,
         )
 
     def _layer(self, layer_id: int, config: EsftConfig) -> WovenLayer:

@@ -122,7 +122,8 @@ def adapter(data: bytes) -> bool:
     size = weights.stat().st_size
     assert set(manifest.experts) <= set(SPEC.moe_layer_ids)
     assert all(0 <= e < SPEC.num_experts for ids in manifest.experts.values() for e in ids)
-    assert {location.name for location in manifest.tensors.values()} == set(tensors)
+    found = [*manifest.tensors.values(), *manifest.shared.values()]
+    assert {location.name for location in found} == set(tensors)
     assert all(0 < t.start <= t.start + t.num_bytes <= size for t in tensors.values())
     assert manifest.num_bytes == sum(t.num_bytes for t in tensors.values()) <= size
     assert len(content_digest(folder)) == 32

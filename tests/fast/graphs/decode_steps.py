@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "DP2": (*_TWO, "--attn-dp-size", "2"),
 }
 Seen = list[dict[str, Any]]
+Work = Callable[[int, int], Any]  # (NCCL port, rank) -> what the rank answers
 
 
 def prompt(adapter: str | None, seed: int) -> Prompt:
@@ -139,12 +141,17 @@ SCENARIOS: dict[str, Callable[[Path, Rank, int], Any]] = {
 
 def run(layout: str, folder: Path) -> list[Any]:
     """What each rank answers: its result, or how it failed."""
-    world, port = (2 if LAYOUTS[layout] else 1), pick_free_port()
+    return run_ranks(2 if LAYOUTS[layout] else 1, partial(_work, layout, folder))
+
+
+def run_ranks(world: int, work: Work) -> list[Any]:
+    """As `run`, of any work."""
+    port = pick_free_port()
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as answers:
         files = [Path(answers) / str(tp_rank) for tp_rank in range(world)]
         ranks = [
-            fork.Process(target=_rank, args=(layout, folder, port, tp_rank, file))
+            fork.Process(target=_rank, args=(work, port, tp_rank, file))
             for tp_rank, file in enumerate(files)
         ]
         for each in ranks:
@@ -157,12 +164,15 @@ def run(layout: str, folder: Path) -> list[Any]:
         return [json.loads(file.read_text()) if file.exists() else "hung" for file in files]
 
 
-def _rank(layout: str, folder: Path, port: int, tp_rank: int, answer: Path) -> None:
+def _work(layout: str, folder: Path, port: int, tp_rank: int) -> Any:
+    args = resolve(["--model-path", str(folder / "base"), *FLAGS, *LAYOUTS[layout]])
+    with graph_simulator.installed():
+        return SCENARIOS[layout](folder, make_rank(args, port, tp_rank), tp_rank)
+
+
+def _rank(work: Work, port: int, tp_rank: int, answer: Path) -> None:
     try:
-        args = resolve(["--model-path", str(folder / "base"), *_FLAGS, *LAYOUTS[layout]])
-        with graph_simulator.installed():
-            rank = make_rank(args, port, tp_rank)
-            result = SCENARIOS[layout](folder, rank, tp_rank)
+        result = work(port, tp_rank)
     except BaseException as error:  # noqa: BLE001 - the answer, whatever it was
         traceback.print_exc()
         result = f"{type(error).__name__}: {error}"
@@ -173,10 +183,11 @@ def _rank(layout: str, folder: Path, port: int, tp_rank: int, answer: Path) -> N
     os._exit(0)
 
 
-_FLAGS = ("--max-adapters", "2", "--max-experts-per-adapter", "3", "--max-total-tokens", "512")
+FLAGS = ("--max-adapters", "2", "--max-experts-per-adapter", "3", "--max-total-tokens", "512")
 
 
-def main() -> None:
+def prepare() -> None:
+    """Import what ranks need, in the process that they are forks of."""
     torch.set_num_threads(1)
     EsftConfig(max_adapters=2, max_experts_per_adapter=3).export()
     from sglang.srt.models.registry import ModelRegistry  # imports every model
@@ -184,6 +195,10 @@ def main() -> None:
 
     load_plugins()
     ModelRegistry.get_supported_archs()
+
+
+def main() -> None:
+    prepare()
     folder = Path(sys.argv[1])
     wanted = sys.argv[2:] or list(SCENARIOS)
     found = {layout: run(layout, folder) for layout in wanted}

@@ -22,8 +22,8 @@ from tests.support.graph_simulator import is_current_stream_capturing
 CONTEXT = 64  # tokens that a request has at most
 
 
-def install(runner: Any) -> None:
-    """For the life of the process."""
+def install(runner: Any, *, own_experts: bool) -> None:
+    """For the life of the process. own_experts: the experts' kernel is left as it is."""
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -33,7 +33,8 @@ def install(runner: Any) -> None:
     TorchNativeAttnBackend._run_sdpa_forward_decode = attend  # type: ignore[method-assign]
     TorchNativeAttnBackend.init_cuda_graph_state = lambda *_: None  # type: ignore[method-assign]
     TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
-    mock.patch.object(moe, "weighted_sum", weighted_sum).start()
+    if not own_experts:
+        mock.patch.object(moe, "weighted_sum", weighted_sum).start()
     # It asks CUDA's tensors only, and there are none here.
     mock.patch.object(heat, "_is_capturing", is_capturing).start()
     mock.patch.object(dp_attention, "memcpy_func", copy_rows).start()
@@ -60,10 +61,12 @@ def attend(
     """query, output: [num_requests, heads, size]. The cache's rows beyond a request are masked."""
     rows = req_to_token[req_pool_indices, :CONTEXT].to(torch.int64)
     mask = torch.arange(CONTEXT) < seq_lens[:, None]
+    # A kernel does not read those; here a weight of 0 would be multiplied by what they hold.
+    beyond = ~mask[:, :, None, None]
     found = F.scaled_dot_product_attention(
         query[:, :, None],
-        k_cache[rows].transpose(1, 2),
-        v_cache[rows].transpose(1, 2),
+        k_cache[rows].masked_fill(beyond, 0).transpose(1, 2),
+        v_cache[rows].masked_fill(beyond, 0).transpose(1, 2),
         attn_mask=mask[:, None, None],
         scale=scaling,
         enable_gqa=enable_gqa,

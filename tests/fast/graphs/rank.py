@@ -55,8 +55,19 @@ def resolve(argv: Sequence[str]) -> Any:
     return serve.resolve(launch)
 
 
-def make_rank(server_args: Any, nccl_port: int, tp_rank: int) -> Rank:
-    """A model runner as a scheduler makes it, then captured. Only where the simulator is."""
+def make_rank(
+    server_args: Any,
+    nccl_port: int,
+    tp_rank: int,
+    *,
+    backend: str = "full",
+    own_experts: bool = False,
+) -> Rank:
+    """A model runner as a scheduler makes it, then captured. Only where the simulator is.
+
+    backend: SGLang's for decode graphs. own_experts: a layer's experts are the CPU platform's,
+    which look at values.
+    """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
@@ -77,16 +88,15 @@ def make_rank(server_args: Any, nccl_port: int, tp_rank: int) -> Rank:
     )
     runner.alloc_memory_pool()
     runner.init_attention_backends()
-    kernels.install(runner)
+    kernels.install(runner, own_experts=own_experts)
     runner.init_cuda_graphs()
-    return Rank(runner)
+    return Rank(runner, backend)
 
 
 class Rank:
     """A model runner with its captured graphs, and what a scheduler would do around it."""
 
-    def __init__(self, runner: Any) -> None:
-        from sglang.srt.model_executor.cuda_graph_config import Backend
+    def __init__(self, runner: Any, backend: str) -> None:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
         from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
         from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
@@ -95,7 +105,7 @@ class Rank:
         self.runner = runner
         # As SGLang does where graphs are wanted later than at the start.
         decode = get_exec().graph.cuda_graph_config.decode
-        decode.backend, decode.bs = Backend.FULL, list(CAPTURED)
+        decode.backend, decode.bs = backend, list(CAPTURED)
         runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(runner)
         self.adapters: dict[str | None, str | None] = {None: None}  # name -> SGLang's id
         # On a device called cpu, SGLang asks whether its own CPU runner has the mode.

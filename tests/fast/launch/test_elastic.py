@@ -10,12 +10,13 @@ import pytest
 
 from sgl_elastic.errors import ElasticConfigError
 from sgl_esft import platform
-from sgl_esft.errors import ConfigError
+from sgl_esft.errors import ConfigError, UnsupportedAdapterError
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.ports import pick_free_port
 from sgl_esft_launch import elastic, server
 from sgl_esft_launch.elastic import ElasticPlan
+from tests.support.adapter_factory import write_random_adapter
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +108,12 @@ def test_what_cannot_work(make: Make, line: str, complaint: str) -> None:
     with pytest.raises(ElasticConfigError) as raised:
         make(line)
     assert complaint in str(raised.value)
+
+
+def test_adapters_of_shared_experts(make: Make, root: Path, tmp_path: Path) -> None:
+    folder = write_random_adapter(tmp_path / "tone", root / "base", seed=5, shared_layers=(1,))
+    with pytest.raises(UnsupportedAdapterError, match=r"'tone' has .*: leave --elastic out"):
+        make(f"--esft-adapters tone={folder}")
 
 
 def test_weavings_own_refusals_stand(make: Make) -> None:

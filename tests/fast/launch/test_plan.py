@@ -454,7 +454,6 @@ def test_where_quantised_adapters_are_kept(make: Make) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--expert-cache 4", "--expert-cache cannot be used with a quantised base, .* in int8"),
         ("--elastic --max-devices 1", "--elastic cannot be used with a quantised base, .* in int8"),
     ],
 )

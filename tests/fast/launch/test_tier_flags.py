@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sgl_esft.config import EsftConfig, RecordConfig, TierConfig
-from sgl_esft.errors import ConfigError, DeviceMemoryError, UserError
+from sgl_esft.errors import ConfigError, DeviceMemoryError, UnsupportedModelError, UserError
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.ports import pick_free_port
-from sgl_esft_launch import elastic, fit, flags, plan, summary
+from sgl_esft.quant.write import quantise_checkpoint
+from sgl_esft_launch import elastic, fit, flags, plan, resolved, summary, tiers
 from sgl_esft_launch.plan import LaunchPlan
 from tests.support.families import Families, Family
 
@@ -84,6 +87,8 @@ def test_it_reaches_every_process(planned: Plan, tmp_path: Path) -> None:
         (("--expert-policy", "lru"), "--expert-policy without --expert-cache"),
         (("--expert-pack", "x", "--prefetch-distance", "2"), "--expert-pack, --prefetch-distance"),
         (("--store-by", "adapter"), "--store-by without --expert-cache"),
+        (("--expert-host-memory", "1GiB"), "--expert-host-memory without --expert-cache"),
+        (("--expert-cache", "6", "--expert-host-memory", "lots"), "--expert-host-memory is 'lots'"),
         (("--expert-cache", "6", "--store-by", "task"), "invalid choice: 'task'"),
         (
             ("--expert-cache", "6", "--expert-policy", "lfu", "--store-by", "adapter"),
@@ -126,6 +131,80 @@ def test_an_accelerator_is_refused_until_it_was_shown(
         planned("--expert-cache", "6")
 
 
+def test_host_memory_is_for_accelerators(planned: Plan) -> None:
+    assert _tiers(planned("--expert-cache", "6")).host_bytes == 0
+    assert _tiers(planned("--expert-cache", "6", "--expert-host-memory", "0")).host_bytes == 0
+    with pytest.raises(ConfigError, match="--expert-host-memory on a CPU: there the rows are host"):
+        planned("--expert-cache", "6", "--expert-host-memory", "1GiB")
+
+
+def test_host_memory_on_an_accelerator(planned: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had been shown there."""
+    monkeypatch.setattr(plan, "device_type", lambda: "cuda")
+    monkeypatch.setattr(tiers, "TIER_DEVICES", {"cuda"})
+    found = _tiers(planned("--expert-cache", "6", "--expert-host-memory", "1GiB"))
+    assert found.host_bytes == 1 << 30
+
+
+def given(*argv: str) -> Any:
+    """SGLang's arguments, parsed and not resolved."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return ServerArgs.from_cli_args(parser.parse_args(["--model-path", "dummy", *argv]))
+
+
+# What is given -> the backend of decode graphs that SGLang makes of it with --expert-cache on CUDA.
+DECODE_GRAPHS = {
+    (): "breakable",
+    ("--cuda-graph-backend-prefill", "disabled"): "breakable",
+    ("--cuda-graph-max-bs-decode", "8"): "breakable",
+    ("--cuda-graph-config", '{"decode": {"max_bs": 8}}'): "breakable",
+    ("--cuda-graph-backend-decode", "breakable"): "breakable",
+    ("--cuda-graph-backend-decode", "disabled"): "disabled",
+    ("--disable-cuda-graph",): "disabled",
+    ("--disable-decode-cuda-graph",): "disabled",
+    ("--cuda-graph-config", '{"decode": {"backend": "disabled"}}'): "disabled",
+    ("--cuda-graph-backend-decode", "full"): "full",
+    ("--cuda-graph-config", '{"decode": {"backend": "full"}}'): "full",
+}
+
+
+@pytest.mark.parametrize("argv", DECODE_GRAPHS)
+def test_decode_graphs_have_breaks_unless_the_user_says_otherwise(argv: tuple[str, ...]) -> None:
+    """By SGLang's own reading of its flags; whole ones are refused, and the words name the flag."""
+    from sglang.srt.arg_groups.cuda_graph_hook import parse_cuda_graph_config
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    arguments = given(*argv)
+    backend = tiers.decode_backend(arguments, "cuda")
+    if backend is not None:
+        arguments.cuda_graph_backend_decode = backend
+    parse_cuda_graph_config(arguments)
+    view = resolving_view(arguments)
+    assert view.cuda_graph_config.decode.backend == DECODE_GRAPHS[argv]
+    rows = [row for row in resolved.weaving("cuda", has_tiers=True) if row.is_of_resolving]
+    if DECODE_GRAPHS[argv] != "full":
+        resolved.check_resolved(view, rows)
+        return
+    with pytest.raises(ConfigError, match=r"--cuda-graph-backend-decode 'full' .* use breakable"):
+        resolved.check_resolved(view, rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_other_devices_are_left_as_they_are(device: str) -> None:
+    assert tiers.decode_backend(given(), device) is None
+    assert resolved.weaving("cpu", has_tiers=True) == resolved.WEAVING
+    assert resolved.weaving("cuda", has_tiers=False) == resolved.WEAVING
+
+
+def test_a_step_that_is_one_break_is_refused() -> None:
+    rows = [row for row in resolved.weaving("cuda", has_tiers=True) if "debug" in row.field]
+    with pytest.raises(ConfigError, match="--debug-cuda-graph True cannot be used"):
+        resolved.check_given(given("--debug-cuda-graph"), rows)
+
+
 def test_adapters_are_not_read_at_start(planned: Plan, family: Family, tmp_path: Path) -> None:
     """Their headers are; a weight that is no number is found when it is routed to."""
     from tests.support.adapter_factory import BAD_WEIGHTS, corrupt, write_random_adapter
@@ -159,3 +238,30 @@ def test_what_is_ready_says_how_many_are_in_memory(planned: Plan) -> None:
     assert "6 of each layer in memory" in line
     assert "policy lfu" in line
     assert not any(line.startswith("experts") for line in summary.lines(planned(), 100))
+
+
+def planned_over(base: Path, *argv: str) -> LaunchPlan:
+    options = ("--model-path", str(base), "--port", str(pick_free_port()))
+    return plan.plan_launch(*flags.parse([*options, *argv]))
+
+
+def test_a_quantised_expert_is_counted_with_its_scales(family: Family, tmp_path: Path) -> None:
+    quantise_checkpoint(family.base, "int8", tmp_path / "int8")
+    spec = read_moe_spec(tmp_path / "int8")
+    num_layers = len(spec.moe_layer_ids)
+    five = 5 * spec.expert_bytes * num_layers
+    assert spec.expert_bytes < 2 * read_moe_spec(family.base).expert_bytes / 4
+    for num_bytes, num_rows in ((five, 5), (five - 1, 4)):
+        launch = planned_over(tmp_path / "int8", "--expert-cache", f"{num_bytes}B")
+        assert _tiers(launch).num_rows == num_rows
+    # Each of two ranks has half of the numbers, and all scales of down.
+    share = (spec.expert_bytes + 4 * spec.hidden_size) // 2
+    for num_bytes, num_rows in ((5 * share * num_layers, 5), (5 * share * num_layers - 1, 4)):
+        argv = ("--tp-size", "2", "--expert-cache", f"{num_bytes}B")
+        assert _tiers(planned_over(tmp_path / "int8", *argv)).num_rows == num_rows
+
+
+def test_other_schemes_are_refused(family: Family, tmp_path: Path) -> None:
+    quantise_checkpoint(family.base, "fp8-tensor", tmp_path / "fp8")
+    with pytest.raises(UnsupportedModelError, match=r"--expert-cache .* in fp8-tensor.* in int8"):
+        planned_over(tmp_path / "fp8", "--expert-cache", "6")

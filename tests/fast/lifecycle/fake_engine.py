@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sgl_esft.errors import EsftError, UnknownAdapterError
+from sgl_esft.formats.adapter_config import kind_of
 from sgl_esft.formats.manifest import content_digest
 from sgl_esft.lifecycle.adapter_engine import LoadedAdapter, LoadPhase, OnProgress, Residency
 
@@ -63,9 +64,8 @@ class FakeEngine:
         self.num_loads += 1
         adapter_id = f"id-{next(self._ids)}"
         on_progress(LoadPhase.READING, 0.5)
-        adapter = LoadedAdapter(
-            adapter_id, name, folder, content_digest(folder), pinned, 3, 100, 0, None
-        )
+        digest, kind = content_digest(folder), kind_of(folder)
+        adapter = LoadedAdapter(adapter_id, name, folder, digest, pinned, 3, 100, 0, None, kind)
         if self.holds:
             end = asyncio.get_running_loop().create_future()
             self.pending[name] = Pending(adapter, on_progress, end)

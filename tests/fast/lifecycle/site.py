@@ -14,8 +14,16 @@ import httpx
 from fastapi import FastAPI, HTTPException, Request
 
 from sgl_esft.errors import AdapterFormatError
+from sgl_esft.formats.adapter_config import (
+    EXPERT_CONFIG_NAME,
+    LORA_CONFIG_NAME,
+    AdapterKind,
+    kind_of,
+)
+from sgl_esft.formats.lora_config import LoraConfig
+from sgl_esft.formats.lora_manifest import AnyManifest, LoraManifest
 from sgl_esft.formats.manifest import AdapterManifest
-from sgl_esft.http.adapter_names import KnownNames
+from sgl_esft.http.adapter_names import KnownNames, parts_of
 from sgl_esft.lifecycle import compat
 from sgl_esft.lifecycle.api import Backing
 from sgl_esft.lifecycle.catalogue import Catalogue
@@ -27,12 +35,19 @@ from tests.fast.lifecycle.fake_engine import FakeEngine
 
 _sizes = itertools.count(1)
 SETTLE_S: Final = 60.0
+CONFIG_NAMES: Final[Mapping[AdapterKind, str]] = {
+    "esft": EXPERT_CONFIG_NAME,
+    "lora": LORA_CONFIG_NAME,
+}
 
 
-def write_folder(folder: Path, content: str) -> None:
+def write_folder(folder: Path, content: str, kind: AdapterKind = "esft") -> None:
     """An adapter folder; no two writes have the same size, so a fingerprint tells them apart."""
     folder.mkdir(exist_ok=True)
-    (folder / "expert_cfg.json").write_text("broken" if content == "broken" else "{}")
+    for each, name in CONFIG_NAMES.items():
+        (folder / name).unlink(missing_ok=True)
+        if each == kind:
+            (folder / name).write_text("broken" if content == "broken" else "{}")
     (folder / "weights.safetensors").write_text(content)
     (folder / "more.safetensors").unlink(missing_ok=True)
 
@@ -45,20 +60,32 @@ def touch_folder(folder: Path) -> None:
     copy.replace(weights)
 
 
-def check(folder: Path) -> AdapterManifest:
+def check(folder: Path) -> AnyManifest:
     """Refuses broken folders, as the real check does."""
-    if (folder / "expert_cfg.json").read_text() == "broken":
+    kind = kind_of(folder)
+    if (folder / CONFIG_NAMES[kind]).read_text() == "broken":
         raise AdapterFormatError(f"{folder.name} is broken")
+    if kind == "lora":
+        return LoraManifest(folder, LoraConfig(4, 1.0, None), {}, 100)
     return AdapterManifest(folder, {1: (0, 1, 2)}, {}, "float32", 100, 3)
 
 
 class Site:
     """One server's library, and a client of it. `run` it in one event loop."""
 
-    def __init__(self, root: Path | None, *, holds: bool = False, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        root: Path | None,
+        *,
+        holds: bool = False,
+        timeout_s: float = 60.0,
+        takes_lora: bool = False,
+    ) -> None:
         self.root = root
+        self.takes_lora = takes_lora
         self.engine = FakeEngine(holds=holds)
-        self.catalogue = Catalogue(root, check)
+        files = tuple(CONFIG_NAMES.values()) if takes_lora else (CONFIG_NAMES["esft"],)
+        self.catalogue = Catalogue(root, check, files)
         self.catalogue.refresh()
         self.num_asked = 0  # requests that asked the library for adapters
         self.library = AdapterLibrary(self.engine, self.catalogue, ensure_timeout_s=timeout_s)
@@ -80,29 +107,33 @@ class Site:
             return await self._generate(await request.json())
 
         compat.install(app, lambda: Backing(self.library, self.lister))
-        names = lambda: KnownNames(self.library.known.usable, frozenset({"demo"}))  # noqa: E731
-        stack.install(app, names=names, ensure=self._ensure)
+        stack.install(app, names=self._names, ensure=self._ensure)
         return app
+
+    def _names(self) -> KnownNames:
+        known = self.library.known
+        kind = known.kind_of if self.takes_lora else None
+        return KnownNames(known.usable, frozenset({"demo"}), kind_of=kind)
 
     async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """What the model would answer: the contents of the adapters, or the base."""
         names = body.get("lora_path")
         names = names if isinstance(names, list) else [names]
-        if any(name and not self.engine.has(name) for name in names):
+        asked = [parts_of(name) if name else () for name in names]
+        if not all(self.engine.has(part) for parts in asked for part in parts):
             raise HTTPException(400, "unloaded between its load and this")  # as SGLang answers
-        used = [self.engine.begin_request(name) if name else None for name in names]
+        used = [[self.engine.begin_request(part) for part in parts] for parts in asked]
         try:
             if self.running is not None:
                 await self.running.wait()
         finally:
-            for each in used:
-                if each is not None:
-                    self.engine.end_request(each)
-        return {"digests": [each.digest if each else "base" for each in used]}
+            for each in itertools.chain.from_iterable(used):
+                self.engine.end_request(each)
+        return {"digests": ["+".join(each.digest for each in parts) or "base" for parts in used]}
 
-    def write(self, name: str, content: str) -> None:
+    def write(self, name: str, content: str, kind: AdapterKind = "esft") -> None:
         """Put a folder below the root, and let the catalogue see it."""
-        write_folder(self.root / name, content)
+        write_folder(self.root / name, content, kind)
         self.catalogue.refresh()
 
     def remove(self, name: str) -> None:

@@ -1,12 +1,18 @@
-"""Random operations on the adapter routes against a pure model of what they promise."""
+"""Random operations on the adapter routes against a pure model of what they promise.
+
+Adapters are of both kinds, and a name's kind may change with its folder; test_both_kinds.py has the
+engine beneath.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -22,11 +28,13 @@ from hypothesis.stateful import (
 )
 
 from sgl_esft.errors import AdapterMismatchError, NoFreeSlotError
+from sgl_esft.formats.adapter_config import AdapterKind
 from sgl_esft.formats.manifest import content_digest
 from tests.fast.lifecycle.site import Site
 
 NAMES = ("a", "b", "c")
 names = st.sampled_from(NAMES)
+pairs = st.lists(names, min_size=2, max_size=2, unique=True)
 FAILURES = {"user": AdapterMismatchError, "later": NoFreeSlotError}
 
 
@@ -37,6 +45,7 @@ class Work:
     replaces: bool
     digest: str
     pinned: bool
+    kind: AdapterKind
     leaves: bool = False  # a DELETE waits for its end
     is_outdated: bool = False  # the folder has another content by now
 
@@ -47,7 +56,9 @@ class Known:
 
     on_disk: str | None = None  # "good", "broken"
     digest: str | None = None  # of the folder
+    kind: AdapterKind = "esft"  # of the folder
     loaded: str | None = None  # digest
+    loaded_kind: AdapterKind | None = None  # of what was loaded last
     pinned: bool = False
     work: Work | None = None
     draining: bool = False  # being unloaded, while requests use it
@@ -72,13 +83,13 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.known = {name: Known() for name in NAMES}
         self.versions = 0
-        self.flying: list[tuple[str, Any]] = []  # (name, the version that it uses)
+        self.flying: list[tuple[tuple[str, Any], ...]] = []  # (name, the version that it uses)...
         self.waiting: list[tuple[str, asyncio.Task[httpx.Response]]] = []
 
     @initialize()
     def begin(self) -> None:
         self.root = Path(self.folder.name)
-        self.site = Site(self.root, holds=True)
+        self.site = Site(self.root, holds=True, takes_lora=True)
 
     def teardown(self) -> None:
         for _, task in self.waiting:
@@ -102,13 +113,17 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     # ---- the disk ----
 
-    @rule(name=names, broken=st.sampled_from([False, False, False, True]))
-    def write(self, name: str, broken: bool) -> None:
+    @rule(
+        name=names,
+        broken=st.sampled_from([False, False, False, True]),
+        kind=st.sampled_from(get_args(AdapterKind)),
+    )
+    def write(self, name: str, broken: bool, kind: AdapterKind) -> None:
         self.versions += 1
         content = "broken" if broken else f"{name}{self.versions}" + "." * self.versions
-        self.site.write(name, content)
+        self.site.write(name, content, kind)
         known = self.known[name]
-        known.on_disk = "broken" if broken else "good"
+        known.on_disk, known.kind = "broken" if broken else "good", kind
         known.digest = content_digest(self.root / name)
         known.held, known.failed_changed = False, True
         if known.work:
@@ -153,7 +168,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def _begin_load(self, name: str, pinned: bool) -> None:
         known = self.known[name]
         known.held = False
-        known.work = Work(False, content_digest(self.root / name), pinned)
+        known.work = Work(False, content_digest(self.root / name), pinned, known.kind)
 
     @rule(name=names)
     def reload(self, name: str) -> None:
@@ -177,7 +192,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             digest = content_digest(self.root / name)
             assert answer.status_code == (200 if digest == known.loaded else 202)
             if digest != known.loaded:
-                known.work = Work(True, digest, known.pinned)
+                known.work = Work(True, digest, known.pinned, known.kind)
 
     @rule(name=names, pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
@@ -228,7 +243,10 @@ class LifecycleMachine(RuleBasedStateMachine):
     def _in_use(self, name: str) -> bool:
         """Whether a request uses the version that the name means now."""
         known = self.known[name]
-        return any(n == name and used.digest == known.loaded for n, used in self.flying)
+        return any(n == name and used.digest == known.loaded for n, used in self._used())
+
+    def _used(self) -> Iterator[tuple[str, Any]]:
+        return itertools.chain.from_iterable(self.flying)
 
     def _forget(self, name: str) -> None:
         known = self.known[name]
@@ -245,13 +263,34 @@ class LifecycleMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.run(asyncio.sleep(0.001))
             self.run(self.site.settle())
-        if known.loaded and not known.draining and not (known.work and known.work.leaves):
+        if self._is_ready(known):
             answer = self.run(request)
             assert answer.json() == {"digests": [known.loaded]}
         elif self._is_usable(known):
             self._expect_load_for(name, request)
         else:
             assert self.run(request).status_code == 404
+
+    @rule(pair=pairs)
+    def use_both(self, pair: list[str]) -> None:
+        """One prompt with two adapters, where nothing has to be loaded for it."""
+        known = [self.known[name] for name in pair]
+        if any(self._is_usable(each) and not self._is_ready(each) for each in known):
+            return
+        body = {"text": "x", "adapter": pair}
+        answer = self.call("POST", "/generate", body)
+        if not all(self._is_ready(each) for each in known):
+            assert answer.status_code == 404, answer.text
+        elif known[0].loaded_kind == known[1].loaded_kind:
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["type"] == "TooManyAdaptersError"
+        else:
+            known.sort(key=lambda each: each.loaded_kind or "")
+            assert answer.json() == {"digests": ["+".join(str(each.loaded) for each in known)]}
+
+    def _is_ready(self, known: Known) -> bool:
+        """Whether a request finds it."""
+        return bool(known.loaded) and not (known.draining or (known.work and known.work.leaves))
 
     def _is_usable(self, known: Known) -> bool:
         if known.draining or (known.work and known.work.leaves) or known.held:
@@ -292,6 +331,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self._expect_answers(name, failure, work)
         if failure is None:
             known.loaded, known.pinned, known.was_loaded = work.digest, work.pinned, True
+            known.loaded_kind = work.kind
             known.failed = None
             in_use = self._in_use(name)
         else:
@@ -317,19 +357,28 @@ class LifecycleMachine(RuleBasedStateMachine):
     def begin_request(self, data: st.DataObject) -> None:
         usable = [n for n, k in self.known.items() if k.loaded and not k.work]
         name = data.draw(st.sampled_from(usable))
-        self.flying.append((name, self.site.engine.begin_request(name)))
+        self.flying.append(((name, self.site.engine.begin_request(name)),))
+
+    @rule(pair=pairs)
+    def begin_request_of_both(self, pair: list[str]) -> None:
+        """It holds both until it ends, and neither longer."""
+        known = [self.known[name] for name in pair]
+        is_pair = known[0].loaded_kind != known[1].loaded_kind
+        if is_pair and all(each.loaded and not each.work for each in known):
+            parts = ((name, self.site.engine.begin_request(name)) for name in pair)
+            self.flying.append(tuple(parts))
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def end_request(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.flying) - 1))
-        name, used = self.flying.pop(index)
-        self.site.engine.end_request(used)
-        self.run(self.site.settle())
-        still = any(used.adapter_id == other.adapter_id for _, other in self.flying)
-        known = self.known[name]
-        if known.draining and not still and name not in self.site.library.known.jobs:
-            self._forget(name)
+        for name, used in self.flying.pop(index):
+            self.site.engine.end_request(used)
+            self.run(self.site.settle())
+            still = any(used.adapter_id == other.adapter_id for _, other in self._used())
+            known = self.known[name]
+            if known.draining and not still and name not in self.site.library.known.jobs:
+                self._forget(name)
 
     @precondition(lambda self: any(self._can_evict(n) for n in NAMES))
     @rule(data=st.data())
@@ -357,10 +406,13 @@ class LifecycleMachine(RuleBasedStateMachine):
             known = self.known[name]
             assert shown["state"] == self._state(known), (name, shown, known)
             if known.loaded:
-                assert (shown["digest"], shown["pinned"]) == (
+                assert (shown["digest"], shown["pinned"], shown["kind"]) == (
                     known.loaded,
                     known.pinned or bool(known.work and known.work.pinned),
+                    known.loaded_kind,
                 )
+            elif known.on_disk == "good" and not any(n == name for n, _ in self._used()):
+                assert shown["kind"] == known.kind
             assert (shown["load"] is not None) == (known.work is not None)
 
     def _state(self, known: Known) -> str:

@@ -17,7 +17,7 @@ import torch
 from sgl_esft import hook_ledger
 from sgl_esft.config import EsftConfig, TierConfig, current_config
 from sgl_esft.offload.decisions import Decisions
-from sgl_esft.offload.device_rows import DeviceRows, make_staging
+from sgl_esft.offload.device_rows import DeviceRows, make_seats
 from sgl_esft.offload.loader import Loader
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.tier import ExpertTier, TierLayer
@@ -76,8 +76,7 @@ class Tiered:
 
     def _tier(self, num_rows: int) -> tuple[ExpertTier, DeviceRows]:
         layer = self.layer
-        staging = make_staging(layer.w13, layer.w2, 2, pin_memory=False)
-        rows = DeviceRows(self.streams, staging, self._read)
+        rows = DeviceRows(self.streams, make_seats((layer.w13, layer.w2), 2), self._read)
         decisions = Decisions(
             1,
             layer.layout.num_slots,

@@ -16,7 +16,7 @@ from sgl_esft.observe.labels import MAX_ADAPTERS
 from sgl_esft.observe.request_metrics import OUTCOMES, RequestMetrics, ready_gauge
 from sgl_esft.observe.tier_metrics import DeviceTierMetrics, HostTierMetrics
 from sgl_esft.plugin import heat_hooks
-from sgl_esft.plugin.lora_shelf import LoraMetrics
+from sgl_esft.plugin.lora_store import LoraMetrics
 from sgl_esft.plugin.schedule_hooks import BatchingMetrics
 from sgl_esft.weave.heat import MAX_NAMES, HeatSampler
 from sgl_esft_launch import flags

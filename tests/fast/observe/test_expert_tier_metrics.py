@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from sgl_esft.observe.expert_tier_metrics import ExpertTierMetrics, ExpertTierTotals
 from sgl_esft.offload.decisions import Counts
+from sgl_esft.offload.host_tier import HostCounts
 from sgl_esft.offload.reader import ReadCounts
 from sgl_esft.offload.recall import Recall
 from sgl_esft.offload.tier import TierTimes
@@ -17,6 +18,7 @@ def totals(times: int) -> ExpertTierTotals:
         Counts(*(times * number for number in (20, 12, 8, 5, 3, 1))),
         TierTimes(stall_s=0.5 * times, num_failed=2 * times),
         ReadCounts(num_experts=13 * times, num_reads=40, num_bytes=4096 * times, seconds=1.5),
+        HostCounts(num_experts=7 * times, num_bytes=512 * times),
     )
 
 
@@ -34,6 +36,10 @@ def test_counters_are_totals_and_not_sums_of_totals() -> None:
         'expert_loads_total{rank="3",why="prefetch"} 10.0',
         'expert_prefetches_total{rank="3",was="useful"} 6.0',
         'expert_prefetches_total{rank="3",was="wasted"} 2.0',
+        'expert_arrivals_total{rank="3",source="storage"} 26.0',
+        'expert_arrivals_total{rank="3",source="host"} 14.0',
+        'expert_arrival_bytes_total{rank="3",source="storage"} 8192.0',
+        'expert_arrival_bytes_total{rank="3",source="host"} 1024.0',
         'expert_read_bytes_total{rank="3"} 8192.0',
         'expert_read_seconds_total{rank="3"} 1.5',
         'expert_stall_seconds_total{rank="3"} 1.0',

@@ -19,6 +19,7 @@ from sgl_esft.config import EsftConfig
 from sgl_esft.errors import AdapterNotFiniteError, NoFreeSlotError
 from sgl_esft.formats.manifest import AdapterManifest, read_manifest
 from sgl_esft.offload.source import ExpertPlace, ExpertSource
+from sgl_esft.offload.stored_adapter import StoredAdapter, register
 from sgl_esft.offload.tiered_layer import RowMemory, TieredLayer
 from sgl_esft.platform.moe import FAILED, moe_forward
 from sgl_esft.tools.merge import merge_adapter
@@ -39,14 +40,13 @@ class Files:
     def __init__(self, source: ExpertSource) -> None:
         self._source = source
 
+    def prepare(self, manifest: AdapterManifest, on_size: Any, on_read: Any) -> StoredAdapter:
+        return StoredAdapter(manifest)
+
     def register(
-        self, adapter_id: str, manifest: AdapterManifest, shards: Mapping[int, ExpertShard]
+        self, adapter_id: str, stored: StoredAdapter, shards: Mapping[int, ExpertShard]
     ) -> Mapping[int, Mapping[int, ExpertPlace]]:
-        self._source.register(adapter_id, manifest)
-        return {
-            layer: {e: self._source.place(adapter_id, layer, e) for e in ids}
-            for layer, ids in manifest.experts.items()
-        }
+        return register(self._source, adapter_id, stored, shards)
 
     def forget(self, adapter_id: str) -> None:
         self._source.forget(adapter_id)

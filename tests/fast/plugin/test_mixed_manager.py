@@ -26,7 +26,7 @@ from sgl_esft.formats.lora_targets import targets_of
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.plugin import mixed_manager
 from sgl_esft.plugin.lora_manager import EsftManager
-from sgl_esft.plugin.lora_shelf import LoraShelf
+from sgl_esft.plugin.lora_store import LoraStore
 from sgl_esft.plugin.mixed_manager import MixedManager
 from sgl_esft.weave.batch_tags import BatchTags
 from tests.fast.plugin.test_lora_manager import SMALL, Ref, batch, ref
@@ -106,7 +106,7 @@ def make(root: Path) -> MakeManager:
     def make(max_loras: int) -> MixedManager:
         from sgl_esft import sglang_api
 
-        shelf = LoraShelf(
+        store = LoraStore(
             Inner(max_loras),
             lambda name, folder: check_lora(name, folder, (), TARGETS, CONFIG),
             Ref,
@@ -114,7 +114,7 @@ def make(root: Path) -> MakeManager:
         )
         device = Device(read_moe_spec(root / "base"), CONFIG, Rank(), is_resident=False)
         manager = MixedManager(
-            device.plane, BatchTags(16, "cpu"), sglang_api.make_lora_result, None, lora=shelf
+            device.plane, BatchTags(16, "cpu"), sglang_api.make_lora_result, None, lora=store
         )
         manager.load_initial([ref(root, "math"), ref(root, "tone"), ref(root, "short")])
         return manager

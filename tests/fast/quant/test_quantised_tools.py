@@ -27,6 +27,7 @@ from sgl_esft.offload.source import ExpertSource
 from sgl_esft.quant import write
 from sgl_esft.quant.scheme_settings import choose_scheme, settings_of
 from sgl_esft.quant.write import quantise_checkpoint
+from sgl_esft.support import TIER_SCHEMES
 from sgl_esft.tools.cli import main
 from sgl_esft.tools.extract import extract_adapter
 from sgl_esft.tools.merge import merge_adapter
@@ -375,13 +376,21 @@ def evaluate(folder: Path, out: Path) -> object:
     return load_model(folder)
 
 
+EXPERT_BY_EXPERT = (pack, read_in_tiers)  # int8: tests/fast/offload/test_quantised_tiers.py
+
+
 @each_scheme
 @pytest.mark.parametrize(
-    "use", [extract, pack, read_in_tiers, score, estimate, tune, evaluate], ids=lambda u: u.__name__
+    "use",
+    [extract, *EXPERT_BY_EXPERT, score, estimate, tune, evaluate],
+    ids=lambda u: u.__name__,
 )
 def test_who_takes_no_quantised_base(
     base: Path, tmp_path: Path, scheme: str, use: Callable[[Path, Path], object]
 ) -> None:
+    if use in EXPERT_BY_EXPERT and scheme in TIER_SCHEMES:
+        use(in_scheme(base, scheme), tmp_path / "out")
+        return
     with pytest.raises(UnsupportedModelError, match=f"quantised .*{scheme}.*name the"):
         use(in_scheme(base, scheme), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -398,7 +407,7 @@ def test_who_takes_no_quantised_base(
 def test_commands_that_take_no_quantised_base(
     base: Path, tmp_path: Path, argv: tuple[str, ...], capsys: Capture
 ) -> None:
-    assert main([each.format(in_scheme(base, "int8"), tmp_path) for each in argv]) == 2
+    assert main([each.format(in_scheme(base, "fp8"), tmp_path) for each in argv]) == 2
     assert "quantised" in capsys.readouterr().err
 
 

@@ -70,6 +70,7 @@ def test_inspect_json(base: Path, adapter: Path, capsys: Capture) -> None:
         "mean_experts_per_layer": pytest.approx(4 / 3),
         "sparsity": pytest.approx(5 / 9),
         "experts": {"1": [3], "2": [0, 5, 15]},
+        "shared_experts": [],
     }
 
 

@@ -1,7 +1,7 @@
 """The LoRA adapters of one rank: read and checked here, kept and computed by SGLang's own manager.
 
-    disk --read, in a thread--> LoraAdapter --admit--> [LoraShelf] -> SGLang's LoRA manager
-    a load message, a command --> [BothShelves] --> this, or the adapter plane: by the folder's kind
+    disk --read, in a thread--> LoraAdapter --admit--> [LoraStore] -> SGLang's LoRA manager
+    a load message, a command --> [BothStores] --> this, or the adapter plane: by the folder's kind
 
 Beside it, the adapter plane has the ESFT adapters. An id is of one of the two.
 """
@@ -48,7 +48,7 @@ class LoraAdapter:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class LoraShelf:
+class LoraStore:
     """Loaded LoRA adapters; their slots on the device are SGLang's cache over them."""
 
     def __init__(
@@ -70,7 +70,7 @@ class LoraShelf:
         self._metrics = metrics
         self._num_on_device = 0
 
-    # ---- what rank_command_handler.py asks of a shelf ----
+    # ---- what rank_command_handler.py asks of a store ----
 
     def read(self, source: AdapterSource, on_size: Callable[[int], None], on_read: OnRead) -> Any:
         """Validate and read; another thread may call it. Raises one of the Adapter* errors."""
@@ -200,12 +200,12 @@ class LoraMetrics:
         self._on_device.set(num_on_device)
 
 
-class BothShelves:
+class BothStores:
     """One rank's adapters of both kinds, as rank_command_handler.py sees them."""
 
     is_resident = False  # no adapter keeps its slot: LoRA is refused where they do
 
-    def __init__(self, plane: AdapterPlane, lora: LoraShelf) -> None:
+    def __init__(self, plane: AdapterPlane, lora: LoraStore) -> None:
         self._plane = plane
         self._lora = lora
         self.layers = plane.layers
@@ -220,8 +220,8 @@ class BothShelves:
     ) -> HostAdapter | LoraAdapter:
         """By what the folder holds now. Raises one of the Adapter* errors."""
         is_lora = kind_of(Path(source.path)) == "lora"
-        shelf: Any = self._lora if is_lora else self._plane
-        found: HostAdapter | LoraAdapter = shelf.read(source, on_size, on_read)
+        store: Any = self._lora if is_lora else self._plane
+        found: HostAdapter | LoraAdapter = store.read(source, on_size, on_read)
         return found
 
     def load(self, source: AdapterSource) -> None:
@@ -272,7 +272,7 @@ class BothShelves:
     def placements(self) -> dict[str, tuple[int, int]]:
         return {**self._plane.placements(), **self._lora.placements()}
 
-    def _of(self, adapter_id: str) -> AdapterPlane | LoraShelf:
+    def _of(self, adapter_id: str) -> AdapterPlane | LoraStore:
         return self._lora if self._lora.is_loaded(adapter_id) else self._plane
 
 
