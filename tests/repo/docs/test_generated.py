@@ -31,7 +31,13 @@ from scripts import api_docs, hooks_page
 from tests.repo.tree import ROOT
 
 # Tables whose result is still to come; a result takes its name off again.
-TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_tables.TABLES})
+TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_tables.TABLES}) - {
+    "finemoe_figure3",
+    "finemoe_figure4",
+    "finemoe_figure8",
+    "finemoe_figure9",
+    "finemoe_figure14a",
+}
 MEASURED = [name for name in plots.DRAWERS if (RESULTS / f"{name}.json").exists()]
 
 
