@@ -256,8 +256,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         _moe_layer,
     ),
     "token_time": (
-        "A decode step after rerouting became a runner core of SGLang over the one before it,\n"
-        "hooks in the dispatcher; servers of both commits, 1.01 is the goal. `this again` is a\n"
+        "A decode step with tiers, quantised bases and LoRA in the tree, none of them used, over\n"
+        "one of the commit before them; 1.01 is the goal. `this again` is a\n"
         "second server of the same commit: what two servers differ by without a cause.",
         _token_time,
     ),
