@@ -23,8 +23,8 @@ from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.simulate import replay
 from sgl_esft.offload.source import ExpertSource
 from sgl_esft.offload.trace import TraceEvent, TraceHeader
-from sgl_esft.platform.moe import PlainExperts, weighted_sum
-from sgl_esft.platform.quantised_moe import Int8Experts
+from sgl_esft.platform.moe import weighted_sum
+from sgl_esft.platform.quantised_moe import experts_in
 
 _SHARES: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _MOST_EXPERTS: Final = 256  # that are read to measure
@@ -102,7 +102,7 @@ def _rows(spec: MoeSpec, num_rows: int) -> list[torch.Tensor]:
 
 
 def _compute_s(spec: MoeSpec, rows: Sequence[torch.Tensor]) -> float:
-    experts = PlainExperts(*rows) if spec.scheme is None else Int8Experts(*rows)
+    experts = experts_in(rows)
     num_rows = rows[0].shape[0]
     hidden = torch.zeros((1, spec.hidden_size), dtype=getattr(torch, spec.dtype))
     ids = torch.arange(num_rows, dtype=torch.int32).view(1, -1)

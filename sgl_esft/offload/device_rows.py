@@ -16,7 +16,7 @@ import mmap
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,13 +135,12 @@ class DeviceRows:
         self._landed: dict[_Row, Any] = {}
         self._used: dict[_Row, Any] = {}
         self._in_row: dict[_Row, Hashable] = {}
-        self._counts = HostCounts()
 
     @property
     def host_counts(self) -> HostCounts:
-        """A copy."""
-        with self._lock:
-            return replace(self._counts)
+        """Since the start."""
+        num_found = self._tier.num_found
+        return HostCounts(num_found, num_found * self._seats[0].num_bytes)
 
     def load(self, job: LoadJob, *row: torch.Tensor) -> None:
         """Bring an expert into a seat, and start its copy; the stream knows when it has landed.
@@ -159,10 +158,6 @@ class DeviceRows:
         finally:
             with self._lock:
                 self._tier.give_back(taken.seat)
-        if taken.holds:
-            with self._lock:
-                self._counts.num_experts += 1
-                self._counts.num_bytes += seat.num_bytes
 
     def _fill(self, job: LoadJob, number: int) -> None:
         seat = self._seats[number]

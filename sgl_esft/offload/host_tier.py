@@ -26,7 +26,7 @@ class Taken:
     holds: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class HostCounts:
     """Since the start: experts that came to a device's rows from host memory, and not storage."""
 

@@ -12,7 +12,7 @@ time, and multiplied in float32: right, and not fast. Those kernels have no fast
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -112,6 +112,11 @@ class Fp8Experts:
             scale = scale.repeat_interleave(rows, 0)[: numbers.shape[0]]
             scale = scale.repeat_interleave(columns, 1)[:, : numbers.shape[1]]
         return F.linear(inputs, numbers.float().mul_(scale))
+
+
+def experts_in(rows: Sequence[torch.Tensor]) -> Experts:
+    """Those of w13 and w2, or in int8 with the scales of both behind them, each [num_rows, ...]."""
+    return PlainExperts(*rows) if len(rows) == 2 else Int8Experts(*rows)
 
 
 def experts_of(weights: Any) -> Experts:

@@ -40,7 +40,7 @@ from sgl_esft.offload.stored_adapter import Copies, StoredAdapter, find_stored
 from sgl_esft.offload.tier import ExpertTier, LoadRow, TierLayer
 from sgl_esft.offload.tiered_layer import TieredLayer
 from sgl_esft.platform import moe
-from sgl_esft.platform.quantised_moe import Int8Experts, experts_of
+from sgl_esft.platform.quantised_moe import experts_in, experts_of
 from sgl_esft.plugin import runner_core
 from sgl_esft.plugin.adapter_owners import AdapterOwners
 from sgl_esft.plugin.decoded_tokens import DecodedTokens, embedding_layer
@@ -359,9 +359,7 @@ def _read_into(layer: TieredLayer, reader: ExpertReader, job: LoadJob) -> None:
 
 def _compute_seconds(layer: TieredLayer, spec: MoeSpec, top_k: int) -> float:
     """Of one token's experts; the second time, so that nothing is touched first."""
-    experts: moe.Experts = moe.PlainExperts(layer.w13, layer.w2)
-    if layer.scales is not None:
-        experts = Int8Experts(layer.w13, layer.w2, *layer.scales)
+    experts = experts_in((layer.w13, layer.w2, *(layer.scales or ())))
     hidden = torch.zeros((1, layer.w13.shape[2]), dtype=getattr(torch, spec.dtype))
     ids = torch.arange(top_k, dtype=torch.int32).remainder(layer.w13.shape[0]).view(1, -1)
     weights = torch.ones((1, top_k), dtype=torch.float32)

@@ -66,13 +66,13 @@ class Placer:
 
     def _place(self, slot: int, adapter: HostAdapter) -> None:
         """All layers or none."""
-        placed: list[int] = []
+        begun: list[int] = []
         try:
             for layer_id in self._layers:
+                begun.append(layer_id)
                 self.place_layer(layer_id, slot, adapter)
-                placed.append(layer_id)
         except EsftError:
-            for layer_id in placed:
+            for layer_id in begun:
                 self._displace_layer(layer_id, slot)
             raise
 
@@ -81,13 +81,8 @@ class Placer:
         self.uses.num_changes += 1
         expert_ids = adapter.manifest.experts.get(layer_id, ())
         self._layers[layer_id].place(slot, adapter.experts.get(layer_id, {}), expert_ids)
-        if layer_id not in adapter.shared:
-            return
-        try:
+        if layer_id in adapter.shared:
             self._shared[layer_id].place(slot, adapter.shared[layer_id])
-        except BaseException:
-            self._displace_layer(layer_id, slot)
-            raise
 
     def displace(self, slot: int) -> None:
         """Take what is in the slot out of every layer."""
