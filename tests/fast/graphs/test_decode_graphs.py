@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +35,19 @@ Seen = Mapping[str, Any]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Seen]]:
     """By layout, what each rank saw."""
-    folder = tmp_path_factory.mktemp("graphs")
+    return run_ranks("tests.fast.graphs.decode_steps", tmp_path_factory.mktemp("graphs"))
+
+
+def run_ranks(module: str, folder: Path) -> Mapping[str, list[Seen]]:
+    """A module that prints what each rank saw, over a base and adapters that are made in `folder`.
+
+    By case.
+    """
     write_random_base(folder / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
     for seed, (name, experts) in enumerate(TUNED.items()):
         write_random_adapter(folder / name, folder / "base", seed=seed, experts=experts)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fast.graphs.decode_steps", str(folder)],
+        [sys.executable, "-m", module, str(folder)],
         env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -48,9 +56,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Seen]]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, list[Seen]] = json.loads(done.stdout.splitlines()[-1])
-    for layout, ranks in found.items():
+    for case, ranks in found.items():
         failed = [rank for rank in ranks if isinstance(rank, str)]
-        assert not failed, f"{layout}: {failed}\n{done.stderr[-4000:]}"
+        assert not failed, f"{case}: {failed}\n{done.stderr[-4000:]}"
     return found
 
 

@@ -5,18 +5,13 @@ a tiny base and three adapters -> tier_steps.py, in processes of its own -> [jud
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from tests.fast.graphs.test_decode_graphs import ROUNDING, SMALL, TUNED, one_step_of
-from tests.support.adapter_factory import write_random_adapter, write_random_base
+from tests.fast.graphs.test_decode_graphs import ROUNDING, one_step_of, run_ranks
 
 NUM_LAYERS = 2  # of experts
 Seen = Mapping[str, Any]
@@ -25,24 +20,7 @@ Seen = Mapping[str, Any]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Any]]:
     """By case, what each rank saw."""
-    folder = tmp_path_factory.mktemp("tiers")
-    write_random_base(folder / "base", "DeepseekV2ForCausalLM", seed=1, **SMALL)
-    for seed, (name, experts) in enumerate(TUNED.items()):
-        write_random_adapter(folder / name, folder / "base", seed=seed, experts=experts)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fast.graphs.tier_steps", str(folder)],
-        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
-    for case, ranks in found.items():
-        failed = [rank for rank in ranks if isinstance(rank, str)]
-        assert not failed, f"{case}: {failed}\n{done.stderr[-4000:]}"
-    return found
+    return run_ranks("tests.fast.graphs.tier_steps", tmp_path_factory.mktemp("tiers"))
 
 
 def in_tiers(seen: Mapping[str, list[Any]]) -> list[Seen]:

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,7 +24,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from sgl_esft.errors import (
@@ -54,6 +52,7 @@ from tests.fast.lifecycle.both_kinds import (
 )
 from tests.support.adapter_factory import write_random_adapter
 from tests.support.lora_factory import write_random_lora
+from tests.support.state_machines import run_steps
 
 NAMES = ("a", "b", "c", "d", "e")
 GOOD = ("e0", "e1", "e2", "l0", "l1", "l2", "l3")
@@ -453,26 +452,12 @@ def _own_engine() -> Iterator[None]:
     registry_hooks.engine_of = before  # type: ignore[assignment]
 
 
-def run_steps(examples: int, steps: int, *, derandomize: bool = True) -> None:
-    run_state_machine_as_test(
-        BothKindsMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=derandomize,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-        ),
-    )
-
-
 @pytest.mark.usefixtures("ground", "_own_engine", "one_thread")
 def test_hundreds_of_steps() -> None:
-    run_steps(12, 50)
+    run_steps(BothKindsMachine, 12, 50)
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("ground", "_own_engine", "one_thread")
 def test_ten_thousand_steps() -> None:
-    run_steps(100, 100, derandomize=False)
+    run_steps(BothKindsMachine, 100, 100, derandomize=False)

@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,13 +23,13 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from sgl_esft.errors import AdapterMismatchError, NoFreeSlotError
 from sgl_esft.formats.adapter_config import AdapterKind
 from sgl_esft.formats.manifest import content_digest
 from tests.fast.lifecycle.site import Site
+from tests.support.state_machines import run_steps
 
 NAMES = ("a", "b", "c")
 names = st.sampled_from(NAMES)
@@ -426,24 +425,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         return "failed" if stuck or known.on_disk == "broken" else "on_disk"
 
 
-def run_steps(examples: int, steps: int, *, derandomize: bool = True) -> None:
-    run_state_machine_as_test(
-        LifecycleMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=derandomize,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-        ),
-    )
-
-
 def test_a_thousand_steps() -> None:
-    run_steps(20, 50)
+    run_steps(LifecycleMachine, 20, 50)
 
 
 @pytest.mark.soak
 def test_ten_thousand_steps() -> None:
-    run_steps(100, 100, derandomize=False)
+    run_steps(LifecycleMachine, 100, 100, derandomize=False)
