@@ -171,7 +171,7 @@ def measured(site: Site, system: str, plan: LargePlan, number: int) -> Measured:
             if site.adapters and system != MAPPED_SYSTEM:
                 names = (None, *site.adapters)
                 mixed = asked(url, [decoding(name, plan.num_new) for name in names])
-    found = Measured(ready_s, memory.peak_bytes, memory.peak_cached_bytes, decode, prefill, mixed)
+    found = Measured(ready_s, memory.peak.total, memory.peak_cached_bytes, decode, prefill, mixed)
     check(found, system)
     return found
 

@@ -10,6 +10,7 @@ for the process that mapped them; pages that were only read are in the page cach
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,28 +21,44 @@ PERIOD_S = 1.0
 _KIB = 1024
 
 
+@dataclass(frozen=True)
+class Held:
+    """Proportional set sizes of processes together, bytes."""
+
+    total: int = 0
+    own: int = 0  # without mapped files
+
+    def most(self, other: Held) -> Held:
+        return Held(max(self.total, other.total), max(self.own, other.own))
+
+
 class MemoryWatch(Sampler):
-    """The peaks, for as long as its context is open."""
+    """The peaks of all children together, for as long as its context is open."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         super().__init__(period_s, "memory")
-        self.peak_bytes = 0  # of all children together
+        self.peak, self.serving = Held(), Held()
+        self.is_serving = False  # from when on `serving` counts
         self.peak_cached_bytes = 0  # beyond what was cached before
         self._before = cached_bytes()
 
     def sample(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, children_bytes())
+        now = held_by_children()
+        self.peak = self.peak.most(now)
+        if self.is_serving:
+            self.serving = self.serving.most(now)
         self.peak_cached_bytes = max(self.peak_cached_bytes, cached_bytes() - self._before)
 
 
-def children_bytes() -> int:
-    """Proportional set sizes of all processes below this one."""
-    total = 0
+def held_by_children() -> Held:
+    """Of all processes below this one, now."""
+    total = files = 0
     for process in psutil.Process().children(recursive=True):
         with suppress(OSError):  # it has ended meanwhile
             rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
             total += _kib_of(rollup, "Pss:")
-    return total
+            files += _kib_of(rollup, "Pss_File:")
+    return Held(total, total - files)
 
 
 def cached_bytes() -> int:

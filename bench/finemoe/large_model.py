@@ -110,7 +110,7 @@ def trunk_shapes(shape: LargeShape) -> dict[str, tuple[int, ...]]:
 @cache
 def trunk_bytes(shape: LargeShape) -> int:
     """Of all tensors but the routed experts'."""
-    return _num_bytes(trunk_shapes(shape))
+    return num_bytes_of(trunk_shapes(shape))
 
 
 # ---- files ----
@@ -126,7 +126,7 @@ def write_base(shape: LargeShape, folder: Path) -> None:
         return
     trunk = trunk_shapes(shape)
     files = dict(files_of(shape, trunk))
-    check_room(folder, _missing_bytes(folder, files))
+    check_room(folder, missing_bytes(folder, _sizes(files)))
     config_of(shape).save_pretrained(folder)
     tokenizer.save(folder)
     _write_files(folder, files, shape.seed)
@@ -145,7 +145,7 @@ def write_adapter(config: Path, base: Path, shape: LargeShape, folder: Path) -> 
         f"layer-{layer:02}.safetensors": dict(expert_shapes(spec, layer, ids))
         for layer, ids in experts.items()
     }
-    check_room(folder, _missing_bytes(folder, files))
+    check_room(folder, missing_bytes(folder, _sizes(files)))
     _write_files(folder, files, adapter_seed(config, shape))
     write_expert_config(folder / EXPERT_CONFIG_NAME, experts)
 
@@ -206,34 +206,41 @@ def expert_shapes(
             yield spec.expert_tensor_name(layer, expert, proj), spec.expert_tensor_shape(proj)
 
 
-def _missing_bytes(folder: Path, files: Mapping[str, Shapes]) -> int:
-    return sum(_num_bytes(shapes) for name, shapes in files.items() if not (folder / name).exists())
+def _sizes(files: Mapping[str, Shapes]) -> dict[str, int]:
+    return {name: num_bytes_of(shapes) for name, shapes in files.items()}
 
 
-def _num_bytes(shapes: Shapes) -> int:
+def num_bytes_of(shapes: Shapes) -> int:
+    """Of tensors of these shapes, unquantised."""
     return sum(torch.Size(shape).numel() for shape in shapes.values()) * DTYPE.itemsize
 
 
 def _write_files(folder: Path, files: Mapping[str, Shapes], seed: int) -> None:
-    """Those that are missing, with a line of progress for each."""
-    began, done, total = time.monotonic(), 0, _missing_bytes(folder, files)
-    for number, (name, shapes) in enumerate(files.items(), 1):
-        path = folder / name
-        if path.exists():
+    for name in missing_files(folder, _sizes(files)):
+        tensors = {each: random_tensor(each, s, seed) for each, s in files[name].items()}
+        write_tensors(folder / name, tensors)
+
+
+def missing_bytes(folder: Path, sizes: Mapping[str, int]) -> int:
+    """sizes: bytes by file name."""
+    return sum(size for name, size in sizes.items() if not (folder / name).exists())
+
+
+def missing_files(folder: Path, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Names of those that are not there; of each, once it is written, a line of progress."""
+    began, done, total = time.monotonic(), 0, missing_bytes(folder, sizes)
+    for number, (name, size) in enumerate(sizes.items(), 1):
+        if (folder / name).exists():
             continue
-        _write_file(path, shapes, seed)
-        done += _num_bytes(shapes)
+        yield name
+        done += size
         seconds = time.monotonic() - began
         left = seconds / done * (total - done)
         print(
-            f"{folder.name}: file {number} of {len(files)}, {gigabytes(done)} of "
+            f"{folder.name}: file {number} of {len(sizes)}, {gigabytes(done)} of "
             f"{gigabytes(total)}, {seconds:.0f} s, {left:.0f} s left",
             flush=True,
         )
-
-
-def _write_file(path: Path, shapes: Shapes, seed: int) -> None:
-    write_tensors(path, {name: random_tensor(name, s, seed) for name, s in shapes.items()})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -21,19 +21,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
 
 from bench.common.load import ServerCommand, end_on_sigterm, servers
 from bench.common.pairing import Taken, interleave, ratios, timed
 from bench.common.record import RESULTS, spread, write_result
-from bench.elasticmoe.load import Ask, Stream, ask_once
+from bench.elasticmoe.load import Ask
 from bench.elasticmoe.rounds import check_streams
 from bench.elasticmoe.traffic import tpot
 from bench.finemoe import large_model
+from bench.finemoe.large import KV_TOKENS
 from bench.finemoe.large_model import LargeShape
 from bench.quantised import large_checkpoint
-from bench.quantised.large import ANSWER_SECONDS, KV_TOKENS, QUICK_SHAPE, prompt
+from bench.quantised.large import QUICK_SHAPE, asked, prompt
 from sgl_esft.formats.expert_scheme import ExpertScheme
 from sgl_esft.platform.moe import Experts, PlainExperts, weighted_sum
 from sgl_esft.platform.quantised_moe import Int8Experts
@@ -164,15 +164,9 @@ def served_row(plan: DecodePlan, urls: Mapping[str, str]) -> dict[str, Any]:
 
 def tpot_of(url: str, number: int, num_tokens: int) -> float:
     """Of one request that is alone."""
-    stream = asyncio.run(_ask(url, Ask(prompt(number), None, num_tokens)))
-    check_streams([stream])
-    return tpot(stream)
-
-
-async def _ask(url: str, ask: Ask) -> Stream:
-    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        return await ask_once(session, url, ask)
+    streams = asyncio.run(asked(url, [Ask(prompt(number), None, num_tokens)]))
+    check_streams(streams)
+    return tpot(streams[0])
 
 
 def experts_share(plan: DecodePlan, layer: Mapping[str, Any], served: Mapping[str, Any]) -> float:

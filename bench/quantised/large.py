@@ -2,7 +2,7 @@
 
     random checkpoint in --folder (large_checkpoint.py), ESFT's published configs as adapters
     each system: a server --> the base and all adapters asked one by one, then all at once
-    /proc/PID/smaps_rollup of its processes --[TreeWatch]--> bench/results/quantised_large.json
+    /proc/PID/smaps_rollup of its processes --[MemoryWatch]--> bench/results/quantised_large.json
 
 **Answers mean nothing**: weights are random. Bytes are those of the real model, 15.7 billion
 parameters of which 14.4 are routed experts: 28.8 GB in bfloat16, 14.4 in int8, beside 2.6 GB of all
@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,23 +31,24 @@ import aiohttp
 import psutil
 
 from bench.common.load import NO_PREFIX_CACHE, end_on_sigterm
-from bench.common.process_watch import Sampler
 from bench.common.record import RESULTS, write_result
 from bench.common.scaled_model import PUBLISHED
 from bench.elasticmoe.load import Ask, Stream, ask_once
 from bench.elasticmoe.rounds import check_streams
-from bench.finemoe.large_memory import cached_bytes
+from bench.finemoe.large import (
+    ANSWER_SECONDS,
+    KV_BYTES,
+    KV_TOKENS,
+    PROCESS_BYTES,
+    START_SECONDS,
+)
+from bench.finemoe.large_memory import Held, MemoryWatch
 from bench.finemoe.large_model import LargeShape, adapter_experts, trunk_bytes
 from bench.quantised.large_checkpoint import checkpoint_bytes, write_adapter, write_base
 from sgl_esft.byte_size import gigabytes, parse_bytes
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.zoo import serving
 
-KV_TOKENS = 4096
-KV_BYTES = KV_TOKENS * 31_104  # DeepSeek-V2-Lite's
-PROCESS_BYTES = 2_300_000_000  # of everything else: three processes, buffers, the system
-START_SECONDS = 1800.0
-ANSWER_SECONDS = 1800.0
 PERIOD_S = 0.5
 QUICK_SHAPE = LargeShape(
     num_layers=3,
@@ -141,54 +141,6 @@ def needed_bytes(plan: Plan, system: System, spec: MoeSpec) -> int:
     return weights + KV_BYTES + PROCESS_BYTES
 
 
-# ---- memory ----
-
-
-@dataclass(frozen=True)
-class Held:
-    """Proportional set sizes of processes together, bytes."""
-
-    total: int = 0
-    own: int = 0  # without mapped files
-
-    def most(self, other: Held) -> Held:
-        return Held(max(self.total, other.total), max(self.own, other.own))
-
-
-class TreeWatch(Sampler):
-    """Peaks of all processes below this one, for as long as its context is open."""
-
-    def __init__(self, period_s: float = PERIOD_S) -> None:
-        super().__init__(period_s, "tree memory")
-        self.peak, self.serving = Held(), Held()
-        self.peak_cached_bytes = 0
-        self.is_serving = False
-        self._cached = cached_bytes()
-
-    def sample(self) -> None:
-        now = held_by_children()
-        self.peak = self.peak.most(now)
-        if self.is_serving:
-            self.serving = self.serving.most(now)
-        self.peak_cached_bytes = max(self.peak_cached_bytes, cached_bytes() - self._cached)
-
-
-def held_by_children() -> Held:
-    """Of all processes below this one, now."""
-    total = files = 0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(OSError):  # it has ended meanwhile
-            kib = _kib_by_name(Path(f"/proc/{process.pid}/smaps_rollup").read_text())
-            total += kib.get("Pss", 0) * 1024
-            files += kib.get("Pss_File", 0) * 1024
-    return Held(total, total - files)
-
-
-def _kib_by_name(rollup: str) -> dict[str, int]:
-    lines = (line.split() for line in rollup.splitlines() if line.endswith(" kB"))
-    return {words[0].rstrip(":"): int(words[1]) for words in lines}
-
-
 # ---- serving ----
 
 
@@ -207,7 +159,7 @@ class Served:
 
 def served(site: Site, system: System, plan: Plan) -> Served:
     """Raises ValueError where a request failed."""
-    with TreeWatch() as watch:
+    with MemoryWatch(PERIOD_S) as watch:
         began = time.monotonic()
         with serving.server(arguments(site, system, plan), START_SECONDS) as url:
             ready_s, watch.is_serving = time.monotonic() - began, True

@@ -10,7 +10,6 @@ already is kept, so a run that was cut off goes on. Written files leave the page
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +25,14 @@ from bench.finemoe.large_model import (
     check_shape,
     config_of,
     files_of,
+    missing_bytes,
+    missing_files,
+    num_bytes_of,
     random_tensor,
     trunk_bytes,
     trunk_shapes,
     write_tensors,
 )
-from sgl_esft.byte_size import gigabytes
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, write_expert_config
 from sgl_esft.formats.checkpoint import INDEX_NAME
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
@@ -65,8 +66,7 @@ def write_base(shape: LargeShape, scheme: str, folder: Path) -> None:
     spec = read_moe_spec(folder)
     weight_map: dict[str, str] = {}
     files = list(_files_of_base(shape, spec))
-    for file in _missing(folder, files):
-        write_tensors(folder / file.name, _tensors(file, spec, shape.seed))
+    _write_files(folder, files, spec, shape.seed)
     for file in files:
         names = [*file.plain, *(n for place in file.experts for n in _part_names(spec, place))]
         weight_map |= dict.fromkeys(names, file.name)
@@ -80,8 +80,7 @@ def write_adapter(config: Path, base: Path, shape: LargeShape, folder: Path) -> 
     folder.mkdir(parents=True, exist_ok=True)
     experts, spec = adapter_experts(config, shape), read_moe_spec(base)
     files = [_file(f"layer-{layer:02}", spec, layer, ids) for layer, ids in experts.items()]
-    for file in _missing(folder, files):
-        write_tensors(folder / file.name, _tensors(file, spec, adapter_seed(config, shape)))
+    _write_files(folder, files, spec, adapter_seed(config, shape))
     write_expert_config(folder / EXPERT_CONFIG_NAME, experts)
 
 
@@ -110,7 +109,7 @@ def _files_of_base(shape: LargeShape, spec: MoeSpec) -> Iterator[File]:
     for name, shapes in files_of(shape, trunk_shapes(shape)):
         plain, layer = dict(shapes), layer_of.get(Path(name).stem)
         if layer is None:
-            yield File(name, plain, (), _num_bytes(plain))
+            yield File(name, plain, (), num_bytes_of(plain))
             continue
         for expert in range(spec.num_experts):
             for proj in PROJS:
@@ -122,12 +121,8 @@ def _file(
     stem: str, spec: MoeSpec, layer: int, experts: Iterable[int], plain: Shapes | None = None
 ) -> File:
     places, plain = tuple((layer, expert) for expert in experts), plain or {}
-    num_bytes = _num_bytes(plain) + len(places) * spec.expert_bytes
+    num_bytes = num_bytes_of(plain) + len(places) * spec.expert_bytes
     return File(f"{stem}.safetensors", plain, places, num_bytes)
-
-
-def _num_bytes(shapes: Shapes) -> int:
-    return sum(torch.Size(s).numel() for s in shapes.values()) * torch.bfloat16.itemsize
 
 
 def _tensors(file: File, spec: MoeSpec, seed: int) -> dict[str, torch.Tensor]:
@@ -161,18 +156,10 @@ def _part_names(spec: MoeSpec, place: Place) -> Iterator[str]:
             yield spec.expert_part_name((*place, proj), part)
 
 
-def _missing(folder: Path, files: Iterable[File]) -> Iterator[File]:
-    """Those that are not there, each told of once it is written. Raises SystemExit for no room."""
-    missing = [file for file in files if not (folder / file.name).exists()]
-    total = sum(file.num_bytes for file in missing)
-    check_room(folder, total)
-    began, done = time.monotonic(), 0
-    for number, file in enumerate(missing, 1):
-        yield file
-        done += file.num_bytes
-        seconds = time.monotonic() - began
-        print(
-            f"{folder.name}: file {number} of {len(missing)}, {gigabytes(done)} of "
-            f"{gigabytes(total)}, {seconds:.0f} s, {seconds / done * (total - done):.0f} s left",
-            flush=True,
-        )
+def _write_files(folder: Path, files: Iterable[File], spec: MoeSpec, seed: int) -> None:
+    """Those that are not there. Raises SystemExit for no room."""
+    named = {file.name: file for file in files}
+    sizes = {name: file.num_bytes for name, file in named.items()}
+    check_room(folder, missing_bytes(folder, sizes))
+    for name in missing_files(folder, sizes):
+        write_tensors(folder / name, _tensors(named[name], spec, seed))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from bench.common.record import spread
 from bench.common.scaled_model import PUBLISHED
-from bench.finemoe import large_model
+from bench.finemoe import large_memory, large_model
 from bench.finemoe.large_model import LargeShape
 from bench.quantised import decode, large, large_checkpoint, zoo_quality
 from bench.quantised.zoo_quality import Answer, Asked
@@ -188,16 +188,16 @@ def test_processes_memory_is_counted_with_and_without_mapped_files(tmp_path: Pat
     file = tmp_path / "file"
     file.write_bytes(b"y" * (48 * MIB))
     code = HOLD.format(mine=32 * MIB, path=str(file))
-    before = large.held_by_children()
+    before = large_memory.held_by_children()
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        with large.TreeWatch(period_s=0.01) as watch:
+        with large_memory.MemoryWatch(period_s=0.01) as watch:
             wait_until(lambda: watch.peak.total > 0, 60.0)
-        now = large.held_by_children()
+        now = large_memory.held_by_children()
         child.stdin.close()
     own, total = now.own - before.own, now.total - before.total
     assert 32 * MIB <= own < 48 * MIB
@@ -247,7 +247,7 @@ def of_the_zoo(folder: Path) -> None:
 
 def of_a_large_model(folder: Path) -> None:
     plan = large.Plan(LargeShape(), 20_000_000_000, PUBLISHED)
-    held = large.Held(18_000_000_000, 17_000_000_000)
+    held = large_memory.Held(18_000_000_000, 17_000_000_000)
     served = large.Served(99.0, held, held, 3_000_000_000, 20, 5, 0)
     rows = [
         large.row_of(name, plan, spec_of(plan.shape, system.scheme), found)
