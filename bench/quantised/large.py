@@ -272,14 +272,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=27, help="fewer for a smaller machine")
     parser.add_argument("--memory", default="20GB", help="for everything (default: %(default)s)")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--quick", action="store_true", help="a tiny shape, few tokens")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape, one round")
     parser.add_argument("--write-only", action="store_true", help="write the checkpoints, and end")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     end_on_sigterm()
     shape = QUICK_SHAPE if options.quick else replace(LargeShape(), num_layers=options.layers)
     plan = Plan(shape, parse_bytes(options.memory, "--memory"), tuple(options.configs))
-    plan = replace(plan, num_new=6, rounds=1) if options.quick else plan
+    plan = replace(plan, rounds=1) if options.quick else plan
     if options.write_only:
         for scheme in dict.fromkeys(SYSTEMS[name].scheme for name in options.systems):
             prepared(plan, scheme, options.folder.resolve())
