@@ -23,6 +23,7 @@ from sgl_esft.plugin.hook_table import (
     OBSERVE_OVERRIDES,
     ROUTER_HOOKS,
     SIGNAL_OVERRIDES,
+    TIER_HOOKS,
     WEAVE_HOOKS,
     WEAVE_OVERRIDES,
 )
@@ -32,6 +33,7 @@ ALL_HOOKS: tuple[Hook, ...] = (
     *JSON_LOG_HOOKS,
     *ROUTER_HOOKS,
     *GRAPH_HOOKS,
+    *TIER_HOOKS,
     *LORA_HOOKS,
     *LAUNCHER_HOOKS,
     *CPU_HOOKS,
@@ -86,6 +88,7 @@ def page() -> str:
         ),
         *_section("JSON logs", "Installed with `--log-format json`.", JSON_LOG_HOOKS),
         *_section("Rerouting in the router", "Installed with `--reroute router`.", ROUTER_HOOKS),
+        *_section("Experts in tiers", "Installed with `--expert-cache`.", TIER_HOOKS),
         *_section(
             "Graphs with breaks",
             "Installed with `--expert-cache` on an accelerator.",

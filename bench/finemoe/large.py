@@ -10,8 +10,9 @@ computing are those of the real model. Systems: `stream`, `lru`, `lfu` (nothing 
 machine's page cache; `found`, whose trace is one token over and over, so that after the first every
 expert is there: the time of computing.
 
-Memory is what the operating system counts: the processes' proportional set sizes (smaps_rollup),
-and beside it how much the page cache grew. Reads of experts go past the page cache.
+Memory is what the operating system counts: a control group of --memory holds the server's processes
+and what they read through the page cache, and the processes' proportional set sizes (smaps_rollup)
+are watched beside it. Reads of experts go past the page cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import numpy as np
 from bench.common.load import NO_PREFIX_CACHE, end_on_sigterm
 from bench.common.record import RESULTS, spread, write_result
 from bench.elasticmoe.load import Ask, Stream, ask_once
-from bench.finemoe.large_memory import MemoryWatch
+from bench.finemoe.large_memory import MemoryLimit, MemoryWatch
 from bench.finemoe.large_model import LargeShape, trunk_bytes, write_adapter, write_base
 from bench.finemoe.replay_plugin import MAPPED, REPLAY, install, write_replay
 from bench.finemoe.tier_servers import Window, read_counted, window_of
@@ -44,12 +45,12 @@ from sgl_esft.offload.advise import Machine, measure_machine
 from sgl_esft.zoo import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-MAPPED_SYSTEM, FOUND = "mapped", "found"
-POLICIES = ("stream", "lru", "lfu", "auto")
+MAPPED_SYSTEM, FOUND, STREAM = "mapped", "found", "stream"
+POLICIES = (STREAM, "lru", "lfu", "auto")
 SYSTEMS = (FOUND, *POLICIES, MAPPED_SYSTEM)
 KV_TOKENS = 4096
 KV_BYTES = KV_TOKENS * 31_104  # DeepSeek-V2-Lite's
-PROCESS_BYTES = 2_300_000_000  # of everything else: three processes, buffers, the system
+PROCESS_BYTES = 2_500_000_000  # of everything else: three processes, buffers, the system
 PREFILL_TOKENS = 1024
 EDGES = 1.02  # an unaligned read fetches some blocks more than it needs
 START_SECONDS = 1800.0
@@ -58,15 +59,35 @@ THREADS = 4
 
 
 @dataclass(frozen=True)
+class Asks:
+    """What a server is asked: tokens that are not counted, answers at batch 1, a mix of adapters.
+
+    A server that streams reads what of all layers has no row, some 20 GB a token: it gets less.
+    """
+
+    num_first: int = 12
+    num_answers: int = 2
+    num_new: int = 32
+    num_mixed: int = 16  # of the base and each adapter
+
+
+FEW = {STREAM: Asks(2, 1, 6, 0), MAPPED_SYSTEM: Asks(12, 1, 24, 0)}
+QUICK = Asks(4, 1, 8, 8)
+
+
+@dataclass(frozen=True)
 class LargePlan:
-    """How much is measured. `num_new`: tokens of each answer."""
+    """How much is measured."""
 
     shape: LargeShape
     memory_bytes: int
     rounds: int = 3
-    num_answers: int = 3
-    num_new: int = 48
+    is_quick: bool = False
     systems: tuple[str, ...] = SYSTEMS
+
+    def asks_of(self, system: str) -> Asks:
+        """Of one server."""
+        return QUICK if self.is_quick else FEW.get(system, Asks())
 
     @property
     def cache_bytes(self) -> int:
@@ -96,6 +117,7 @@ class Site:
         found = ["--model-path", str(self.base), "--dtype", "bfloat16", "--enable-metrics"]
         found += ["--max-total-tokens", str(KV_TOKENS), "--log-level", "warning", *NO_PREFIX_CACHE]
         found += ["--chunked-prefill-size", str(2 * PREFILL_TOKENS)]
+        found += ["--weight-loader-drop-cache-after-load"]
         if named and system != MAPPED_SYSTEM:
             found += ["--esft-adapters", *named]
         cache, policy = f"{plan.cache_bytes}B", system
@@ -153,6 +175,7 @@ class Measured:
     ready_s: float
     peak_process_bytes: int
     peak_cached_bytes: int  # the page cache's growth since before the start
+    peak_limited_bytes: int | None  # of the control group; None = there was none
     decode: Window
     prefill: Window
     mixed: Window | None  # base and adapters in turn
@@ -160,18 +183,21 @@ class Measured:
 
 def measured(site: Site, system: str, plan: LargePlan, number: int) -> Measured:
     """Raises ValueError where a request failed, or routing was not replayed."""
-    with MemoryWatch() as memory, environment(site.environment(system)):
+    limit = MemoryLimit(plan.memory_bytes)
+    with limit, MemoryWatch() as memory, environment(site.environment(system)):
         began = time.monotonic()
         with serving.server(site.arguments(system, plan), START_SECONDS) as url:
             ready_s = time.monotonic() - began
-            asked(url, [decoding(None, 4)])  # the first pass of all
-            decode = asked(url, [decoding(None, plan.num_new)] * plan.num_answers)
+            asks = plan.asks_of(system)
+            asked(url, [decoding(None, asks.num_first)])
+            decode = asked(url, [decoding(None, asks.num_new)] * asks.num_answers)
             prefill = asked(url, [Ask(text(PREFILL_TOKENS, number), None, 1)])
             mixed = None
-            if site.adapters and system != MAPPED_SYSTEM:
+            if site.adapters and asks.num_mixed and system != MAPPED_SYSTEM:
                 names = (None, *site.adapters)
-                mixed = asked(url, [decoding(name, plan.num_new) for name in names])
-    found = Measured(ready_s, memory.peak.total, memory.peak_cached_bytes, decode, prefill, mixed)
+                mixed = asked(url, [decoding(name, asks.num_mixed) for name in names])
+    peaks = (memory.peak.total, memory.peak_cached_bytes, limit.peak_bytes)
+    found = Measured(ready_s, *peaks, decode, prefill, mixed)
     check(found, system)
     return found
 
@@ -233,6 +259,7 @@ def row_of(system: str, rounds: Rounds, plan: LargePlan, machine: Machine) -> di
         "ready_s": spread([each.ready_s for each in mine]),
         "peak_process_bytes": max(each.peak_process_bytes for each in mine),
         "peak_cached_bytes": max(each.peak_cached_bytes for each in mine),
+        "peak_limited_bytes": max(each.peak_limited_bytes or 0 for each in mine) or None,
         "decode_s_per_token": spread([median_tpot(each.decode) for each in mine]),
         "prefill_s": spread([each.prefill.ttft_s[0] for each in mine]),
     }
@@ -334,7 +361,7 @@ def plan_of(options: argparse.Namespace) -> LargePlan:
     systems = tuple(name for name in SYSTEMS if name in options.systems)
     plan = LargePlan(shape, parse_bytes(options.memory, "--memory"), systems=systems)
     if options.quick:
-        plan = replace(plan, rounds=1, num_answers=1, num_new=8)
+        plan = replace(plan, rounds=1, is_quick=True)
     return plan if options.rounds is None else replace(plan, rounds=options.rounds)
 
 

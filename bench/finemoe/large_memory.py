@@ -2,6 +2,7 @@
 
     /proc/PID/smaps_rollup of every process below this one --[MemoryWatch]--> the peak of their sum
     /proc/meminfo --> by how much the page cache grew, whoever used it
+    a control group --[MemoryLimit]--> the kernel holds them, and what they read, to so many bytes
 
 Proportional set sizes: what several processes map together counts once. A mapped file's pages count
 for the process that mapped them; pages that were only read are in the page cache alone.
@@ -9,9 +10,11 @@ for the process that mapped them; pages that were only read are in the page cach
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -19,6 +22,13 @@ from bench.common.process_watch import Sampler
 
 PERIOD_S = 1.0
 _KIB = 1024
+_Group = tuple[Path, str, str]  # where they are made, the file of the limit, that of the peak
+_V1: _Group = (
+    Path("/sys/fs/cgroup/memory"),
+    "memory.limit_in_bytes",
+    "memory.max_usage_in_bytes",
+)
+_V2: _Group = (Path("/sys/fs/cgroup"), "memory.max", "memory.peak")
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,42 @@ def held_by_children() -> Held:
 
 
 def cached_bytes() -> int:
-    """Files' pages in memory."""
-    return _kib_of(Path("/proc/meminfo").read_text(), "Cached:")
+    """Files' pages in memory; those of shared memory are not files'."""
+    text = Path("/proc/meminfo").read_text()
+    return _kib_of(text, "Cached:") - _kib_of(text, "Shmem:")
+
+
+class MemoryLimit:
+    """A control group: this process's children are born in it, and the kernel keeps it in bounds.
+
+    What they read through the page cache counts too. `peak_bytes` is None where this process may
+    not make one: then nothing is limited.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._folder: Path | None = None
+        self.peak_bytes: int | None = None
+
+    def __enter__(self) -> Self:
+        parent, limit, _ = _V2 if (_V2[0] / "memory.max").exists() else _V1
+        folder = parent / f"bench-{os.getpid()}"
+        with suppress(OSError):
+            folder.mkdir()
+            (folder / limit).write_text(str(self._num_bytes))
+            self._folder = folder
+            self._move_to(folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._move_to(self._folder.parent)
+            peak = _V2[2] if (self._folder / _V2[2]).exists() else _V1[2]
+            self.peak_bytes = int((self._folder / peak).read_text())
+            self._folder.rmdir()
+
+    def _move_to(self, folder: Path) -> None:
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _kib_of(text: str, name: str) -> int:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.common.load import end_on_sigterm, servers
 from bench.common.record import RESULTS, spread, write_result
+from bench.elasticmoe.load import Ask
 from bench.finemoe.served import calibrated
 from bench.finemoe.tier_servers import (
     NONE,
@@ -47,6 +49,10 @@ class RegimePlan:
     asks_each: int = 4  # of each of a batch's places, in a window
     num_filling: int = 32  # requests before the first window, for the map stores
 
+    def fewer(self, count: int, r: float) -> int:
+        """Where steps wait for a link, they are as long as it is slow, and vary less."""
+        return max(1, round(count / max(1.0, r)))
+
 
 QUICK = RegimePlan(link_speeds=(0.3, 3.0), batches=(1, 4), rounds=1, asks_each=2, num_filling=4)
 
@@ -59,16 +65,24 @@ def rounds_at(model: ZooModel, plan: RegimePlan, r: float, layer_s: float) -> li
     num_rows = max(4, round(plan.share_of_rows * model.spec.num_experts))
     commands = {way: tier_command(model, way, link, num_rows) for way in WAYS}
     with servers(commands) as urls:
-        for url in urls.values():
-            window(url, model.asks(plan.num_filling, seed=1), 4)
-        return [one_round(urls, model, plan, number) for number in range(plan.rounds)]
+        fill(urls.values(), model.asks(plan.fewer(plan.num_filling, r), seed=1))
+        return [one_round(urls, model, plan, r, number) for number in range(plan.rounds)]
 
 
-def one_round(urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, number: int) -> Round:
+def fill(urls: Iterable[str], asks: Sequence[Ask]) -> None:
+    """All servers' caches and map stores, at once: nothing is timed."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda url: window(url, asks, 4), urls))
+
+
+def one_round(
+    urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, r: float, number: int
+) -> Round:
     """A window of each batch on each server; the same prompts to all three."""
     found: dict[int, dict[str, Window]] = {}
     for batch in plan.batches:
-        asks = model.asks(batch * plan.asks_each, seed=1000 * (number + 1) + batch)
+        count = batch * plan.fewer(plan.asks_each, r)
+        asks = model.asks(count, seed=1000 * (number + 1) + batch)
         found[batch] = {way: window(urls[way], asks, batch) for way in in_turns(WAYS, number)}
     return found
 

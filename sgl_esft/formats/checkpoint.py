@@ -109,6 +109,15 @@ def all_experts(spec: MoeSpec) -> dict[int, Collection[int]]:
     return dict.fromkeys(spec.moe_layer_ids, range(spec.num_experts))
 
 
+def routed_expert_names(spec: MoeSpec) -> frozenset[str]:
+    """Of every tensor of every routed expert, scales too."""
+    return frozenset(
+        spec.expert_part_name(key, part)
+        for key in expert_keys(all_experts(spec))
+        for part in spec.expert_parts(key[2])
+    )
+
+
 def _check_routed_experts(path: Path, spec: MoeSpec, tensors: Mapping[str, TensorBytes]) -> None:
     for key in expert_keys(all_experts(spec)):
         for part in spec.expert_parts(key[2]):

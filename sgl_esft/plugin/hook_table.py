@@ -430,6 +430,28 @@ LORA_HOOKS: tuple[Hook, ...] = tuple(
     )
 )
 
+# Only with --expert-cache.
+TIER_HOOKS: tuple[Hook, ...] = tuple(
+    replace(
+        f"sglang.srt.model_loader.loader.{name}",
+        weave_hooks.read_all_but_experts,
+        parameters,
+        why="it reads every tensor; experts in tiers are read when they are routed to",
+        remove_when="a plugin can say which tensors a loader reads",
+    )
+    for name, parameters in (
+        (
+            "buffered_multi_thread_safetensors_weights_iterator",
+            "hf_weights_files max_workers disable_mmap prefetch prefetch_num_threads "
+            "drop_cache_after_load",
+        ),
+        (
+            "safetensors_weights_iterator",
+            "hf_weights_files disable_mmap prefetch prefetch_num_threads drop_cache_after_load",
+        ),
+    )
+)
+
 # Only with --expert-cache on an accelerator, whose decode graphs have breaks.
 GRAPH_HOOKS: tuple[Hook, ...] = (
     around(

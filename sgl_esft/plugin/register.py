@@ -50,6 +50,7 @@ def select_hooks() -> tuple[Hook, ...]:
     if config is not None:
         selected += hook_table.WEAVE_HOOKS
         selected += hook_table.ROUTER_HOOKS if config.reroute == "router" else ()
+        selected += hook_table.TIER_HOOKS if config.tiers is not None else ()
         has_breaks = config.tiers is not None and not platform.is_active()
         selected += hook_table.GRAPH_HOOKS if has_breaks else ()
         selected += hook_table.LORA_HOOKS if config.lora and platform.is_active() else ()

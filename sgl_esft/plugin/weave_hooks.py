@@ -1,19 +1,25 @@
 """Hook functions of weaving; hook_table.py says where each one goes, and why.
 
-create_weights (longer) ... init_lora_manager (bind) ... each forward: runner_core.py (reroute)
+the checkpoint (experts in tiers stay in it) ... create_weights (longer) ... init_lora_manager (bind)
+... each forward: runner_core.py (reroute)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from tqdm import tqdm
 
 from sgl_esft import sglang_api
 from sgl_esft.config import required_config
 from sgl_esft.errors import UnsupportedModelError
+from sgl_esft.formats.checkpoint import routed_expert_names
+from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.lifecycle.content import digest_of, remember_digest
 from sgl_esft.offload import tiered_layer
 from sgl_esft.platform import device_memory
@@ -76,6 +82,32 @@ def create_quantised_weights_with_adapter_slots(
             "leave --elastic out"
         )
     create_weights_with_adapter_slots(original, method, layer, num_experts, *args, **kwargs)
+
+
+def read_all_but_experts(
+    hf_weights_files: Sequence[str], *_: Any, drop_cache_after_load: bool = False, **__: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of all files, without routed experts: those are read when routed to.
+
+    SGLang's readers ask for all tensors, and safetensors reads from the disk what it is asked for.
+    Raises UnsupportedModelError.
+    """
+    files = list(map(Path, hf_weights_files))
+    experts = routed_expert_names(read_moe_spec(files[0].parent))
+    for path in tqdm(files, "Loading shards without experts", disable=sglang_api.tp_rank() != 0):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in sorted(set(file.keys()) - experts):
+                yield name, file.get_tensor(name)
+        if drop_cache_after_load:
+            _drop_page_cache(path)
+
+
+def _drop_page_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def install_esft_manager(runner: Any) -> None:

@@ -26,6 +26,7 @@ LEDGER = (
     + hook_table.JSON_LOG_HOOKS
     + hook_table.ROUTER_HOOKS
     + hook_table.GRAPH_HOOKS
+    + hook_table.TIER_HOOKS
     + hook_table.LORA_HOOKS
     + ENGINE_HOOKS
     + FRONT_HOOKS
@@ -41,7 +42,7 @@ OVERRIDES = (
     + FRONT_OVERRIDES
 )
 # A new way into SGLang needs a reason to raise these; one that goes lowers them.
-NUM_HOOKS, NUM_REPLACING, NUM_OVERRIDES = 81, 18, 23
+NUM_HOOKS, NUM_REPLACING, NUM_OVERRIDES = 83, 20, 23
 CPU_TARGETS = {hook.target for hook in hook_table.CPU_HOOKS}
 LAUNCHER_TARGETS = {hook.target for hook in hook_table.LAUNCHER_HOOKS}
 WEAVE_TARGETS = {hook.target for hook in hook_table.WEAVE_HOOKS}
