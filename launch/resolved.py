@@ -10,7 +10,7 @@ twice: what SGLang itself would fail on is still called by its name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sgl_esft.config import EsftConfig
@@ -189,6 +189,12 @@ BREAKS = Needed(
     "use breakable, which --expert-cache takes by itself, or disabled",
     flag="--cuda-graph-backend-decode",
 )
+RECORDED = replace(
+    BREAKS,
+    allowed=("disabled",),
+    reason="--record-routing has the host see every layer's choice, and a graph runs without it",
+    remedy="use --disable-cuda-graph, or leave --record-routing out",
+)
 _NESTED = "it runs the whole step as one break of the graph, and experts in tiers are breaks too"
 _KV_ROWS = "KV is handed over as rows of the model's own type, in pools as SGLang makes them"
 _ITS_OWN = "--elastic decides that itself"
@@ -266,12 +272,13 @@ def of_device(device: str) -> tuple[Needed, ...]:
     )
 
 
-def weaving(device: str, *, has_tiers: bool) -> tuple[Needed, ...]:
-    """WEAVING, of a server whose experts are in tiers or not."""
-    if not has_tiers or device == "cpu":
+def weaving(device: str, *, has_tiers: bool, records: bool = False) -> tuple[Needed, ...]:
+    """WEAVING, of a server whose experts are in tiers, and that records its routing, or not."""
+    if device == "cpu" or not (has_tiers or records):
         return WEAVING
-    rows = tuple(BREAKS if row.field == BREAKS.field else row for row in WEAVING)
-    return rows + _off("debug_cuda_graph", reason=_NESTED)
+    graphs = RECORDED if records else BREAKS
+    rows = tuple(graphs if row.field == graphs.field else row for row in WEAVING)
+    return rows + (_off("debug_cuda_graph", reason=_NESTED) if has_tiers else ())
 
 
 def of_base(scheme: ExpertScheme | None) -> tuple[Needed, ...]:

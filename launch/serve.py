@@ -103,7 +103,8 @@ def _needed(launch: LaunchPlan) -> tuple[resolved.Needed, ...]:
     if launch.config is not None:
         has_tiers = launch.config.tiers is not None
         needed += resolved.of_device(launch.device)
-        needed += resolved.weaving(launch.device, has_tiers=has_tiers)
+        records = launch.config.record is not None
+        needed += resolved.weaving(launch.device, has_tiers=has_tiers, records=records)
         needed += resolved.of_base(launch.scheme)
         if launch.config.expert_memory == "virtual":
             needed += resolved.VIRTUAL

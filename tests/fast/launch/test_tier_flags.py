@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,22 @@ def test_decode_graphs_have_breaks_unless_the_user_says_otherwise(argv: tuple[st
         return
     with pytest.raises(ConfigError, match=r"--cuda-graph-backend-decode 'full' .* use breakable"):
         resolved.check_resolved(view, rows)
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_a_graph_hides_what_is_to_be_recorded(has_tiers: bool) -> None:
+    """Of any kind: in one with breaks, what a layer chose is computed within the graph."""
+    rows = resolved.weaving("cuda", has_tiers=has_tiers, records=True)
+    (row,) = (row for row in rows if row.field == resolved.BREAKS.field)
+    for backend in ("full", "breakable", "disabled"):
+        decode = SimpleNamespace(backend=backend)
+        view = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode))
+        if backend == "disabled":
+            resolved.check_resolved(view, (row,))
+            continue
+        with pytest.raises(ConfigError, match="--record-routing out"):
+            resolved.check_resolved(view, (row,))
+    assert resolved.weaving("cpu", has_tiers=has_tiers, records=True) == resolved.WEAVING
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
