@@ -36,7 +36,7 @@ PAIRS = ("e0+l0", "e1+l1", "e0+l1")
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM")
 # More LoRA adapters than slots: they take turns.
 LORA_FLAGS = ("--max-loras", "2", "--max-lora-rank", "8", "--enable-metrics")
-LAYOUTS = {"one-rank": CHUNKED, "tp2-ep2": TP2_EP2}
+LAYOUTS = {"one-rank": CHUNKED, "tp2-ep2": TP2_EP2, "replicas": ("--dp-size", "2")}
 BATCH = 40
 LOUDNESS = 0.4  # of LoRA's change: experts still decide too
 NUM_PROMPTS = 20  # of each of nine models
