@@ -1,9 +1,10 @@
-"""Rerouting kernels: from the router's expert ids to slots of the expert tensor.
+"""Kernels. Rerouting: from the router's expert ids to slots of the expert tensor.
 
     op.py                     the operator, its contract, its fake
     implementations.py        which implementations there are, and the choice of one at start-up
     reroute_ref.py            the definition, in plain torch: the paper's unfused chain
     reroute_cpu.py            native code of csrc/reroute
+    int8_linear.py            native code of csrc/int8: not rerouting, but in the same library
     reroute_triton.py         CUDA
     reroute_triton_ascend.py  Ascend's vector cores
     route_spec.py, route_ref.py, route_triton.py

@@ -1,6 +1,7 @@
 """Rerouting on a CPU: finds and loads the native code of csrc/reroute.
 
     load() -> package sgl_reroute -> libsgl_reroute.so -> torch's CPU key -> op.reroute
+    (the same library has csrc/int8: int8_linear.py)
 
 The library is built with csrc/ (`make setup`) and registers itself with torch when it is loaded.
 """
@@ -30,12 +31,12 @@ def load() -> RerouteFunction:
 
     Raises KernelUnavailableError when the library is not installed, or was built for another torch.
     """
-    _load_library()
+    load_library()
     return reroute
 
 
 @functools.cache
-def _load_library() -> None:
+def load_library() -> None:
     """Once a process: torch refuses to register an operator's implementation twice."""
     path = library_path()
     check_version(path.parent)

@@ -50,7 +50,7 @@ POLICIES = (STREAM, "lru", "lfu", "auto")
 SYSTEMS = (FOUND, *POLICIES, MAPPED_SYSTEM)
 KV_TOKENS = 4096
 KV_BYTES = KV_TOKENS * 31_104  # DeepSeek-V2-Lite's
-PROCESS_BYTES = 2_500_000_000  # of everything else: three processes, buffers, the system
+PROCESS_BYTES = 2_700_000_000  # of everything else: three processes, buffers, the system
 PREFILL_TOKENS = 1024
 EDGES = 1.02  # an unaligned read fetches some blocks more than it needs
 START_SECONDS = 1800.0
@@ -117,7 +117,8 @@ class Site:
         found = ["--model-path", str(self.base), "--dtype", "bfloat16", "--enable-metrics"]
         found += ["--max-total-tokens", str(KV_TOKENS), "--log-level", "warning", *NO_PREFIX_CACHE]
         found += ["--chunked-prefill-size", str(2 * PREFILL_TOKENS)]
-        found += ["--weight-loader-drop-cache-after-load"]
+        # SGLang's own first request would read as many experts as ten tokens need.
+        found += ["--weight-loader-drop-cache-after-load", "--skip-server-warmup"]
         if named and system != MAPPED_SYSTEM:
             found += ["--esft-adapters", *named]
         cache, policy = f"{plan.cache_bytes}B", system

@@ -136,8 +136,9 @@ def the_mapped() -> MappedExperts:
     return MappedExperts(open_checkpoint(Path(os.environ[MAPPED])))
 
 
-def mapped_inner(_: Any, __: Any, layer_id: int) -> Callable[[Any, Any], Any]:
-    """Instead of Tiers.inner. Slots of the base are its expert ids."""
+def mapped_inner(_: Any, __: Any, module: Any) -> Callable[[Any, Any], Any]:
+    """Instead of Tiers.inner, for a FusedMoE. Slots of the base are its expert ids."""
+    layer_id = int(module.layer_id)
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     def run(dispatch_output: Any, weights: Any) -> Any:

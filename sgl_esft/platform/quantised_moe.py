@@ -5,9 +5,9 @@
 
 Weights alone are quantised here: inputs stay as they are, where SGLang's w8a8 kernels on a GPU
 round them to 8 bits too, so answers lie closer to the unquantised model's. int8 and int4 in
-bfloat16 go through torch's packed kernels, which read a weight once and in its few bits, and whose
-result for a token does not depend on the others. All else is dequantised, one projection at a
-time, and multiplied in float32: right, and not fast. Those kernels have no fast float16 or float32.
+bfloat16 go through packed kernels, which read a weight once and in its few bits, and whose result
+for a token does not depend on the others: torch's, and for int8 our own where there is AVX-512. All
+else is dequantised, one projection at a time, and multiplied in float32: right, and not fast.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from sgl_esft.errors import InvariantError, UnsupportedModelError
 from sgl_esft.platform.moe import Experts, PlainExperts
+from sgl_esft_kernels import int8_linear
 
 _KERNEL_DTYPE: Final = torch.bfloat16
 # The int8 kernel loads so many values of a row at a time, past its end too, from aligned addresses.
@@ -40,8 +41,8 @@ class Int8Experts:
     """Value = number times the scale of its row.
 
     w13 [num_rows, 2I, H], w2 [num_rows, H, I], int8; scales [num_rows, 2I, 1] and [num_rows, H, 1],
-    float32. In bfloat16 the kernel sums up numbers times inputs in float32 and rounds the sum to
-    bfloat16; scales are multiplied afterwards, in float32, because it would round them as well.
+    float32. In bfloat16 torch's kernel sums up numbers times inputs in float32 and rounds the sum
+    to bfloat16; scales are multiplied afterwards, in float32, because it would round them as well.
     """
 
     w13: torch.Tensor
@@ -181,6 +182,10 @@ def _expert(x: torch.Tensor, to_gate_and_up: _Project, to_down: _Project) -> tor
 
 
 def _by_int8(inputs: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    native = int8_linear.load()
+    is_plain = inputs.is_contiguous() and numbers.is_contiguous()
+    if native is not None and inputs.dtype is _KERNEL_DTYPE and is_plain:
+        return native(inputs, numbers, scale.squeeze(-1))
     if inputs.dtype is _KERNEL_DTYPE and _fits_int8_kernel(inputs, numbers):
         ones = inputs.new_ones(numbers.shape[0])
         sums = torch._weight_int8pack_mm(inputs, numbers, ones).float()

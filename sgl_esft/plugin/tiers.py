@@ -209,7 +209,7 @@ def build_tiers(
         first.w13.dtype,
         throttle_bytes_per_s=config.tiers.read_bytes_per_s,
     )
-    decisions = _decisions(tiered, source, reader, config.tiers)
+    decisions = _decisions(model, tiered, source, reader, config.tiers)
     predictor = make_predictor(decisions.policy, config.tiers, spec, model, Path(model_path))
     device_rows = _device_rows(first, reader, config.tiers)
     tier = _tier(tiered, decisions, predictor, config.tiers, _load_of(reader, device_rows))
@@ -233,14 +233,20 @@ def build_tiers(
 
 
 def _decisions(
-    tiered: Sequence[TieredLayer], source: ExpertSource, reader: ExpertReader, config: TierConfig
+    model: torch.nn.Module,
+    tiered: Sequence[TieredLayer],
+    source: ExpertSource,
+    reader: ExpertReader,
+    config: TierConfig,
 ) -> Decisions:
     first = tiered[0]
     loads_per_layer = config.loads_per_layer
     if loads_per_layer is None and first.w13.device.type != "cpu":
         raise ConfigError("--expert-cache on an accelerator: give --expert-loads-per-layer too")
     if loads_per_layer is None:
-        loads_per_layer = measured_loads_per_layer(first, source, reader, config)
+        per_experts = measured_loads_per_experts(first, source, reader, config)
+        rest = _rest_bytes(model, len(tiered)) / (config.top_k * first.slot_bytes)
+        loads_per_layer = per_experts * (1 + rest)
     policy = _policy(config, loads_per_layer)
     logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
     return Decisions(
@@ -330,13 +336,22 @@ def _base_places(layer: TieredLayer, source: ExpertSource) -> dict[int, ExpertPl
     return {slot: source.place(None, layer.layer_id, e) for slot, e in enumerate(ids)}
 
 
-def measured_loads_per_layer(
+def _rest_bytes(model: torch.nn.Module, num_layers: int) -> int:
+    """Of weights that a token passes besides routed experts, for each MoE layer.
+
+    At batch 1 a weight's time is that of reading it once, so bytes say how long the rest of a layer
+    takes where its experts' time is known. An embedding is one row of its table.
+    """
+    embedding = embedding_layer(model).weight
+    experts = {id(w) for m in model.modules() if hasattr(m, "esft_layout") for w in m.parameters()}
+    rest = [w.nbytes for w in model.parameters() if w is not embedding and id(w) not in experts]
+    return sum(rest) // num_layers
+
+
+def measured_loads_per_experts(
     layer: TieredLayer, source: ExpertSource, reader: ExpertReader, config: TierConfig
 ) -> float:
-    """Experts that can be read while one token's experts of a layer are computed.
-
-    The rest of a layer is left out, so a little less is fetched ahead than could be.
-    """
+    """Experts that can be read while one token's experts of a layer are computed."""
     places = list(_base_places(layer, source).values())[:_MEASURED_LOADS]
     loader = Loader(config.read_threads, lambda job: _read_into(layer, reader, job))
     try:

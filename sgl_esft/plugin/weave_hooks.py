@@ -1,6 +1,6 @@
 """Hook functions of weaving; hook_table.py says where each one goes, and why.
 
-the checkpoint (experts in tiers stay in it) ... create_weights (longer) ... init_lora_manager (bind)
+the checkpoint, without experts in tiers ... create_weights (longer) ... init_lora_manager (bind)
 ... each forward: runner_core.py (reroute)
 """
 

@@ -110,7 +110,9 @@ def of_a_large_model(folder: Path) -> None:
     """Every system, two servers of each."""
     plan = large.LargePlan(LargeShape(), 20_000_000_000, rounds=2)
     rounds = {
-        name: [large.Measured(9.0, 17, 3, 18, window(0.2), window(0.9), window(0.3)) for _ in range(2)]
+        name: [
+            large.Measured(9.0, 17, 3, 18, window(0.2), window(0.9), window(0.3)) for _ in range(2)
+        ]
         for name in plan.systems
     }
     site = large.Site(folder, {"math": folder}, folder)
