@@ -175,4 +175,4 @@ def test_a_library_that_cannot_be_loaded_says_how_to_build_it(
     (tmp_path / "torch_version.txt").write_text(torch_version)
     monkeypatch.setattr(reroute_cpu, "library_path", lambda: broken)
     with pytest.raises(KernelUnavailableError, match=message):
-        reroute_cpu._load_library.__wrapped__()
+        reroute_cpu.load_library.__wrapped__()
