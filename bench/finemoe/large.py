@@ -1,6 +1,7 @@
 """A model larger than the memory, served with experts in tiers: V2-Lite's sizes, real routing.
 
-    random checkpoint in --folder, 31.4 GB (large_model.py); routing of --trace (replay_plugin.py)
+    random checkpoint in --folder, 31.4 GB (large_model.py); routing of --trace (replay_plugin.py):
+        every second sequence is replayed, the maps of the others are known to who predicts
     one server after the other, a round each --[measured]--> start, memory, decode, prefill
     bytes a token / measured bandwidth, and a server that finds every expert --> the bound
 
@@ -37,7 +38,7 @@ from bench.common.record import RESULTS, spread, write_result
 from bench.elasticmoe.load import Ask, Stream, ask_once
 from bench.finemoe.large_memory import MemoryLimit, MemoryWatch
 from bench.finemoe.large_model import LargeShape, trunk_bytes, write_adapter, write_base
-from bench.finemoe.replay_plugin import MAPPED, REPLAY, install, write_replay
+from bench.finemoe.replay_plugin import MAPPED, REPLAY, install, write_maps, write_replay
 from bench.finemoe.tier_servers import Window, read_counted, window_of
 from bench.finemoe.traces import tasks_of
 from sgl_esft.byte_size import gigabytes, parse_bytes
@@ -125,7 +126,8 @@ class Site:
         if system == MAPPED_SYSTEM:  # rows that nobody reads
             cache, policy = str(plan.shape.top_k), "lru"
         policy = "lru" if system == FOUND else policy
-        return [*found, "--expert-cache", cache, "--expert-policy", policy]
+        maps = ["--expert-map-file", str(self.work / "maps")] if system == "auto" else []
+        return [*found, "--expert-cache", cache, "--expert-policy", policy, *maps]
 
     def environment(self, system: str) -> dict[str, str]:
         """By which every process of the server replays."""
@@ -141,7 +143,7 @@ def prepared(
     plan: LargePlan, folder: Path, work: Path, configs: Sequence[Path], traces: Sequence[Path]
 ) -> Site:
     """Everything on the disk; what is in `folder` already stays. Raises SystemExit."""
-    ids, weights = routing_of(traces, plan.shape)
+    replayed, known = (routing_of(traces, plan.shape, of) for of in (0, 1))
     base = folder / "base"
     write_base(plan.shape, base)
     adapters = {}
@@ -149,17 +151,24 @@ def prepared(
         adapters[config.stem] = folder / "adapters" / config.stem
         write_adapter(config, base, plan.shape, adapters[config.stem])
     install(work / "plugin")
-    write_replay(work / "tokens.npz", ids, weights, first_layer=1)
-    write_replay(work / "one_token.npz", ids[:, :1], weights[:, :1], first_layer=1)
+    write_replay(work / "tokens.npz", *replayed, first_layer=1)
+    write_replay(work / "one_token.npz", *(part[:, :1] for part in replayed), first_layer=1)
+    write_maps(work / "maps", base, *known)
     return Site(base, adapters, work)
 
 
-def routing_of(traces: Sequence[Path], shape: LargeShape) -> tuple[Any, Any]:
-    """ids and weights [L, N, k] of all tasks, of as many layers as the model has."""
+def routing_of(traces: Sequence[Path], shape: LargeShape, which: int) -> tuple[Any, Any]:
+    """ids and weights [L, N, k] of all tasks, of as many layers as the model has.
+
+    which: of every two sequences, 0 = the first, 1 = the second.
+    """
     parts: list[tuple[Any, Any]] = []
     for path in traces:
         with np.load(path) as file:
-            parts += [(file[f"{t}_ids"], file[f"{t}_weights"]) for t in tasks_of(path)]
+            for task in tasks_of(path):
+                lengths = file[f"{task}_lengths"]
+                mine = np.repeat(np.arange(len(lengths)) % 2 == which, lengths)
+                parts.append((file[f"{task}_ids"][:, mine], file[f"{task}_weights"][:, mine]))
     ids, weights = (np.concatenate([p[i] for p in parts], axis=1) for i in (0, 1))
     if ids.shape[2] != shape.top_k or len(ids) < shape.num_layers - 1:
         raise SystemExit(f"a trace of {ids.shape} ids for {shape}: give DeepSeek-V2-Lite's")
