@@ -3,8 +3,7 @@
     op.py                     the operator, its contract, its fake
     implementations.py        which implementations there are, and the choice of one at start-up
     reroute_ref.py            the definition, in plain torch: the paper's unfused chain
-    reroute_cpu.py            native code of csrc/reroute
-    int8_linear.py            native code of csrc/int8: not rerouting, but in the same library
+    reroute_cpu.py            native code of csrc/reroute, and of csrc/int8: the CPU platform's
     reroute_triton.py         CUDA
     reroute_triton_ascend.py  Ascend's vector cores
     route_spec.py, route_ref.py, route_triton.py

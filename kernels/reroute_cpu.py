@@ -1,7 +1,7 @@
-"""Rerouting on a CPU: finds and loads the native code of csrc/reroute.
+"""Native code for a CPU: finds and loads the library of csrc/reroute and csrc/int8.
 
     load() -> package sgl_reroute -> libsgl_reroute.so -> torch's CPU key -> op.reroute
-    (the same library has csrc/int8: int8_linear.py)
+    int8_linear() -> the same library -> a linear layer with int8 weights, or None
 
 The library is built with csrc/ (`make setup`) and registers itself with torch when it is loaded.
 """
@@ -9,6 +9,7 @@ The library is built with csrc/ (`make setup`) and registers itself with torch w
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,12 @@ from sgl_esft_kernels.errors import KernelUnavailableError
 from sgl_esft_kernels.op import RerouteFunction, reroute
 
 PACKAGE = "sgl_reroute"
+Int8Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x [T, in], w [out, in] int8, scale [out] float32) -> float32 [T, out]: (x @ w.T) * scale.
+
+Contiguous CPU tensors; x of any floating dtype is taken as float32, so bfloat16 is exact. Sums are
+float32, and a token's result does not depend on the other tokens. Raises ValueError for others.
+"""
 VERSION_FILE = "torch_version.txt"  # written by csrc/CMakeLists.txt
 REMEDY = (
     "build csrc/ where torch is installed: `make setup`, or "
@@ -33,6 +40,20 @@ def load() -> RerouteFunction:
     """
     load_library()
     return reroute
+
+
+@functools.cache
+def int8_linear() -> Int8Linear | None:
+    """None on a processor without AVX-512: torch's `_weight_int8pack_mm` runs on any.
+
+    That takes about twice as long for one token, somewhat less for three to five, and as long from
+    six on. Raises KernelUnavailableError as `load` does.
+    """
+    load_library()
+    if not torch.ops.sgl_esft.int8_linear_is_supported():
+        return None
+    found: Int8Linear = torch.ops.sgl_esft.int8_linear.default
+    return found
 
 
 @functools.cache

@@ -51,7 +51,8 @@ POLICIES = (STREAM, "lru", "lfu", "auto")
 SYSTEMS = (FOUND, *POLICIES, MAPPED_SYSTEM)
 KV_TOKENS = 4096
 KV_BYTES = KV_TOKENS * 31_104  # DeepSeek-V2-Lite's
-PROCESS_BYTES = 2_700_000_000  # of everything else: three processes, buffers, the system
+PROCESS_BYTES = 2_300_000_000  # of everything else: three processes, buffers, the system
+SPARE_BYTES = 400_000_000  # less than the budget, in which the trunk's files are read too
 PREFILL_TOKENS = 1024
 EDGES = 1.02  # an unaligned read fetches some blocks more than it needs
 START_SECONDS = 1800.0
@@ -93,7 +94,8 @@ class LargePlan:
     @property
     def cache_bytes(self) -> int:
         """For experts. Raises SystemExit where one token's do not fit."""
-        left = self.memory_bytes - trunk_bytes(self.shape) - KV_BYTES - PROCESS_BYTES
+        others = trunk_bytes(self.shape) + KV_BYTES + PROCESS_BYTES + SPARE_BYTES
+        left = self.memory_bytes - others
         shape = self.shape
         least = (shape.num_layers - 1) * shape.top_k * shape.expert_bytes
         if left < least:

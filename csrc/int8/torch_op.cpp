@@ -3,7 +3,7 @@
 //   torch.ops.sgl_esft.int8_linear(x, w, scale) -> checks -> x in float32 -> torch's threads, each
 //       some rows of w -> int8_linear.h
 //
-// kernels/int8_linear.py documents what they do. Registered with the library of reroute/torch_op.cpp.
+// kernels/reroute_cpu.py documents what they do. Registered with the library of reroute/torch_op.cpp.
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from sgl_esft.errors import InvariantError, UnsupportedModelError
 from sgl_esft.platform.moe import Experts, PlainExperts
-from sgl_esft_kernels import int8_linear
+from sgl_esft_kernels import reroute_cpu
 
 _KERNEL_DTYPE: Final = torch.bfloat16
 # The int8 kernel loads so many values of a row at a time, past its end too, from aligned addresses.
@@ -182,7 +182,7 @@ def _expert(x: torch.Tensor, to_gate_and_up: _Project, to_down: _Project) -> tor
 
 
 def _by_int8(inputs: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    native = int8_linear.load()
+    native = reroute_cpu.int8_linear()
     is_plain = inputs.is_contiguous() and numbers.is_contiguous()
     if native is not None and inputs.dtype is _KERNEL_DTYPE and is_plain:
         return native(inputs, numbers, scale.squeeze(-1))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sgl_esft.platform import quantised_moe
-from sgl_esft_kernels import int8_linear
+from sgl_esft_kernels import reroute_cpu
 
-native = int8_linear.load()
+native = reroute_cpu.int8_linear()
 needs_avx512 = pytest.mark.skipif(native is None, reason="the processor has no AVX-512")
 
 
@@ -71,7 +71,7 @@ def test_without_avx512_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Close, and not to the bit: torch rounds its sums to bfloat16."""
     x, w, scale = layer(3, size_in=128, size_out=64)
     here = quantised_moe._by_int8(x, w, scale[:, None])
-    monkeypatch.setattr(int8_linear, "load", lambda: None)
+    monkeypatch.setattr(reroute_cpu, "int8_linear", lambda: None)
     elsewhere = quantised_moe._by_int8(x, w, scale[:, None])
     torch.testing.assert_close(here, elsewhere, rtol=2**-7, atol=0.5)
     assert (native is None) == torch.equal(here, elsewhere)
