@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import (
@@ -287,7 +287,13 @@ def parse(argv: Sequence[str] | None) -> tuple[LaunchFlags, list[str]]:
     )
     found.device_memory_bytes = _bytes_of("--device-memory", found.device_memory)
     own = {each.name: getattr(found, each.name) for each in fields(LaunchFlags)}
-    return LaunchFlags(**own), [*rest, *(() if found.weave else found.lora.argv)]
+    return LaunchFlags(**own), [*rest, *(() if found.weave else _for_sglang(found))]
+
+
+def _for_sglang(found: Any) -> list[str]:
+    """What SGLang's own LoRA takes of the flags that are ours where there is weaving."""
+    slots = found.max_adapters
+    return [*found.lora.argv, *(() if slots is None else ("--max-loras-per-batch", str(slots)))]
 
 
 def _bytes_of(flag: str, text: str | None) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sgl_esft.config import EsftConfig
 from sgl_esft.errors import ConfigError
@@ -303,6 +304,16 @@ def of_adapters(config: EsftConfig, adapters: Mapping[str, Path]) -> tuple[Neede
         Needed("lora_paths", (paths or None,), reason, "name adapters by --esft-adapters"),
         Needed("max_loras_per_batch", (config.max_adapters,), reason, "write --max-adapters"),
     )
+
+
+def check_names(arguments: Any, config: EsftConfig) -> None:
+    """SGLang would end with a bare AssertionError. Raises ConfigError."""
+    most = arguments.max_loaded_loras
+    if most is not None and most < config.max_adapters:
+        raise ConfigError(
+            f"--max-loaded-loras {most} is less than the {config.max_adapters} ESFT slots: write "
+            f"--max-adapters {most}, or raise it"
+        )
 
 
 def check_given(arguments: object, needed: Iterable[Needed]) -> None:

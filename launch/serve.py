@@ -71,6 +71,7 @@ def resolve(launch: LaunchPlan, also: tuple[resolved.Needed, ...] = ()) -> objec
     resolved.check_given(server_args, needed)
     if launch.config is not None:
         resolved.check_given(server_args, resolved.of_adapters(launch.config, launch.all_adapters))
+        resolved.check_names(server_args, launch.config)
     _choose_graphs(server_args, launch)
     server_args.resolve_once()
     view = resolving_view(server_args)

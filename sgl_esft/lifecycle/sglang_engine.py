@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from sgl_esft import sglang_api
-from sgl_esft.config import required_config
+from sgl_esft.config import EsftConfig, required_config
 from sgl_esft.errors import (
     AdapterExistsError,
     NoFreeSlotError,
@@ -60,6 +60,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.1
+_SLOT_FLAGS: Mapping[AdapterKind, str] = {"esft": "--max-adapters", "lora": "--max-loras"}
 
 # (name, folder, names in use) -> manifest; raises one of the Adapter* errors
 Check = Callable[[str, str, Sequence[str]], AnyManifest]
@@ -95,7 +96,10 @@ class SglangEngine:
         check: Check,
         limits: HostLimits,
         timeouts: LoadTimeouts | None = None,
+        slots: Mapping[AdapterKind, int] | None = None,
     ) -> None:
+        """slots: on the device, of a kind whose adapters take turns in them."""
+        self._slots = slots or {}
         self._counters = EngineCounters()
         self._manager = manager
         self._registry = Registry(manager)
@@ -214,6 +218,8 @@ class SglangEngine:
             manifest = await asyncio.to_thread(self._check, name, str(folder), taken)
             content = await asyncio.to_thread(read_content, manifest)
             on_progress(LoadPhase.VALIDATING, 1.0)
+            if pinned:
+                self._check_pin(name, content.kind)
             ref = sglang_api.make_adapter_ref(name, str(content.folder), pinned)
             async with (
                 reading_of(self._ranks, ref) as reading,
@@ -226,6 +232,21 @@ class SglangEngine:
         self._counters.num_loads += 1
         self._counters.load_seconds += time.monotonic() - started
         return self._tenants.described(ref, Counter())
+
+    def _check_pin(self, name: str, kind: AdapterKind) -> None:
+        """The ranks' own rule, asked before anybody leaves for a load that they would refuse."""
+        others = [
+            ref
+            for other, ref in self._registry.refs().items()
+            if other != name and ref.pinned and self._tenants.kind_of(ref) == kind
+        ]
+        num_slots = self._slots.get(kind)
+        if num_slots is not None and len(others) >= num_slots - 1:
+            raise NoFreeSlotError(
+                f"adapter {name!r} cannot be pinned: with it {len(others) + 1} of {num_slots} "
+                f"slots would be, and the others need one; unpin one, load it "
+                f"unpinned, or raise {_SLOT_FLAGS[kind]}"
+            )
 
     async def _admit(
         self,
@@ -289,4 +310,14 @@ def engine_of(manager: Any) -> SglangEngine:
         budget_bytes=config.adapter_host_bytes,
         max_names=sglang_api.max_loaded_adapters(),
     )
-    return SglangEngine(manager, Ranks(manager), check, limits)
+    return SglangEngine(manager, Ranks(manager), check, limits, slots=_slots_of(config))
+
+
+def _slots_of(config: EsftConfig) -> Mapping[AdapterKind, int]:
+    """Under DP attention ESFT adapters keep their slots, pinned or not."""
+    found: dict[AdapterKind, int] = {}
+    if not sglang_api.is_dp_attention():
+        found["esft"] = config.max_adapters
+    if config.lora is not None:
+        found["lora"] = config.lora.max_loras
+    return found

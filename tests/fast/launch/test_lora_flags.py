@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from sgl_esft.errors import (
 )
 from sgl_esft.ports import pick_free_port
 from sgl_esft.quant.write import quantise_checkpoint
-from sgl_esft_launch import elastic, flags, lora, plan, summary
+from sgl_esft_launch import elastic, flags, lora, plan, resolved, summary
 from sgl_esft_launch.plan import LaunchPlan
 from tests.support.adapter_factory import write_random_adapter, write_random_base
 from tests.support.lora_factory import write_random_lora
@@ -199,3 +200,14 @@ def test_plain_sglang_gets_its_own_flags(make: Make) -> None:
     assert launch.config is None
     assert launch.loras == {}
     assert list(launch.sglang_argv[-8:]) == shlex.split(line)
+    slots = make(f"--no-esft {line} --max-loras-per-batch 2").sglang_argv
+    assert list(slots[-10:]) == shlex.split(f"{line} --max-loras-per-batch 2")
+
+
+def test_fewer_names_than_slots_are_refused_by_their_flags(root: Path) -> None:
+    """SGLang would end with an AssertionError."""
+    config = EsftConfig(max_adapters=4, max_experts_per_adapter=1)
+    for most in (None, 4, 5):
+        resolved.check_names(SimpleNamespace(max_loaded_loras=most), config)
+    with pytest.raises(ConfigError, match=r"--max-loaded-loras 3 .* write --max-adapters 3"):
+        resolved.check_names(SimpleNamespace(max_loaded_loras=3), config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +18,7 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 
 from sgl_esft import sglang_api
 from sgl_esft.config import EsftConfig
+from sgl_esft.formats.adapter_config import AdapterKind
 from sgl_esft.formats.manifest import check_loadable
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.lifecycle import commands, registry
@@ -92,6 +93,7 @@ def make_engine(
     room_timeout_s: float = 0.3,
     stay_s: float = 0.0,
     turn_s: float = 0.0,
+    slots: Mapping[AdapterKind, int] | None = None,
 ) -> SglangEngine:
     spec, config = read_moe_spec(base), EsftConfig(max_adapters=3, max_experts_per_adapter=3)
     return SglangEngine(
@@ -100,4 +102,5 @@ def make_engine(
         lambda name, folder, taken: check_loadable(name, folder, taken, spec, config),
         limits or HostLimits(),
         LoadTimeouts(room_timeout_s, stay_s, turn_s),
+        slots,
     )

@@ -114,6 +114,7 @@ class BothKindsMachine(RuleBasedStateMachine):
             self.ground.check,
             HostLimits(max_names=limit),
             LoadTimeouts(wait_s=0.0, stay_s=0.0, turn_s=0.0),
+            SLOTS,
         )
         registry_hooks.engine_of = lambda manager: self.engine  # type: ignore[assignment]
 
@@ -171,11 +172,14 @@ class BothKindsMachine(RuleBasedStateMachine):
     def _obstacle(self, name: str, folder: str, pinned: bool) -> type[EsftError] | None:
         """Why a name cannot mean a folder: no name may leave for it, or no slot may be kept."""
         others = [each for each in self.known.values() if each.name != name]
+        kind = str(kind_of(self.root / folder))
+        num_pinned = sum(each.pinned for each in others if each.kind == kind)
+        if pinned and num_pinned >= SLOTS[kind] - 1:
+            return NoFreeSlotError
         is_full = self.limit is not None and len(others) >= self.limit
         if is_full and all(each.pinned or self._is_used(each) for each in others):
             return OutOfHostMemoryError
-        kind = kind_of(self.root / folder)
-        return NoFreeSlotError if pinned and not self._has_pin_left(str(kind)) else None
+        return NoFreeSlotError if pinned and not self._has_pin_left(kind) else None
 
     def _has_pin_left(self, kind: str) -> bool:
         """One slot of each kind stays for adapters that are not pinned."""

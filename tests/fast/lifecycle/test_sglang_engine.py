@@ -219,6 +219,21 @@ async def test_the_host_budget_keeps_what_is_pinned_or_in_use(
     assert engine.counters.num_reloads == 1
 
 
+async def test_nobody_leaves_for_an_adapter_that_cannot_be_pinned(
+    root: Path, manager: FakeManager
+) -> None:
+    """One slot stays for the others: the ranks would say so, after somebody has left."""
+    engine = make_engine(manager, root / "base", HostLimits(max_names=2), slots={"esft": 2})
+    await load(engine, root / "math", pinned=True)
+    await load(engine, root / "law")
+    with pytest.raises(errors.NoFreeSlotError, match=r"with it 2 of 2 .* raise --max-adapters"):
+        await load(engine, root / "code", pinned=True)
+    assert [adapter.name for adapter in engine.loaded()] == ["math", "law"]
+    assert engine.counters.num_evictions == 0
+    await load(engine, root / "code")
+    assert [adapter.name for adapter in engine.loaded()] == ["math", "code"]
+
+
 async def test_an_adapter_larger_than_the_budget_is_refused_at_once(
     root: Path, manager: FakeManager
 ) -> None:
