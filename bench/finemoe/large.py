@@ -122,6 +122,10 @@ class Site:
         found += ["--chunked-prefill-size", str(2 * PREFILL_TOKENS)]
         # SGLang's own first request would read as many experts as ten tokens need.
         found += ["--weight-loader-drop-cache-after-load", "--skip-server-warmup"]
+        found += [
+            "--hang-timeout",
+            f"{ANSWER_SECONDS:g}",
+        ]  # of a prompt, computed from a mapped file
         if named and system != MAPPED_SYSTEM:
             found += ["--esft-adapters", *named]
         cache, policy = f"{plan.cache_bytes}B", system

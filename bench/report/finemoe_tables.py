@@ -110,9 +110,11 @@ def _speed_note(result: Any) -> str:
 def _large_note(result: Any) -> str:
     gigabytes = [result[name] / 1e9 for name in ("routed_bytes", "cache_bytes", "memory_bytes")]
     adapters = ", ".join(result["adapters"]) or "none"
+    held = all(row.get("peak_limited_bytes") for row in result["rows"])
     return (
         f"{gigabytes[0]:.1f} GB of experts, {gigabytes[1]:.1f} GB of rows, within "
-        f"{gigabytes[2]:.1f} GB; adapters: {adapters}; the storage gives "
+        f"{gigabytes[2]:.1f} GB{', to which a control group held each server' if held else ''}; "
+        f"adapters: {adapters}; the storage gives "
         f"{result['read_bytes_per_s'] / 1e9:.2f} GB/s. "
     )
 

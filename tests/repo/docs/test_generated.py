@@ -37,6 +37,12 @@ TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_t
     "finemoe_figure8",
     "finemoe_figure9",
     "finemoe_figure14a",
+    "finemoe_figure14b",
+    "finemoe_figure16a",
+    "finemoe_figure18",
+    "finemoe_large",
+    "finemoe_shared",
+    "finemoe_shift",
 }
 MEASURED = [name for name in plots.DRAWERS if (RESULTS / f"{name}.json").exists()]
 
