@@ -71,16 +71,21 @@ def _number_of(rid: str) -> int:
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=7).digest(), "little")
 
 
+def find_embedding_layer(model: torch.nn.Module) -> torch.nn.Module | None:
+    """By its name; None for a model that has another."""
+    named = (module for name, module in model.named_modules() if name.endswith("embed_tokens"))
+    return next(named, None)
+
+
 def embedding_layer(model: torch.nn.Module) -> torch.nn.Module:
     """Raises UnsupportedModelError for a model that does not name its embedding layer."""
-    found: torch.nn.Module
-    for name, found in model.named_modules():
-        if name.endswith("embed_tokens"):
-            return found
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has no embed_tokens: use --expert-policy lfu, and no "
-        "--record-routing"
-    )
+    found = find_embedding_layer(model)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no embed_tokens: use --expert-policy lfu, and no "
+            "--record-routing"
+        )
+    return found
 
 
 def projection(hidden_size: int) -> torch.Tensor:

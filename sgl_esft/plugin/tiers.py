@@ -43,7 +43,11 @@ from sgl_esft.platform import moe
 from sgl_esft.platform.quantised_moe import experts_in, experts_of
 from sgl_esft.plugin import runner_core
 from sgl_esft.plugin.adapter_owners import AdapterOwners
-from sgl_esft.plugin.decoded_tokens import DecodedTokens, embedding_layer
+from sgl_esft.plugin.decoded_tokens import (
+    DecodedTokens,
+    embedding_layer,
+    find_embedding_layer,
+)
 from sgl_esft.plugin.tier_predictors import make_predictor
 from sgl_esft.plugin.tier_waves import GraphBreak, WaveCore, rows_on_device
 from sgl_esft.quant.adapter_copy import OnRead
@@ -342,7 +346,7 @@ def _rest_bytes(model: torch.nn.Module, num_layers: int) -> int:
     At batch 1 a weight's time is that of reading it once, so bytes say how long the rest of a layer
     takes where its experts' time is known. An embedding is one row of its table.
     """
-    embedding = embedding_layer(model).weight
+    embedding = getattr(find_embedding_layer(model), "weight", None)
     experts = {id(w) for m in model.modules() if hasattr(m, "esft_layout") for w in m.parameters()}
     rest = [w.nbytes for w in model.parameters() if w is not embedding and id(w) not in experts]
     return sum(rest) // num_layers

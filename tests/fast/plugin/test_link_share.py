@@ -34,6 +34,13 @@ def test_the_rest_of_a_layer_is_what_a_token_passes_besides_experts() -> None:
     assert tiers._rest_bytes(Model(), 2) == 4 * (2 * 6 * 6 + 100 * 6) // 2
 
 
+def test_a_model_that_names_its_embedding_otherwise_is_counted_whole() -> None:
+    """Policies that predict nothing serve it too."""
+    model: Any = Model()
+    model.wte = model._modules.pop("embed_tokens")
+    assert tiers._rest_bytes(model, 2) == 4 * (2 * 6 * 6 + 2 * 100 * 6) // 2
+
+
 def test_tied_weights_are_one_table() -> None:
     """The embedding's is the head's then, and is left out: too little is better than too much."""
     model: Any = Model()
