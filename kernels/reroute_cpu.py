@@ -20,17 +20,17 @@ from sgl_esft_kernels.errors import KernelUnavailableError
 from sgl_esft_kernels.op import RerouteFunction, reroute
 
 PACKAGE = "sgl_reroute"
+VERSION_FILE = "torch_version.txt"  # written by csrc/CMakeLists.txt
+REMEDY = (
+    "build csrc/ where torch is installed: `make setup`, or "
+    "`pip install --no-build-isolation --no-deps --force-reinstall ./csrc`"
+)
 Int8Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, in], w [out, in] int8, scale [out] float32) -> float32 [T, out]: (x @ w.T) * scale.
 
 Contiguous CPU tensors; x of any floating dtype is taken as float32, so bfloat16 is exact. Sums are
 float32, and a token's result does not depend on the other tokens. Raises ValueError for others.
 """
-VERSION_FILE = "torch_version.txt"  # written by csrc/CMakeLists.txt
-REMEDY = (
-    "build csrc/ where torch is installed: `make setup`, or "
-    "`pip install --no-build-isolation --no-deps --force-reinstall ./csrc`"
-)
 
 
 def load() -> RerouteFunction:

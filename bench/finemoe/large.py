@@ -32,22 +32,28 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import torch
 
 from bench.common.load import NO_PREFIX_CACHE, end_on_sigterm
 from bench.common.record import RESULTS, spread, write_result
 from bench.elasticmoe.load import Ask, Stream, ask_once
 from bench.finemoe.large_memory import MemoryLimit, MemoryWatch
 from bench.finemoe.large_model import LargeShape, trunk_bytes, write_adapter, write_base
-from bench.finemoe.replay_plugin import MAPPED, REPLAY, install, write_maps, write_replay
+from bench.finemoe.prediction import fill
+from bench.finemoe.replay_plugin import MAPPED, REPLAY, distributions, install, write_replay
 from bench.finemoe.tier_servers import Window, read_counted, window_of
-from bench.finemoe.traces import tasks_of
+from bench.finemoe.traces import NUM_EXPERTS, tasks_of
 from sgl_esft.byte_size import gigabytes, parse_bytes
+from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE
 from sgl_esft.offload.advise import Machine, measure_machine
+from sgl_esft.offload.predictors.map_store import MapStore, entry_bytes
+from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE
+from sgl_esft.plugin.tier_predictors import base_line
 from sgl_esft.zoo import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-MAPPED_SYSTEM, FOUND, STREAM = "mapped", "found", "stream"
-POLICIES = (STREAM, "lru", "lfu", "auto")
+MAPPED_SYSTEM, FOUND = "mapped", "found"
+POLICIES = ("stream", "lru", "lfu", "auto")
 SYSTEMS = (FOUND, *POLICIES, MAPPED_SYSTEM)
 KV_TOKENS = 4096
 KV_BYTES = KV_TOKENS * 31_104  # DeepSeek-V2-Lite's
@@ -62,10 +68,7 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class Asks:
-    """What a server is asked: tokens that are not counted, answers at batch 1, a mix of adapters.
-
-    A server that streams reads what of all layers has no row, some 20 GB a token: it gets less.
-    """
+    """What a server is asked: tokens that do not count, answers at batch 1, a mix of adapters."""
 
     num_first: int = 12
     num_answers: int = 2
@@ -73,7 +76,7 @@ class Asks:
     num_mixed: int = 16  # of the base and each adapter
 
 
-FEW = {STREAM: Asks(2, 1, 6, 0), MAPPED_SYSTEM: Asks(12, 1, 24, 0)}
+FEW = {MAPPED_SYSTEM: Asks(12, 1, 24, 0)}  # of which each reads most of its experts anew
 QUICK = Asks(4, 1, 8, 8)
 
 
@@ -94,9 +97,9 @@ class LargePlan:
     @property
     def cache_bytes(self) -> int:
         """For experts. Raises SystemExit where one token's do not fit."""
-        others = trunk_bytes(self.shape) + KV_BYTES + PROCESS_BYTES + SPARE_BYTES
-        left = self.memory_bytes - others
         shape = self.shape
+        others = trunk_bytes(shape) + KV_BYTES + PROCESS_BYTES + SPARE_BYTES
+        left = self.memory_bytes - others
         least = (shape.num_layers - 1) * shape.top_k * shape.expert_bytes
         if left < least:
             raise SystemExit(
@@ -122,10 +125,8 @@ class Site:
         found += ["--chunked-prefill-size", str(2 * PREFILL_TOKENS)]
         # SGLang's own first request would read as many experts as ten tokens need.
         found += ["--weight-loader-drop-cache-after-load", "--skip-server-warmup"]
-        found += [
-            "--hang-timeout",
-            f"{ANSWER_SECONDS:g}",
-        ]  # of a prompt, computed from a mapped file
+        # A prompt that is computed from mapped files is one long step.
+        found += ["--hang-timeout", f"{ANSWER_SECONDS:g}"]
         if named and system != MAPPED_SYSTEM:
             found += ["--esft-adapters", *named]
         cache, policy = f"{plan.cache_bytes}B", system
@@ -161,6 +162,23 @@ def prepared(
     write_replay(work / "one_token.npz", *(part[:, :1] for part in replayed), first_layer=1)
     write_maps(work / "maps", base, *known)
     return Site(base, adapters, work)
+
+
+def write_maps(path: Path, base: Path, ids: Any, weights: Any) -> None:
+    """A file for --expert-map-file of `base`: the maps of tokens [L, N, k] that were seen before.
+
+    Their embeddings are random, as are the model's: they say nothing of the first layers.
+    """
+    layers = zip(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights), strict=True)
+    of_layers = [distributions(i, w.float(), NUM_EXPERTS) for i, w in layers]
+    maps = torch.stack(of_layers, dim=1).numpy()  # [N, L, J]
+    maps /= maps.sum(axis=2, keepdims=True)
+    sizes = (*maps.shape[1:], EMBEDDING_SIZE)
+    embeddings = np.random.default_rng(0).normal(size=(len(maps), EMBEDDING_SIZE))
+    max_bytes = len(maps) * entry_bytes(*sizes)
+    store = MapStore(*sizes, DEFAULT_PREFETCH_DISTANCE, max_bytes, base=base_line(base))
+    fill(store, embeddings.astype(np.float32), maps)
+    store.save(path)
 
 
 def routing_of(traces: Sequence[Path], shape: LargeShape, which: int) -> tuple[Any, Any]:

@@ -86,28 +86,36 @@ class MemoryLimit:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._folder: Path | None = None
+        self._root, self._limit, self._peak = _V1 if _V1[0].is_dir() else _V2
+        self._folder = self._root / f"bench-{os.getpid()}"
+        self._is_made = False
         self.peak_bytes: int | None = None
 
     def __enter__(self) -> Self:
-        parent, limit, _ = _V2 if (_V2[0] / "memory.max").exists() else _V1
-        folder = parent / f"bench-{os.getpid()}"
+        self._home = self._root / _own_group(is_first_version=self._root == _V1[0])
         with suppress(OSError):
-            folder.mkdir()
-            (folder / limit).write_text(str(self._num_bytes))
-            self._folder = folder
-            self._move_to(folder)
+            self._folder.mkdir()
+            self._is_made = True
+            (self._folder / self._limit).write_text(str(self._num_bytes))
+            _move_to(self._folder)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            self._move_to(self._folder.parent)
-            peak = _V2[2] if (self._folder / _V2[2]).exists() else _V1[2]
-            self.peak_bytes = int((self._folder / peak).read_text())
+        if self._is_made:
+            _move_to(self._home)
+            self.peak_bytes = int((self._folder / self._peak).read_text())
             self._folder.rmdir()
 
-    def _move_to(self, folder: Path) -> None:
-        (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+def _own_group(*, is_first_version: bool) -> str:
+    """This process's, below the root: of lines as `4:memory:/a/b`, or `0::/a/b`."""
+    controllers = "memory" if is_first_version else ""
+    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+    return next(path.lstrip("/") for _, names, path in lines if names == controllers)
+
+
+def _move_to(folder: Path) -> None:
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _kib_of(text: str, name: str) -> int:

@@ -148,10 +148,15 @@ def empty(like: Trace, capacity: int, age_weight: float = AGE_WEIGHT) -> MapStor
 def filled(known: Trace, capacity: int, age_weight: float = AGE_WEIGHT) -> MapStore:
     """A store that was shown all known tokens in turn."""
     store = empty(known, capacity, age_weight)
-    for first in range(0, len(known.maps), FILLED_AT_ONCE):
-        maps = known.maps[first : first + FILLED_AT_ONCE]
-        store.add(np.zeros((len(maps), 0), np.float32), maps)
+    fill(store, np.zeros((len(known.maps), 0), np.float32), known.maps)
     return store
+
+
+def fill(store: MapStore, embeddings: Floats, maps: Floats) -> None:
+    """One batch's tokens after the other's."""
+    for first in range(0, len(maps), FILLED_AT_ONCE):
+        some = slice(first, first + FILLED_AT_ONCE)
+        store.add(embeddings[some], maps[some])
 
 
 def guided(

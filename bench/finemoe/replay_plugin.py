@@ -25,16 +25,11 @@ import torch
 from torch.nn import functional as F
 
 from bench.finemoe.traces import NUM_EXPERTS
-from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE
 from sgl_esft.formats.checkpoint import Checkpoint, TensorBytes, open_checkpoint
 from sgl_esft.formats.model_spec import PROJS
-from sgl_esft.offload.predictors.map_store import MapStore, entry_bytes
-from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE
-from sgl_esft.plugin.tier_predictors import base_line
 
 REPLAY = "FINEMOE_REPLAY"
 MAPPED = "FINEMOE_MAPPED"
-_AT_ONCE = 256  # maps that a store is given together
 
 
 def install(folder: Path) -> Path:
@@ -89,33 +84,6 @@ def distributions(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) ->
     even = (1 - weights.sum(dim=1)).clamp(min=0) / max(1, num_experts - ids.shape[1])
     rest = torch.minimum(even, weights.amin(dim=1) / 2).clamp(min=1e-6)
     return rest[:, None].repeat(1, num_experts).scatter(1, ids, weights.clamp(min=2e-6))
-
-
-def write_maps(path: Path, base: Path, ids: Any, weights: Any) -> None:
-    """A file for --expert-map-file of `base`: the maps of tokens [L, N, k] that were seen before.
-
-    Their embeddings are random, as are the model's: they say nothing of the first layers.
-    """
-    tokens = [
-        distributions(
-            torch.from_numpy(i.astype(np.int64)), torch.from_numpy(w).float(), NUM_EXPERTS
-        )
-        for i, w in zip(ids, weights, strict=True)
-    ]
-    maps = torch.stack(tokens, dim=1).numpy()  # [N, L, J]
-    maps /= maps.sum(axis=2, keepdims=True)
-    embeddings = np.random.default_rng(0).normal(size=(len(maps), EMBEDDING_SIZE))
-    store = MapStore(
-        *maps.shape[1:],
-        EMBEDDING_SIZE,
-        DEFAULT_PREFETCH_DISTANCE,
-        len(maps) * entry_bytes(*maps.shape[1:], EMBEDDING_SIZE),
-        base=base_line(base),
-    )
-    for first in range(0, len(maps), _AT_ONCE):
-        some = slice(first, first + _AT_ONCE)
-        store.add(embeddings[some].astype(np.float32), maps[some])
-    store.save(path)
 
 
 @cache

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from sgl_esft.errors import ConfigError, UnsupportedModelError
+from sgl_esft.formats.expert_scheme import ExpertPart
 from sgl_esft.formats.model_spec import MoeSpec, Proj, expert_keys, read_moe_spec
 from sgl_esft.formats.safetensors_header import SAFETENSORS_CODES, TensorInfo, read_header
 from sgl_esft.formats.strict_json import read_object
@@ -111,25 +112,25 @@ def all_experts(spec: MoeSpec) -> dict[int, Collection[int]]:
 
 def routed_expert_names(spec: MoeSpec) -> frozenset[str]:
     """Of every tensor of every routed expert, scales too."""
-    return frozenset(
-        spec.expert_part_name(key, part)
-        for key in expert_keys(all_experts(spec))
-        for part in spec.expert_parts(key[2])
-    )
+    return frozenset(name for name, _ in _routed_parts(spec))
+
+
+def _routed_parts(spec: MoeSpec) -> Iterator[tuple[str, ExpertPart]]:
+    for key in expert_keys(all_experts(spec)):
+        for part in spec.expert_parts(key[2]):
+            yield spec.expert_part_name(key, part), part
 
 
 def _check_routed_experts(path: Path, spec: MoeSpec, tensors: Mapping[str, TensorBytes]) -> None:
-    for key in expert_keys(all_experts(spec)):
-        for part in spec.expert_parts(key[2]):
-            name = spec.expert_part_name(key, part)
-            if name not in tensors:
-                raise UnsupportedModelError(f"{path} has no tensor {name}.")
-            info = tensors[name].info
-            if (info.dtype, info.shape) != (part.dtype, part.shape):
-                raise UnsupportedModelError(
-                    f"{path} has tensor {name} as {info.dtype} {list(info.shape)}, but its "
-                    f"config.json says {part.dtype} {list(part.shape)}."
-                )
+    for name, part in _routed_parts(spec):
+        if name not in tensors:
+            raise UnsupportedModelError(f"{path} has no tensor {name}.")
+        info = tensors[name].info
+        if (info.dtype, info.shape) != (part.dtype, part.shape):
+            raise UnsupportedModelError(
+                f"{path} has tensor {name} as {info.dtype} {list(info.shape)}, but its "
+                f"config.json says {part.dtype} {list(part.shape)}."
+            )
 
 
 def _shards(path: Path) -> tuple[Path, ...]:

@@ -53,6 +53,7 @@ from sgl_esft.lifecycle.room import HostLimits, LoadTimeouts, Room
 from sgl_esft.lifecycle.tenants import Tenants, log_failure, start
 from sgl_esft.lifecycle.transfer import Reading, reading_of, transfer
 from sgl_esft.observe.tier_metrics import EngineCounters
+from sgl_esft.weave.adapter_pages import check_pin
 
 logger = logging.getLogger(__name__)
 
@@ -235,18 +236,11 @@ class SglangEngine:
 
     def _check_pin(self, name: str, kind: AdapterKind) -> None:
         """The ranks' own rule, asked before anybody leaves for a load that they would refuse."""
-        others = [
-            ref
-            for other, ref in self._registry.refs().items()
-            if other != name and ref.pinned and self._tenants.kind_of(ref) == kind
-        ]
-        num_slots = self._slots.get(kind)
-        if num_slots is not None and len(others) >= num_slots - 1:
-            raise NoFreeSlotError(
-                f"adapter {name!r} cannot be pinned: with it {len(others) + 1} of {num_slots} "
-                f"slots would be, and the others need one; unpin one, load it "
-                f"unpinned, or raise {_SLOT_FLAGS[kind]}"
-            )
+        others = self._registry.refs().items()
+        pinned = [ref for other, ref in others if other != name and ref.pinned]
+        num_pinned = sum(self._tenants.kind_of(ref) == kind for ref in pinned)
+        if kind in self._slots:
+            check_pin(name, num_pinned, self._slots[kind], _SLOT_FLAGS[kind])
 
     async def _admit(
         self,

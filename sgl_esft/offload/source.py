@@ -105,6 +105,12 @@ def _difference(before: FileId, now: FileId) -> str:
     return "it was written to"
 
 
+def drop_page_cache(path: Path) -> None:
+    """A file's pages leave it, but for those that somebody has mapped."""
+    with path.open("rb") as stream:
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _leave_page_cache(fd: int) -> bool:
     """Whether reads of this descriptor go past the page cache from now on."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -214,8 +220,7 @@ class ExpertSource:
         Pages that somebody has mapped stay.
         """
         for path in self._shards:
-            with path.open("rb") as stream:
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_page_cache(path)
 
     def forget(self, owner: str) -> None:
         """The reverse of `register`. A place that is still held can still be read."""

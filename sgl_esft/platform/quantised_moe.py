@@ -7,7 +7,8 @@ Weights alone are quantised here: inputs stay as they are, where SGLang's w8a8 k
 round them to 8 bits too, so answers lie closer to the unquantised model's. int8 and int4 in
 bfloat16 go through packed kernels, which read a weight once and in its few bits, and whose result
 for a token does not depend on the others: torch's, and for int8 our own where there is AVX-512. All
-else is dequantised, one projection at a time, and multiplied in float32: right, and not fast.
+else is dequantised, one projection at a time, and multiplied in float32: right, and not fast. Those
+kernels have no fast float16 or float32.
 """
 
 from __future__ import annotations
@@ -182,11 +183,11 @@ def _expert(x: torch.Tensor, to_gate_and_up: _Project, to_down: _Project) -> tor
 
 
 def _by_int8(inputs: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    native = reroute_cpu.int8_linear()
-    is_plain = inputs.is_contiguous() and numbers.is_contiguous()
-    if native is not None and inputs.dtype is _KERNEL_DTYPE and is_plain:
+    is_kernels = inputs.dtype is _KERNEL_DTYPE
+    native = reroute_cpu.int8_linear() if is_kernels else None
+    if native is not None and inputs.is_contiguous() and numbers.is_contiguous():
         return native(inputs, numbers, scale.squeeze(-1))
-    if inputs.dtype is _KERNEL_DTYPE and _fits_int8_kernel(inputs, numbers):
+    if is_kernels and _fits_int8_kernel(inputs, numbers):
         ones = inputs.new_ones(numbers.shape[0])
         sums = torch._weight_int8pack_mm(inputs, numbers, ones).float()
     else:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sgl_esft.errors import InvariantError, NoFreeSlotError, UnknownAdapterError
+from sgl_esft.errors import InvariantError, UnknownAdapterError
 from sgl_esft.formats.adapter_config import kind_of
 from sgl_esft.formats.lora_manifest import LoraManifest, Side, read_matrix
 from sgl_esft.formats.lora_targets import LoraModule
 from sgl_esft.memory.report import LoraMemory
+from sgl_esft.weave.adapter_pages import check_pin
 from sgl_esft.weave.host_cache import HostAdapter, OnRead
 from sgl_esft.weave.plane import AdapterPlane, AdapterSource
 
@@ -129,12 +130,7 @@ class LoraStore:
         return {each: (slots[each], self._slot_bytes) for each in self._loaded if each in slots}
 
     def _check_pin(self, name: str) -> None:
-        if self.inner.num_pinned_loras + 1 >= self.num_slots:
-            raise NoFreeSlotError(
-                f"adapter {name!r} cannot be pinned: with it {self.inner.num_pinned_loras + 1} of "
-                f"{self.num_slots} LoRA slots would be, and the others need one; unpin one, or "
-                "raise --max-loras"
-            )
+        check_pin(name, self.inner.num_pinned_loras, self.num_slots, "--max-loras")
 
     def memory(self) -> LoraMemory:
         """What GET /v1/memory says of this rank."""

@@ -6,7 +6,6 @@ the checkpoint, without experts in tiers ... create_weights (longer) ... init_lo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sgl_esft.formats.checkpoint import routed_expert_names
 from sgl_esft.formats.model_spec import read_moe_spec
 from sgl_esft.lifecycle.content import digest_of, remember_digest
 from sgl_esft.offload import tiered_layer
+from sgl_esft.offload.source import drop_page_cache
 from sgl_esft.platform import device_memory
 from sgl_esft.plugin import build
 from sgl_esft.support import QUANTISED_DEVICES
@@ -99,15 +99,7 @@ def read_all_but_experts(
             for name in sorted(set(file.keys()) - experts):
                 yield name, file.get_tensor(name)
         if drop_cache_after_load:
-            _drop_page_cache(path)
-
-
-def _drop_page_cache(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+            drop_page_cache(path)
 
 
 def install_esft_manager(runner: Any) -> None:

@@ -72,6 +72,18 @@ def _reserve(arena: ExpertArena, num_pages: int) -> int:
     return num_pages
 
 
+def check_pin(name: str, num_pinned: int, num_slots: int, flag: str) -> None:
+    """One slot stays for adapters that are not pinned, of either kind in its own slots.
+
+    num_pinned: without this one. flag: by which there are so many slots. Raises NoFreeSlotError.
+    """
+    if num_pinned >= num_slots - 1:
+        raise NoFreeSlotError(
+            f"adapter {name!r} cannot be pinned: with it {num_pinned + 1} of {num_slots} slots "
+            f"would be, and the others need one; unpin one, load it unpinned, or raise {flag}"
+        )
+
+
 # Whether one more adapter has room on a rank's device. Pure; the same answer on every rank.
 #
 # slots and pages, who has them, who is pinned --> [AdapterRoom] --> nothing, or why not
@@ -100,11 +112,8 @@ class AdapterRoom:
 
         Raises NoFreeSlotError or OutOfExpertMemoryError.
         """
-        if pinned and len(self.pinned) >= self.num_slots - 1:
-            raise NoFreeSlotError(
-                f"adapter {name!r} cannot be pinned: one of the {self.num_slots} "
-                "slots must stay for the others; load it unpinned, or raise --max-adapters"
-            )
+        if pinned:
+            check_pin(name, len(self.pinned), self.num_slots, "--max-adapters")
         pinned_pages = sum(self.pages[adapter_id] for adapter_id in self.pinned)
         others = (n for i, n in self.pages.items() if i not in self.pinned)
         largest = max(others, default=0)
