@@ -25,6 +25,7 @@ from sgl_esft.ports import pick_free_port
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0
 WEIGHTS_ROUTE = "/update_weights_from_disk"  # off unless it is named
+FLUSH_TIMEOUT_S = 60.0
 MAX_ALIVE = 3  # a server takes about 2 GB
 
 TP2_EP2 = ("--tp-size", "2", "--ep-size", "2")
@@ -147,10 +148,17 @@ class Server:
         return int(info["max_total_num_tokens"])
 
     def use_weights(self, model_path: Path) -> None:
-        """Replace all weights by another checkpoint's of the same shape (plain SGLang's route)."""
-        response = self.post(WEIGHTS_ROUTE, {"model_path": str(model_path)})
+        """Replace all weights by another checkpoint's of the same shape (plain SGLang's route).
+
+        The cache is flushed by a call of its own, which waits: an answer reaches its client before
+        the scheduler has seen the step after it to an end, and the update's own flush would fail.
+        """
+        body = {"model_path": str(model_path), "flush_cache": False}
+        response = self.post(WEIGHTS_ROUTE, body)
         assert response.status_code == 200, response.text
         assert response.json()["success"], response.text
+        flushed = self.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S}", {})
+        assert flushed.status_code == 200, flushed.text
 
 
 class ServerPool:
