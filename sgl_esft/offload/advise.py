@@ -128,7 +128,8 @@ def advise(
     """
     if trace is not None:
         _check_same(spec, trace[0])
-    policy = auto_policy(top_k * machine.compute_s / machine.read_s, can_predict=True)
+    loads_per_layer = top_k * machine.compute_s / machine.read_s
+    policy = auto_policy(loads_per_layer, can_predict=True, load_s=machine.read_s)
     sizes = sorted({max(top_k, round(share * spec.num_experts)) for share in _SHARES})
     return [_advice(spec, top_k, machine, memory_bytes, trace, policy, size) for size in sizes]
 

@@ -188,11 +188,20 @@ POLICY_NAMES: tuple[str, ...] = (AUTO, *POLICIES)
 
 
 MIN_LOADS_TO_PREDICT = 0.5  # a layer; below it nothing can be hidden (offload_notes, section 5)
+# On a host the forward pass shares its cores with what predicts and reads, which takes about a
+# millisecond a layer of it (bench.finemoe.regimes). A third to a half of a layer's loads is hidden.
+MIN_LOAD_S_TO_PREDICT = 4e-3
 
 
-def auto_policy(loads_per_layer: float, *, can_predict: bool) -> ExpertPolicy:
-    """What `auto` is where the link carries so many experts while a layer is computed."""
-    if can_predict and loads_per_layer >= MIN_LOADS_TO_PREDICT:
+def auto_policy(
+    loads_per_layer: float, *, can_predict: bool, load_s: float | None = None
+) -> ExpertPolicy:
+    """What `auto` is where the link carries so many experts while a layer is computed.
+
+    load_s: seconds to load one; None where predicting takes nothing from the forward pass.
+    """
+    is_worth_it = load_s is None or load_s >= MIN_LOAD_S_TO_PREDICT
+    if can_predict and is_worth_it and loads_per_layer >= MIN_LOADS_TO_PREDICT:
         return ExpertPolicy(
             "auto: finemoe", "expert maps, frequency", LeastFrequentlyUsed, "finemoe"
         )

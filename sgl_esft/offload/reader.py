@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sgl_esft.errors import ExpertReadError, InvariantError
 from sgl_esft.formats.finite import FiniteCheck, not_finite
-from sgl_esft.formats.model_spec import Proj
+from sgl_esft.formats.model_spec import PROJS, Proj
 from sgl_esft.offload.pack import ALIGNMENT, align_up
 from sgl_esft.offload.source import ByteRange, ExpertPlace, OpenFile
 
@@ -168,12 +168,45 @@ class ExpertReader:
         self, place: ExpertPlace, w13_row: torch.Tensor, w2_row: torch.Tensor
     ) -> None:
         gate, up = self._halves(w13_row)
+        if self._is_short_run(place):
+            self._read_run(place, gate, up, w2_row)
+            return
         self._read_rows(place, "gate", place.gate, self._width, gate)
         self._read_rows(place, "up", place.up, self._width, up)
         if len(self._width) == place.down.shape[1]:
             self._read_rows(place, "down", place.down, range(place.down.shape[0]), w2_row)
         else:
             self._read_columns(place, w2_row)
+
+    def _is_short_run(self, place: ExpertPlace) -> bool:
+        """Whether a whole expert lies in one run that staging memory has room for.
+
+        Of a small expert a read costs more than its bytes do, so it is read at once.
+        """
+        parts = (place.gate, place.up, place.down)
+        run_bytes = max(part.stop for part in parts) - min(part.start for part in parts)
+        return (
+            len(self._width) == place.gate.shape[0]
+            and place.gate.file is place.up.file is place.down.file
+            and run_bytes == sum(part.stop - part.start for part in parts)
+            and run_bytes <= PIECE_BYTES
+        )
+
+    def _read_run(self, place: ExpertPlace, *outs: torch.Tensor) -> None:
+        """`outs`: what becomes gate, up and down."""
+        sources = (place.gate, place.up, place.down)
+        parts = sorted(zip(sources, PROJS, map(_bytes_of, outs), strict=True), key=_start)
+        first, file = parts[0][0].start, place.gate.file
+        targets = [target for _, _, target in parts]
+        if not file.is_direct or _are_aligned(first, *_lengths_and_addresses(targets)):
+            self._fill(file, targets, first)
+        else:
+            whole = self._staged(file, first, parts[-1][0].stop)
+            for source, _, target in parts:
+                target[:] = whole[source.start - first : source.stop - first]
+        if place.owner is not None and outs[0].is_floating_point():
+            for _, proj, target in parts:
+                self._check_finite(place, proj, file, target)
 
     def _read_scales(
         self,
@@ -206,7 +239,7 @@ class ExpertReader:
         for begin, end in _pieces(start, start + len(target), piece_bytes):
             part = target[begin - start : end - start]
             if is_straight:
-                self._fill(source.file, part, begin)
+                self._fill(source.file, (part,), begin)
             else:
                 part[:] = self._staged(source.file, begin, end)
             if is_checked:
@@ -232,16 +265,20 @@ class ExpertReader:
         """Bytes [begin, end) of the file, in this thread's staging memory until its next call."""
         first = begin - begin % ALIGNMENT
         staging = self._threads.staging(align_up(end) - first)
-        self._fill(file, staging, first)
+        self._fill(file, (staging,), first)
         return staging[begin - first : end - first]
 
-    def _fill(self, file: OpenFile, target: Bytes, offset: int) -> None:
-        """Read the bytes at `offset`; those beyond the file's end stay as they were."""
-        num_wanted = min(len(target), file.id.num_bytes - offset)
+    def _fill(self, file: OpenFile, targets: Sequence[Bytes], offset: int) -> None:
+        """Read the bytes from `offset` on, one target after the other, in one call.
+
+        Those beyond the file's end stay as they were.
+        """
+        num_bytes = sum(map(len, targets))
+        num_wanted = min(num_bytes, file.id.num_bytes - offset)
         began = time.perf_counter()
-        may_end_at = self._throttle.begin(len(target)) if self._throttle else 0.0
+        may_end_at = self._throttle.begin(num_bytes) if self._throttle else 0.0
         try:
-            num_read = self._preadv(file.fd, [target.data], offset)
+            num_read = self._preadv(file.fd, [target.data for target in targets], offset)
         except OSError as error:
             reason = error.strerror or str(error)
             raise ExpertReadError(
@@ -256,7 +293,7 @@ class ExpertReader:
                 "short, or its storage fails."
             )
         if not file.is_direct:
-            _drop_cached(file, offset, offset + len(target))
+            _drop_cached(file, offset, offset + num_bytes)
 
     def _count(self, num_bytes: int, seconds: float) -> None:
         with self._lock:
@@ -297,6 +334,16 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     """The tensor's own memory, flat."""
     flat: NDArray[Any] = tensor.detach().view(-1).view(torch.uint8).numpy()
     return flat
+
+
+def _start(part: tuple[ByteRange, Proj, Bytes]) -> int:
+    return part[0].start
+
+
+def _lengths_and_addresses(targets: Sequence[Bytes]) -> Iterator[int]:
+    for target in targets:
+        yield len(target)
+        yield target.ctypes.data
 
 
 def _are_aligned(*numbers: int) -> bool:

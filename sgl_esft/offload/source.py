@@ -134,6 +134,11 @@ class ByteRange:
     row_bytes: int
     shape: tuple[int, int]
 
+    @property
+    def stop(self) -> int:
+        """The byte after its last."""
+        return self.start + self.shape[0] * self.row_bytes
+
 
 @dataclass(frozen=True)
 class ExpertPlace:

@@ -161,8 +161,12 @@ class ExpertTier:
         self, layer: int, probs: Floats | None, num_missed: int, hidden: Floats | None
     ) -> None:
         ahead = self._ahead
-        if ahead is not None:
+        if ahead is None:
+            return
+        if ahead.is_on or self.decisions.policy.streams:
             self._beside.start(lambda: self._fetch(ahead.routed(layer, probs, num_missed, hidden)))
+        else:  # nothing will come of it: to wake a thread costs more
+            self._fetch(ahead.routed(layer, probs, num_missed, hidden))
 
     def _fetch(self, loads: Sequence[Load]) -> None:
         for load in loads:

@@ -244,14 +244,17 @@ def _decisions(
     config: TierConfig,
 ) -> Decisions:
     first = tiered[0]
+    is_host = first.w13.device.type == "cpu"
     loads_per_layer = config.loads_per_layer
-    if loads_per_layer is None and first.w13.device.type != "cpu":
+    if loads_per_layer is None and not is_host:
         raise ConfigError("--expert-cache on an accelerator: give --expert-loads-per-layer too")
+    load_s = measured_load_seconds(first, source, reader, config) if is_host else None
     if loads_per_layer is None:
-        per_experts = measured_loads_per_experts(first, source, reader, config)
+        assert load_s is not None
+        per_experts = _compute_seconds(first, source.spec, config.top_k) / load_s
         rest = _rest_bytes(model, len(tiered)) / (config.top_k * first.slot_bytes)
         loads_per_layer = per_experts * (1 + rest)
-    policy = _policy(config, loads_per_layer)
+    policy = _policy(config, loads_per_layer, load_s)
     logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
     return Decisions(
         len(tiered),
@@ -314,9 +317,10 @@ def _check_dtype(w13: torch.Tensor, spec: MoeSpec) -> None:
         )
 
 
-def _policy(config: TierConfig, loads_per_layer: float) -> ExpertPolicy:
+def _policy(config: TierConfig, loads_per_layer: float, load_s: float | None) -> ExpertPolicy:
     if config.policy == AUTO:
-        return auto_policy(loads_per_layer, can_predict=not sglang_api.is_dp_attention())
+        can_predict = not sglang_api.is_dp_attention()
+        return auto_policy(loads_per_layer, can_predict=can_predict, load_s=load_s)
     policy = policy_of(config.policy)
     if policy.predictor is not None and sglang_api.is_dp_attention():
         raise ConfigError(
@@ -352,10 +356,10 @@ def _rest_bytes(model: torch.nn.Module, num_layers: int) -> int:
     return sum(rest) // num_layers
 
 
-def measured_loads_per_experts(
+def measured_load_seconds(
     layer: TieredLayer, source: ExpertSource, reader: ExpertReader, config: TierConfig
 ) -> float:
-    """Experts that can be read while one token's experts of a layer are computed."""
+    """To read an expert into a row, where all threads read."""
     places = list(_base_places(layer, source).values())[:_MEASURED_LOADS]
     loader = Loader(config.read_threads, lambda job: _read_into(layer, reader, job))
     try:
@@ -366,10 +370,9 @@ def measured_loads_per_experts(
         ]
         for ticket in tickets:
             ticket.wait()
-        load_s = (time.perf_counter() - began) / len(places)
+        return max(1e-9, (time.perf_counter() - began) / len(places))
     finally:
         loader.close()
-    return _compute_seconds(layer, source.spec, config.top_k) / max(load_s, 1e-9)
 
 
 def _read_into(layer: TieredLayer, reader: ExpertReader, job: LoadJob) -> None:

@@ -256,6 +256,11 @@ def test_auto_predicts_only_where_something_can_be_hidden() -> None:
     assert auto_policy(2.0, can_predict=False).predictor is None
 
 
+def test_auto_does_not_predict_what_is_loaded_faster() -> None:
+    assert auto_policy(2.0, can_predict=True, load_s=0.013).predictor == "finemoe"
+    assert auto_policy(2.0, can_predict=True, load_s=0.001).predictor is None
+
+
 def test_unknown_policy_is_named() -> None:
     with pytest.raises(ConfigError, match="--expert-policy 'best': choose one of auto, stream"):
         policy_of("best")

@@ -228,6 +228,29 @@ def test_others_go_through_aligned_staging(root: Path, packed: bool, shift: int)
     assert reader.counts.num_bytes == 3 * WIDTH * HIDDEN * 2 + edges, "no block twice"
 
 
+@pytest.mark.parametrize("is_up_first", [False, True])
+@pytest.mark.parametrize(("packed", "shift"), [(False, 0), (True, 64), (True, 0)])
+@pytest.mark.parametrize("owner", [None, "math"])
+def test_a_small_expert_is_one_read(
+    root: Path,
+    owner: str | None,
+    packed: bool,
+    shift: int,
+    is_up_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", 256 * ALIGNMENT)
+    source, spy = ExpertSource(root / "base", root / "packed" if packed else None), Spy()
+    folder = root / (owner or "base")
+    if owner is not None:
+        source.register(owner, read_manifest(folder, source.spec))
+    place = source.place(owner, 1, 2)
+    rows = rows_for(WHOLE, torch.bfloat16, shift=shift)
+    ExpertReader(WHOLE, is_up_first, torch.bfloat16, os_preadv=spy).read(place, *rows)
+    assert are_equal(rows, wanted_rows(folder, place, source.spec, WHOLE, is_up_first))
+    assert len(spy.calls) == 1
+
+
 def resident_pages(path: Path) -> int:
     """Pages of the file that the kernel's cache holds."""
     num_bytes = path.stat().st_size
@@ -384,14 +407,17 @@ def spoil(file: Path, place: ExpertPlace, proj: str, value: int) -> None:
 @pytest.mark.parametrize("proj", PROJS)
 @pytest.mark.parametrize("value", [0, -1, WIDTH * HIDDEN // 2])
 @pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("piece_pages", [2, 256], ids=["in-pieces", "in-one-read"])
 def test_a_nan_in_an_adapter(
     root: Path,
     tmp_path: Path,
     value: int,
     proj: str,
     is_direct: bool,
+    piece_pages: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece_pages * ALIGNMENT)
     if not is_direct:
         monkeypatch.setattr(source_module, "_leave_page_cache", lambda fd: False)
     copy = copied(root, tmp_path / "copy")
