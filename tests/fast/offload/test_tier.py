@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sgl_esft.errors import InvariantError
+from sgl_esft.offload import tier as tier_module
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
@@ -203,6 +204,24 @@ def test_what_was_seen_before_is_fetched_ahead(base: Path) -> None:
         assert after["num_prefetches"] > before["num_prefetches"]
         assert after["num_useful"] > before["num_useful"]
         assert after["num_loads"] == before["num_loads"], "all that is repeated was foreseen"
+
+
+def test_no_thread_is_woken_for_a_pass_that_is_not_predicted(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def start(_self: object, work: Callable[[], None]) -> None:
+        started.append(work)
+        work()
+
+    monkeypatch.setattr(tier_module._Beside, "start", start)
+    with open_rank(base, 4, "finemoe", predictor=_finemoe(3, 8), loads_per_layer=8.0) as rank:
+        rank.tier.begin(None)
+        rank.tiered(0, *_step(rank, 40, 1))
+        assert not started
+        _decode(rank, 0)
+        assert len(started) == 1 + len(rank.w13), "embeddings, then each layer"
 
 
 def test_guesses_change_no_bit(base: Path) -> None:
