@@ -41,8 +41,10 @@ TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_t
     "finemoe_figure16a",
     "finemoe_figure18",
     "finemoe_large",
+    "finemoe_regimes",
     "finemoe_shared",
     "finemoe_shift",
+    "finemoe_speed",
 }
 MEASURED = [name for name in plots.DRAWERS if (RESULTS / f"{name}.json").exists()]
 
