@@ -45,6 +45,7 @@ TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_t
     "finemoe_shared",
     "finemoe_shift",
     "finemoe_speed",
+    "quantised_decode",
 }
 MEASURED = [name for name in plots.DRAWERS if (RESULTS / f"{name}.json").exists()]
 
