@@ -248,7 +248,8 @@ def _decisions(
     loads_per_layer = config.loads_per_layer
     if loads_per_layer is None and not is_host:
         raise ConfigError("--expert-cache on an accelerator: give --expert-loads-per-layer too")
-    load_s = measured_load_seconds(first, source, reader, config) if is_host else None
+    is_timed = is_host and (loads_per_layer is None or config.policy == AUTO)
+    load_s = measured_load_seconds(first, source, reader, config) if is_timed else None
     if loads_per_layer is None:
         assert load_s is not None
         per_experts = _compute_seconds(first, source.spec, config.top_k) / load_s
