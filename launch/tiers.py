@@ -101,25 +101,27 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=DEFAULT_PREFETCH_DISTANCE,
         metavar="D",
-        help="layers between what is predicted from and what is predicted (default: %(default)s)",
+        help="layers between what is predicted from and what is predicted, of finemoe and "
+        "request-counts (default: %(default)s)",
     )
     group.add_argument(
         "--expert-map-memory",
         metavar="SIZE",
-        help="memory for expert maps of earlier tokens (default: 64MiB)",
+        help="memory of each rank for what is learned of routing: expert maps of earlier tokens, "
+        "or moments of router outputs (default: 64MiB)",
     )
     group.add_argument(
         "--expert-map-file",
         metavar="FILE",
-        help="keep expert maps here across restarts (default: they are learned anew)",
+        help="keep what is learned of routing here across restarts (default: it is learned anew)",
     )
     group.add_argument(
         "--store-by",
         choices=STORE_BY,
         default="all",
-        help="whose expert maps a request is compared with: `all`, or its own `adapter`'s and the "
-        "base's, where each adapter that is used has an equal share of the memory "
-        "(default: %(default)s)",
+        help="whose expert maps a request is compared with, of finemoe: `all`, or its own "
+        "`adapter`'s and the base's, where each adapter that is used has an equal share of the "
+        "memory (default: %(default)s)",
     )
 
     group.add_argument(

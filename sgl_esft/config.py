@@ -36,7 +36,6 @@ STORE_BY: tuple[str, ...] = get_args(StoreBy)
 DEFAULT_READ_THREADS = 4
 DEFAULT_PREFETCH_DISTANCE = 3  # FineMoE section 6.1; docs/offload.md: what others give
 DEFAULT_MAP_STORE_BYTES = 64 << 20
-_KEEP_MAPS = ("auto", "finemoe")  # policies with a store of expert maps
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class TierConfig:
         if self.probe_file is not None and self.policy != "learned":
             raise ConfigError("--expert-probe is for --expert-policy learned: leave it out")
         _check_choice("--store-by", self.store_by, STORE_BY)
-        if self.store_by != "all" and self.policy not in _KEEP_MAPS:
-            raise ConfigError("--store-by is for --expert-policy finemoe or auto: leave it out")
+        if self.store_by != "all" and self.policy != "finemoe":
+            raise ConfigError("--store-by is for --expert-policy finemoe: leave it out")
         if self.num_rows < self.top_k:
             raise ConfigError(
                 f"--expert-cache: {self.num_rows} experts of a layer, and one token needs "

@@ -1,8 +1,8 @@
-"""How much of the stall is hidden, by the link's speed and the batch: none, FineMoE, `auto`.
+"""How much of the stall is hidden, by the link's speed and the batch: FineMoE, regression, `auto`.
 
-    for each r: three servers, all up --[batches in turns]--> Window of each, round by round
+    for each r: four servers, all up --[batches in turns]--> Window of each, round by round
     stall a token, over that of `lfu` in the same round --> share hidden
-    tokens a second of `auto`, over the better of the other two --> finemoe_regimes.json
+    tokens a second of `auto`, over the best of the others --> finemoe_regimes.json
 
 offload_notes, section 5, says what to expect: prefetching can hide at most one layer of computing
 for each layer. r <= 0.3 about half of the stall, r = 1 a third, r >= 3 nothing; and from some eight
@@ -34,7 +34,7 @@ from bench.finemoe.tier_servers import (
 )
 from sgl_esft import zoo
 
-FIXED = (NONE, "finemoe")
+FIXED = (NONE, "finemoe", "regression")
 WAYS = (*FIXED, "auto")
 
 
@@ -61,7 +61,7 @@ Round = Mapping[int, Mapping[str, Window]]  # batch -> way -> window
 
 
 def rounds_at(model: ZooModel, plan: RegimePlan, r: float, layer_s: float) -> list[Round]:
-    """The three servers of one r, asked in turns."""
+    """The servers of one r, asked in turns."""
     link = link_of(model, r, layer_s)
     num_rows = max(4, round(plan.share_of_rows * model.spec.num_experts))
     commands = {way: tier_command(model, way, link, num_rows) for way in WAYS}
@@ -79,7 +79,7 @@ def fill(urls: Iterable[str], asks: Sequence[Ask]) -> None:
 def one_round(
     urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, r: float, number: int
 ) -> Round:
-    """A window of each batch on each server; the same prompts to all three."""
+    """A window of each batch on each server; the same prompts to all."""
     found: dict[int, dict[str, Window]] = {}
     for batch in plan.batches:
         count = batch * plan.fewer(plan.asks_each, r)

@@ -17,11 +17,14 @@ import numpy as np
 
 from bench.finemoe.prediction import RIDGE, Subject, counting, filled, guided
 from bench.finemoe.traces import NUM_EXPERTS, Trace
+from sgl_esft.config import DEFAULT_MAP_STORE_BYTES
 from sgl_esft.offload.decisions import Counts, Decisions
 from sgl_esft.offload.policies import POLICIES, ExpertPolicy, LeastFrequentlyUsed
 from sgl_esft.offload.predictors.learned import train
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.moments import RouterMoments, logits_of
 from sgl_esft.offload.predictors.predictor import Predictor
+from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
 from sgl_esft.offload.simulate import Timeline, added, belady_hits, needs_of, replay
 from sgl_esft.offload.trace import TraceHeader, TraceStep
@@ -133,6 +136,15 @@ def _probes(of: Replays, setting: Setting, _: Sequence[TraceStep]) -> Predictor:
     return train(known.maps, setting.distance, RIDGE, top_k=known.top_k)
 
 
+def _regressed(of: Replays, _: Setting, __: Sequence[TraceStep]) -> Predictor:
+    """It goes on learning, as it cannot be told not to."""
+    known = of.subject.known
+    num_layers, num_experts = known.maps.shape[1:]
+    moments = RouterMoments(num_layers, num_experts, DEFAULT_MAP_STORE_BYTES)
+    moments.add(logits_of(known.maps))
+    return RegressionPredictor(moments, known.top_k)
+
+
 def _future(_: Replays, __: Setting, steps: Sequence[TraceStep]) -> Predictor:
     return Oracle(steps)
 
@@ -150,6 +162,7 @@ WAYS: Mapping[str, Way] = {
     "learned": Way(POLICIES["learned"], _probes, "ProMoE"),
     "finemoe": Way(POLICIES["finemoe"], _maps, "FineMoE"),
     "maps, lfu": Way(_frequent("maps, lfu"), _maps, "what `auto` does"),
+    "regression": Way(POLICIES["regression"], _regressed, "ours"),
     "oracle": Way(_frequent("oracle"), _future, "every expert of the pass is known"),
 }
 

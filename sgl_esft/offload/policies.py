@@ -179,6 +179,12 @@ POLICIES: Mapping[str, ExpertPolicy] = {
             "learned", "a small trained probe a layer (ProMoE)", LeastFrequentlyUsed, "learned"
         ),
         ExpertPolicy(
+            "regression",
+            "linear regression on the layers so far, learned while it serves",
+            LeastFrequentlyUsed,
+            "regression",
+        ),
+        ExpertPolicy(
             "finemoe", "expert maps of similar tokens (FineMoE)", LeastExpected, "finemoe"
         ),
     )
@@ -202,10 +208,8 @@ def auto_policy(
     """
     is_worth_it = load_s is None or load_s >= MIN_LOAD_S_TO_PREDICT
     if can_predict and is_worth_it and loads_per_layer >= MIN_LOADS_TO_PREDICT:
-        return ExpertPolicy(
-            "auto: finemoe", "expert maps, frequency", LeastFrequentlyUsed, "finemoe"
-        )
-    return ExpertPolicy("auto: lfu", "frequency alone", LeastFrequentlyUsed)
+        return ExpertPolicy("auto: regression", "", LeastFrequentlyUsed, "regression")
+    return ExpertPolicy("auto: lfu", "", LeastFrequentlyUsed)
 
 
 def policy_of(name: str) -> ExpertPolicy:

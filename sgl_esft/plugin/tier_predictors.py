@@ -1,7 +1,7 @@
 """The predictor of a rank, by `--expert-policy`, and what it keeps in a file.
 
 ExpertPolicy, TierConfig, the loaded model, its folder -> [make_predictor] -> offload/predictors/
-a MapStore --every now and then--> [StoreKeeper] -> --expert-map-file
+what one has learned --every now and then--> [StoreKeeper] -> --expert-map-file
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -25,8 +25,10 @@ from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import LearnedPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.moments import RouterMoments
 from sgl_esft.offload.predictors.next_gate import NextGatePredictor
 from sgl_esft.offload.predictors.predictor import Predictor
+from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ def make_predictor(
     num_layers, num_experts = len(spec.moe_layer_ids), spec.num_experts
     if policy.predictor == "finemoe":
         return _finemoe(config, num_layers, num_experts, base_line(base))
+    if policy.predictor == "regression":
+        return _regression(config, num_layers, num_experts, base_line(base))
     if policy.predictor == "request-counts":
         reach = min(config.prefetch_distance, num_layers)
         return RequestCountsPredictor(num_layers, num_experts, config.top_k, reach=reach)
@@ -61,10 +65,17 @@ def _finemoe(config: TierConfig, num_layers: int, num_experts: int, base: str) -
     distance = min(config.prefetch_distance, num_layers)
     sizes = num_layers, num_experts, EMBEDDING_SIZE
     store = MapStore(*sizes, distance, config.map_store_bytes, base=base)
-    if config.map_store_file is not None:
-        _keep(store, Path(config.map_store_file))
+    _keep(store, config)
     by_adapter = config.store_by == "adapter"
     return FineMoEPredictor(store, config.top_k, distance, by_adapter=by_adapter)
+
+
+def _regression(
+    config: TierConfig, num_layers: int, num_experts: int, base: str
+) -> RegressionPredictor:
+    moments = RouterMoments(num_layers, num_experts, config.map_store_bytes, base=base)
+    _keep(moments, config)
+    return RegressionPredictor(moments, config.top_k)
 
 
 def base_line(base: Path) -> str:
@@ -81,11 +92,26 @@ def base_line(base: Path) -> str:
     return f"{names[0] if isinstance(names, list) and names else 'unnamed'} {digest}"
 
 
-def _keep(store: MapStore, path: Path) -> None:
+class Kept(Protocol):
+    """What a predictor has learned."""
+
+    num_added: int  # tokens since the start
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all; on any thread."""
+
+    def load(self, path: Path) -> None:
+        """Raises ConfigError for a file that is damaged or of another model."""
+
+
+def _keep(store: Kept, config: TierConfig) -> None:
     """Begin with what was kept; one rank of the server writes. Raises ConfigError."""
+    if config.map_store_file is None:
+        return
+    path = Path(config.map_store_file)
     if path.exists():
         store.load(path)
-        logger.info("expert maps: %d of %s", store.size, path)
+        logger.info("what was learned of routing: from %s", path)
     elif not path.parent.is_dir():
         raise ConfigError(f"--expert-map-file {path}: there is no folder {path.parent}")
     if sglang_api.rank_in_server() == 0:
@@ -95,7 +121,7 @@ def _keep(store: MapStore, path: Path) -> None:
 class StoreKeeper:
     """Writes a store to its file when it has changed. A rank is ended by a signal, so not then."""
 
-    def __init__(self, store: MapStore, path: Path, period_s: float = SAVE_PERIOD_S) -> None:
+    def __init__(self, store: Kept, path: Path, period_s: float = SAVE_PERIOD_S) -> None:
         self._store = store
         self._path = path
         self._period_s = period_s
@@ -125,7 +151,7 @@ class StoreKeeper:
         try:
             self._store.save(self._path)
         except OSError as error:
-            logger.warning("expert maps are not kept in %s: %s", self._path, error)
+            logger.warning("what was learned of routing is not kept in %s: %s", self._path, error)
             return
         self._saved = num_added
 

@@ -32,6 +32,7 @@ from sgl_esft.offload.device_rows import DeviceRows
 from sgl_esft.offload.host_tier import HostCounts
 from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
 from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
+from sgl_esft.offload.predictors.moments import num_bytes_of
 from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.routing import Floats, Ints, StepTokens, owners_of
@@ -255,7 +256,7 @@ def _decisions(
         per_experts = _compute_seconds(first, source.spec, config.top_k) / load_s
         rest = _rest_bytes(model, len(tiered)) / (config.top_k * first.slot_bytes)
         loads_per_layer = per_experts * (1 + rest)
-    policy = _policy(config, loads_per_layer, load_s)
+    policy = _policy(config, source.spec, loads_per_layer, load_s)
     logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
     return Decisions(
         len(tiered),
@@ -318,9 +319,13 @@ def _check_dtype(w13: torch.Tensor, spec: MoeSpec) -> None:
         )
 
 
-def _policy(config: TierConfig, loads_per_layer: float, load_s: float | None) -> ExpertPolicy:
+def _policy(
+    config: TierConfig, spec: MoeSpec, loads_per_layer: float, load_s: float | None
+) -> ExpertPolicy:
     if config.policy == AUTO:
-        can_predict = not sglang_api.is_dp_attention()
+        num_bytes = num_bytes_of(len(spec.moe_layer_ids), spec.num_experts)
+        has_room = num_bytes <= config.map_store_bytes
+        can_predict = has_room and not sglang_api.is_dp_attention()
         return auto_policy(loads_per_layer, can_predict=can_predict, load_s=load_s)
     policy = policy_of(config.policy)
     if policy.predictor is not None and sglang_api.is_dp_attention():

@@ -22,7 +22,7 @@ _TIMEOUT_S: Final = 120.0  # until a stream's next token
 SIMULATED: Final = tuple(
     name
     for name, policy in POLICIES.items()
-    if policy.predictor in (None, "finemoe", "request-counts")
+    if policy.predictor in (None, "finemoe", "regression", "request-counts")
 )
 
 

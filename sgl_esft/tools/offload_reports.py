@@ -30,7 +30,9 @@ from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import train
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.moments import RouterMoments
 from sgl_esft.offload.predictors.predictor import Predictor
+from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.offload.recall import Recall
 from sgl_esft.offload.simulate import Replayed, Timeline, belady_hits, needs_of, replay
 from sgl_esft.offload.speed import MIN_SETTINGS, SpeedPoint, StepCosts, write_speed
@@ -80,9 +82,12 @@ def _predictor(
     arguments: argparse.Namespace, header: TraceHeader, policy: ExpertPolicy
 ) -> Predictor | None:
     distance = min(arguments.prefetch_distance, header.num_layers)
+    text = arguments.expert_map_memory
+    num_bytes = parse_bytes(text, "--expert-map-memory") if text else DEFAULT_MAP_STORE_BYTES
+    if policy.predictor == "regression":
+        moments = RouterMoments(header.num_layers, header.num_experts, num_bytes)
+        return RegressionPredictor(moments, header.top_k)
     if policy.predictor == "finemoe":
-        text = arguments.expert_map_memory
-        num_bytes = parse_bytes(text, "--expert-map-memory") if text else DEFAULT_MAP_STORE_BYTES
         store = MapStore(
             header.num_layers, header.num_experts, header.embedding_size, distance, num_bytes
         )

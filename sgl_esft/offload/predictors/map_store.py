@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from sgl_esft.errors import ConfigError, InvariantError
 from sgl_esft.offload.predictors.predictor import (
+    TINY,
     Arrays,
     check_distance,
     read_arrays,
     read_metadata,
+    unit,
     write_arrays,
 )
 from sgl_esft.offload.predictors.replacement import (
@@ -40,7 +42,7 @@ FORMAT: Final = "sgl-esft expert maps 2"
 _LOADED_AT_ONCE = 64  # entries of a file; of a batch, all are compared with all that are stored
 _REMEDY = "give --expert-map-file the file that was saved for this base, or a new name"
 _NO_OLDER = 1 << 40  # an age of a file, so that it can be added to
-_TINY = np.float32(1e-30)  # in place of a norm of 0, so that such a cosine is 0
+
 
 Bools = NDArray[np.bool_]
 
@@ -128,7 +130,7 @@ class MapStore:
 
     def cosines_of_embeddings(self, embeddings: Floats) -> Floats:
         """[n, size]: equation 4; 0 where either has no embedding."""
-        return _unit(embeddings) @ self._embeddings[: self.size].T
+        return unit(embeddings) @ self._embeddings[: self.size].T
 
     def search_embeddings(self, embeddings: Floats, owners: Ints | None = None) -> Matches:
         """The semantic search (section 4.2.1) of `embeddings` [n, E].
@@ -164,7 +166,7 @@ class MapStore:
         kept = np.flatnonzero(sound)[-self.capacity :]
         if trajectories is not None:
             trajectories = trajectories[kept]
-        self._add(_unit(embeddings[kept]), maps[kept], owners[kept], trajectories)
+        self._add(unit(embeddings[kept]), maps[kept], owners[kept], trajectories)
 
     def _check_shapes(self, embeddings: Floats, maps: Floats, owners: Ints) -> None:
         count = len(maps)
@@ -205,7 +207,7 @@ class MapStore:
         by_layer = np.swapaxes(maps, 0, 1)  # [L, n, J]
         self._maps[:, places] = by_layer
         squares = np.einsum("lnj,lnj->ln", by_layer, by_layer)
-        self._norms[:, places] = np.maximum(np.sqrt(np.cumsum(squares, axis=0)), _TINY)
+        self._norms[:, places] = np.maximum(np.sqrt(np.cumsum(squares, axis=0)), TINY)
         self.size += num_appended
         self.num_added += len(maps)
         self._born[places] = self.num_added
@@ -327,7 +329,7 @@ class RunningSearch:
         return Matches(found.entries, found.scores / self._lengths())
 
     def _lengths(self) -> Floats:
-        lengths: Floats = np.maximum(np.sqrt(self._squares), _TINY)
+        lengths: Floats = np.maximum(np.sqrt(self._squares), TINY)
         return lengths
 
 
@@ -342,10 +344,3 @@ def nearest(scores: Floats, allowed: Bools | None = None) -> Matches:
     # -inf: nothing is allowed; NaN: the router's own output is not finite.
     is_one = np.isfinite(largest)
     return Matches(np.where(is_one, entries, NO_ENTRY), np.where(is_one, largest, np.float32(0)))
-
-
-def _unit(vectors: Floats) -> Floats:
-    """`vectors` [n, E] at length 1; those of length 0 stay."""
-    lengths = np.sqrt(np.einsum("ne,ne->n", vectors, vectors))
-    units: Floats = vectors / np.maximum(lengths, _TINY)[:, None]
-    return units

@@ -15,7 +15,7 @@ import numpy as np
 
 from sgl_esft.errors import ConfigError, InvariantError
 from sgl_esft.offload.predictors.predictor import check_top_k
-from sgl_esft.offload.predictors.selection import most_likely
+from sgl_esft.offload.predictors.selection import most_likely, softmax
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
 
 
@@ -63,7 +63,7 @@ class NextGatePredictor:
             )
         if layer + 1 >= len(self._gates):
             return []
-        probs = _softmax(hidden.astype(np.float32) @ self._gates[layer + 1])
+        probs = softmax(hidden.astype(np.float32) @ self._gates[layer + 1])
         return most_likely(layer + 1, np.arange(len(probs)), probs, self._count)
 
     def end_step(self) -> None:
@@ -71,10 +71,3 @@ class NextGatePredictor:
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Nothing is kept by request."""
-
-
-def _softmax(logits: Floats) -> Floats:
-    """Of each row; the largest is taken off first, so that none overflows."""
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares: Floats = powers / powers.sum(axis=1, keepdims=True)
-    return shares

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from safetensors.numpy import load_file, save_file
 from sgl_esft.errors import ConfigError, InvariantError
 from sgl_esft.formats.safetensors_header import read_header
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
+
+TINY: Final = np.float32(1e-30)  # in place of a norm of 0
 
 Arrays = Mapping[str, NDArray[Any]]
 Layouts = Mapping[str, tuple[str, tuple[int | None, ...]]]  # name -> dtype, shape; None: any length
@@ -78,6 +80,13 @@ def check_distance(distance: int, num_layers: int) -> None:
             f"a prefetch distance of {distance} in a model of {num_layers} MoE layers: give 1 to "
             f"{num_layers}"
         )
+
+
+def unit(vectors: Floats) -> Floats:
+    """`vectors` [n, E] at length 1; those of length 0 stay."""
+    lengths = np.sqrt(np.einsum("ne,ne->n", vectors, vectors))
+    units: Floats = vectors / np.maximum(lengths, TINY)[:, None]
+    return units
 
 
 def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:

@@ -23,6 +23,13 @@ class Ranked:
     probs: Floats
 
 
+def softmax(logits: Floats) -> Floats:
+    """Over the last axis; the largest is taken off first, so that none overflows."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares: Floats = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
 def rank(rows: Floats) -> Ranked:
     """`rows` [n, J] float32, by falling probability, equal ones by rising id."""
     order = np.argsort(-rows, axis=1, kind="stable")

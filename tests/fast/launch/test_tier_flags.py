@@ -66,7 +66,8 @@ def test_a_number_is_of_each_layer_and_a_size_of_all(planned: Plan, family: Fami
 def test_it_reaches_every_process(planned: Plan, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     launch = planned(
-        *("--expert-cache", "6", "--store-by", "adapter", "--expert-read-bandwidth", "1MiB"),
+        *("--expert-cache", "6", "--expert-policy", "finemoe", "--store-by", "adapter"),
+        *("--expert-read-bandwidth", "1MiB"),
         *("--record-routing", str(trace), "--record-routing-limit", "2MiB"),
     )
     config = launch.config
@@ -93,7 +94,7 @@ def test_it_reaches_every_process(planned: Plan, tmp_path: Path) -> None:
         (("--expert-cache", "6", "--store-by", "task"), "invalid choice: 'task'"),
         (
             ("--expert-cache", "6", "--expert-policy", "lfu", "--store-by", "adapter"),
-            "--store-by is for --expert-policy finemoe or auto",
+            "--store-by is for --expert-policy finemoe",
         ),
         (("--expert-cache", "6", "--reroute", "router"), "use --reroute fused"),
         (("--expert-cache", "6", "--adapter-memory", "1GiB"), "leave them out"),

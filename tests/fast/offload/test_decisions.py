@@ -251,13 +251,13 @@ def test_least_expected_is_probability_times_uses() -> None:
 
 
 def test_auto_predicts_only_where_something_can_be_hidden() -> None:
-    assert auto_policy(2.0, can_predict=True).predictor == "finemoe"
+    assert auto_policy(2.0, can_predict=True).predictor == "regression"
     assert auto_policy(0.2, can_predict=True).predictor is None
     assert auto_policy(2.0, can_predict=False).predictor is None
 
 
 def test_auto_does_not_predict_what_is_loaded_faster() -> None:
-    assert auto_policy(2.0, can_predict=True, load_s=0.013).predictor == "finemoe"
+    assert auto_policy(2.0, can_predict=True, load_s=0.013).predictor == "regression"
     assert auto_policy(2.0, can_predict=True, load_s=0.001).predictor is None
 
 

@@ -13,8 +13,10 @@ from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import LearnedPredictor, Probes, train
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.moments import RouterMoments, logits_of
 from sgl_esft.offload.predictors.next_gate import NextGatePredictor
 from sgl_esft.offload.predictors.predictor import Predictor
+from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.offload.routing import Floats, Prediction, StepTokens
 
 LAYERS, EXPERTS, WIDTH, TOP_K = 4, 12, 6, 2
@@ -306,11 +308,18 @@ def _counts() -> Predictor:
     return predictor
 
 
+def regressing(maps: Floats) -> RegressionPredictor:
+    moments = RouterMoments(LAYERS, EXPERTS, 1 << 20)
+    moments.add(logits_of(maps))
+    return RegressionPredictor(moments, TOP_K)
+
+
 MAKERS: dict[str, Callable[[], Predictor]] = {
     "finemoe": _finemoe,
     "counts": _counts,
     "next gate": lambda: NextGatePredictor(gates(), TOP_K),
     "learned": lambda: train(random_maps(40, 5), 2, 0.01, top_k=TOP_K),
+    "regression": lambda: regressing(random_maps(40, 5)),
 }
 
 
@@ -346,7 +355,7 @@ def test_only_later_layers_are_named_and_the_same_each_time(name: str) -> None:
     assert bool(mine) == (name != "next gate")
 
 
-@pytest.mark.parametrize("name", ["finemoe", "counts", "learned"])
+@pytest.mark.parametrize("name", ["finemoe", "counts", "learned", "regression"])
 def test_a_layer_out_of_order_is_a_defect(name: str) -> None:
     predictor = MAKERS[name]()
     predictor.begin_step(tokens_of(1))

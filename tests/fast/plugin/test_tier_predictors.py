@@ -21,7 +21,9 @@ from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import LearnedPredictor, train
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.moments import logits_of
 from sgl_esft.offload.predictors.next_gate import NextGatePredictor
+from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.plugin import tier_predictors
 from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE, projection
 from sgl_esft.plugin.tier_predictors import StoreKeeper, base_line, make_predictor
@@ -56,6 +58,7 @@ def made(policy: str, base: Path, config: TierConfig = CONFIG) -> Any:
 
 def test_each_policys_predictor(base: Path, gates: dict[int, torch.Tensor]) -> None:
     assert isinstance(made("finemoe", base), FineMoEPredictor)
+    assert isinstance(made("regression", base), RegressionPredictor)
     assert isinstance(made("request-counts", base), RequestCountsPredictor)
     assert isinstance(made("next-gate", base), NextGatePredictor)
     assert [made(name, base) for name in ("stream", "static", "lru", "lfu")] == [None] * 4
@@ -100,6 +103,20 @@ def test_a_store_is_kept_across_restarts(
     store.add(*_entry(2))
     keeper.stop()
     assert made("finemoe", base, config).store.size == 2
+
+
+def test_moments_are_kept_across_restarts(
+    base: Path, tmp_path: Path, gates: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_predictors, "SAVE_PERIOD_S", 0.01)
+    path = tmp_path / "moments"
+    config = TierConfig(num_rows=4, top_k=2, policy="regression", map_store_file=str(path))
+    first = made("regression", base, config)
+    keeper = StoreKeeper(first.moments, path, 0.01)
+    keeper.start()
+    first.moments.add(logits_of(np.random.default_rng(1).random((20, 3, 8), np.float32)))
+    keeper.stop()
+    assert made("regression", base, config).moments.num_tokens == 20
 
 
 def test_only_what_is_new_is_written(tmp_path: Path) -> None:
