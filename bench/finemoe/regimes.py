@@ -46,16 +46,16 @@ class RegimePlan:
     link_speeds: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 8.0)
     batches: tuple[int, ...] = (1, 4, 16)
     share_of_rows: float = 0.5
-    rounds: int = 5
-    asks_each: int = 4  # of each of a batch's places, in a window
+    rounds: int = 12
+    asks_each: int = 1  # of each of a batch's places, in a window: short ones, in turns
     num_filling: int = 32  # requests before the first window, for the map stores
 
     def fewer(self, count: int, r: float) -> int:
         """Where steps wait for a link, they are as long as it is slow, and vary less."""
-        return max(1, round(count / max(1.0, r)))
+        return max(2, round(count / max(1.0, r)))
 
 
-QUICK = RegimePlan(link_speeds=(0.3, 3.0), batches=(1, 4), rounds=1, asks_each=2, num_filling=4)
+QUICK = RegimePlan(link_speeds=(0.3, 3.0), batches=(1, 4), rounds=1, num_filling=4)
 
 Round = Mapping[int, Mapping[str, Window]]  # batch -> way -> window
 
@@ -65,9 +65,10 @@ def rounds_at(model: ZooModel, plan: RegimePlan, r: float, layer_s: float) -> li
     link = link_of(model, r, layer_s)
     num_rows = max(4, round(plan.share_of_rows * model.spec.num_experts))
     commands = {way: tier_command(model, way, link, num_rows) for way in WAYS}
+    num_rounds = plan.fewer(plan.rounds, r)
     with servers(commands) as urls:
         fill(urls.values(), model.asks(plan.fewer(plan.num_filling, r), seed=1))
-        return [one_round(urls, model, plan, r, number) for number in range(plan.rounds)]
+        return [one_round(urls, model, plan, number) for number in range(num_rounds)]
 
 
 def fill(urls: Iterable[str], asks: Sequence[Ask]) -> None:
@@ -76,14 +77,11 @@ def fill(urls: Iterable[str], asks: Sequence[Ask]) -> None:
         list(pool.map(lambda url: window(url, asks, 4), urls))
 
 
-def one_round(
-    urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, r: float, number: int
-) -> Round:
+def one_round(urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, number: int) -> Round:
     """A window of each batch on each server; the same prompts to all."""
     found: dict[int, dict[str, Window]] = {}
     for batch in plan.batches:
-        count = batch * plan.fewer(plan.asks_each, r)
-        asks = model.asks(count, seed=1000 * (number + 1) + batch)
+        asks = model.asks(batch * plan.asks_each, seed=1000 * (number + 1) + batch)
         found[batch] = {way: window(urls[way], asks, batch) for way in in_turns(WAYS, number)}
     return found
 
@@ -145,7 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=list(zoo.MODELS), default="deep")
     parser.add_argument("--share", type=float, default=0.5, help="of experts that have rows")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="at a fast link; fewer at a slow one"
+    )
     parser.add_argument("--quick", action="store_true", help="two link speeds, one round")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)

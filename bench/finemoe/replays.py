@@ -17,7 +17,6 @@ import numpy as np
 
 from bench.finemoe.prediction import RIDGE, Subject, counting, filled, guided
 from bench.finemoe.traces import NUM_EXPERTS, Trace
-from sgl_esft.config import DEFAULT_MAP_STORE_BYTES
 from sgl_esft.offload.decisions import Counts, Decisions
 from sgl_esft.offload.policies import POLICIES, ExpertPolicy, LeastFrequentlyUsed
 from sgl_esft.offload.predictors.learned import train
@@ -30,6 +29,7 @@ from sgl_esft.offload.simulate import Timeline, added, belady_hits, needs_of, re
 from sgl_esft.offload.trace import TraceHeader, TraceStep
 
 REACH = 6  # layers that MoE-Infinity's predictor looks ahead
+MOMENTS_BYTES = 64 << 20  # the default of --expert-map-memory
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _regressed(of: Replays, _: Setting, __: Sequence[TraceStep]) -> Predictor:
     """It goes on learning, as it cannot be told not to."""
     known = of.subject.known
     num_layers, num_experts = known.maps.shape[1:]
-    moments = RouterMoments(num_layers, num_experts, DEFAULT_MAP_STORE_BYTES)
+    moments = RouterMoments(num_layers, num_experts, MOMENTS_BYTES)
     moments.add(logits_of(known.maps))
     return RegressionPredictor(moments, known.top_k)
 

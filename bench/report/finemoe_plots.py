@@ -108,7 +108,7 @@ def regimes(result: Result) -> Figure:
     for axes, batch in zip(line, batches, strict=True):
         chosen = [row for row in rows if row["batch"] == batch]
         at = [10 * row["r"] for row in chosen]
-        for place, way in enumerate(("finemoe", "auto")):
+        for place, way in enumerate(("finemoe", "regression")):
             quartile_line(axes, at, [row["hidden_by"][way] for row in chosen], place, way)
         log_ticks(axes, at)
         axes.set_xticks(at, [f"{row['r']:g}" for row in chosen])

@@ -316,14 +316,15 @@ FINE_TABLES: Mapping[str, FineTable] = {
     ),
     "finemoe_regimes": FineTable(
         "Served: the share of `lfu`'s stall that fetching ahead hides, and tokens a second of "
-        "`auto`\nover the better fixed policy; half at r 0.3, a third at r 1 and 0.97 are the "
+        "`auto`\nover the best fixed policy; half at r 0.3, a third at r 1 and 0.97 are the "
         "goals:",
         {
             "r": "r",
             "batch": "requests",
             "hidden_by.finemoe": "hidden by `finemoe`",
-            "hidden_by.auto": "by `auto`",
+            "hidden_by.regression": "by `regression`",
             "bytes_over_lfu.finemoe": "bytes over `lfu`",
+            "bytes_over_lfu.regression": "`regression`",
             "auto_over_best_fixed": "`auto` / best fixed",
         },
         f"Ours are of {_SERVED}",

@@ -77,7 +77,7 @@ class Ahead:
         return self.is_on and self._predictor is not None and self._predictor.wants_hidden
 
     def routed(
-        self, layer: int, probs: Floats | None, num_missed: int, hidden: Floats | None = None
+        self, layer: int, probs: Floats | None, hidden: Floats | None = None
     ) -> tuple[Load, ...]:
         """While MoE layer `layer` is computed: by what its router said, [num_tokens, J].
 
@@ -89,7 +89,7 @@ class Ahead:
                 self._expect(layer, self._predictor.observe_hidden(layer, hidden))
             if layer == self._decisions.num_layers - 1:
                 self._predictor.end_step()
-        return self._decisions.prefetches(layer, num_missed)
+        return self._decisions.prefetches(layer)
 
     def _expect(self, layer: int, predictions: Sequence[Prediction]) -> None:
         """What was said at `layer`, -1 = before the first."""

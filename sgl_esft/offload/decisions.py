@@ -22,9 +22,6 @@ from sgl_esft.offload.routing import Floats, Ints
 from sgl_esft.offload.rows import EMPTY, NOT_HERE, RowTable
 
 WAVE_ROWS = 4  # rows that a step with more experts than rows goes through; the others stay
-# A layer's own loads run while its experts are computed, as they arrive; for the rest of them it
-# waits. So of a layer's computing they take no more of the link's time than its experts take.
-EXPERTS_SHARE = 0.5
 MAX_CREDIT_LAYERS = 2.0  # layers whose unused link time is kept for later prefetches
 
 
@@ -218,17 +215,15 @@ class Decisions:
         for slot, prob in zip(slots.tolist(), probs.tolist(), strict=True):
             of.wanted[slot] = of.wanted.get(slot, 0.0) + prob
 
-    def prefetches(self, layer: int, num_missed: int = 0) -> tuple[Load, ...]:
+    def prefetches(self, layer: int) -> tuple[Load, ...]:
         """What to load ahead while MoE layer `layer` is computed, the most urgent first.
 
         layer: -1 before the first. Priority is probability over distance (FineMoE section 4.3);
-        what the link cannot carry beside the layer's `num_missed` own loads is left out: it would
-        only displace. Those have the link first, but a layer waits for them, and while it waits
-        nothing is computed that could hide a load. Streaming goes on at misses.
+        what the link cannot carry while a layer is computed is left out: it would only displace.
+        The layer's own loads have the link first, but they take little of that time: it waits for
+        them, and while it waits nothing is computed that could hide a load.
         """
-        missed = 0 if self.policy.streams else num_missed
         self._credit += self.loads_per_layer
-        self._credit -= min(missed, EXPERTS_SHARE * self.loads_per_layer)
         self._credit = min(self._credit, MAX_CREDIT_LAYERS * max(1.0, self.loads_per_layer))
         loads = []
         for target, slot in self._urgent(layer):

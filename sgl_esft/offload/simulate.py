@@ -156,7 +156,7 @@ def _replay_step(
             timeline.compute(layer, needed.tolist(), plan.loads)
         if ahead is not None:
             probs = step.probs[layer] if step.request_ids else None
-            loads = ahead.routed(layer, probs, len(plan.loads))
+            loads = ahead.routed(layer, probs)
             if timeline is not None:
                 timeline.guess(loads, during_layer=True)
 

@@ -150,23 +150,21 @@ class ExpertTier:
         step = _Step(self, plan)
         try:
             step.begin()
-            self._look_ahead(layer, probs, len(plan.loads), hidden)
+            self._look_ahead(layer, probs, hidden)
             yield step
         finally:
             self._beside.join()
             for slot in step.unfinished():
                 self.decisions.forget(layer, (slot,))
 
-    def _look_ahead(
-        self, layer: int, probs: Floats | None, num_missed: int, hidden: Floats | None
-    ) -> None:
+    def _look_ahead(self, layer: int, probs: Floats | None, hidden: Floats | None) -> None:
         ahead = self._ahead
         if ahead is None:
             return
         if ahead.is_on or self.decisions.policy.streams:
-            self._beside.start(lambda: self._fetch(ahead.routed(layer, probs, num_missed, hidden)))
+            self._beside.start(lambda: self._fetch(ahead.routed(layer, probs, hidden)))
         else:  # nothing will come of it: to wake a thread costs more
-            self._fetch(ahead.routed(layer, probs, num_missed, hidden))
+            self._fetch(ahead.routed(layer, probs, hidden))
 
     def _fetch(self, loads: Sequence[Load]) -> None:
         for load in loads:

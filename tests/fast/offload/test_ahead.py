@@ -50,7 +50,7 @@ def test_a_step_is_begun_followed_and_ended() -> None:
     ahead.begin(StepTokens((5,), (-1,)))
     ahead.embedded(ONE)
     for layer in range(3):
-        ahead.routed(layer, np.ones((1, 8), np.float32), 0)
+        ahead.routed(layer, np.ones((1, 8), np.float32))
     assert told.calls == [("begin", (5,)), 0, 1, 2, "end"]
 
 
@@ -62,7 +62,7 @@ def test_predictions_are_of_the_adapters_slots_that_this_rank_has() -> None:
     ahead, _, decisions = make(slots_of)
     ahead.begin(StepTokens((5,), (2,)))
     ahead.embedded(ONE)
-    loads = ahead.routed(0, np.ones((1, 8), np.float32), 0)
+    loads = ahead.routed(0, np.ones((1, 8), np.float32))
     assert [(load.layer, load.slot) for load in loads] == [(1, 9)]
     assert decisions.where(1)[9] >= 0
 
@@ -74,7 +74,7 @@ def test_large_batches_and_prompts_are_not_predicted_for() -> None:
         ahead.begin(tokens)
         assert not ahead.is_on
         assert ahead.embedded(ONE) == ()
-        assert ahead.routed(0, None, 0) == ()
+        assert ahead.routed(0, None) == ()
     assert told.calls == []
 
 

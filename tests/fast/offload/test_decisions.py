@@ -111,9 +111,8 @@ def test_prefetches_are_the_most_urgent_that_the_link_carries() -> None:
     # 0.6 / 1, 0.9 / 2, 0.2 / 1: two of them
     assert [(load.layer, load.slot) for load in found] == [(1, 4), (2, 5)]
     decisions.expect(1, slots(6, 7), np.array([0.2, 0.2], dtype=np.float32))
-    missed = decisions.prefetches(0, num_missed=7)
-    assert len(missed) == 1, "a layer's own loads have the link while its experts are computed"
-    assert len(decisions.prefetches(0)) == 2
+    assert len(decisions.step(0, slots(*range(8))).loads) == 8
+    assert len(decisions.prefetches(0)) == 2, "it waits for its own, and hides others meanwhile"
 
 
 def test_tokens_that_expect_one_slot_add_up() -> None:
@@ -185,7 +184,7 @@ def test_random_life(policy: str, seed: int) -> None:
         needed = slots(*rng.sample(range(12), rng.choice([1, 2, 3, 9, 12])))
         plan = decisions.step(layer, needed)
         assert sorted(layers[layer].carry_out(plan)) == needed.tolist()
-        _guess(rng, decisions, layers, layer, len(plan.loads))
+        _guess(rng, decisions, layers, layer)
         _change(rng, decisions, num_rows)
         decisions.check_integrity()
         _check_content(decisions, layers)
@@ -193,13 +192,11 @@ def test_random_life(policy: str, seed: int) -> None:
     assert total.num_asked == total.num_hits + total.num_loads
 
 
-def _guess(
-    rng: random.Random, decisions: Decisions, layers: list[Rows], layer: int, missed: int
-) -> None:
+def _guess(rng: random.Random, decisions: Decisions, layers: list[Rows], layer: int) -> None:
     if layer < 2:
         some = slots(*rng.sample(range(12), 3))
         decisions.expect(layer + 1, some, np.full(3, 0.3, dtype=np.float32))
-    for load in decisions.prefetches(layer, missed):
+    for load in decisions.prefetches(layer):
         assert load.layer > layer
         layers[load.layer].land(load)
 
@@ -288,7 +285,7 @@ def test_streaming_goes_on_where_every_layer_misses() -> None:
             decisions.begin()
         plan = decisions.step(layer, slots(*range(8)))
         rows[layer].carry_out(plan)
-        for load in decisions.prefetches(layer, len(plan.loads)):
+        for load in decisions.prefetches(layer):
             rows[load.layer].land(load)
     assert decisions.counts(1).num_prefetches >= 9
     assert decisions.counts(1).num_useful == decisions.counts(1).num_prefetches
