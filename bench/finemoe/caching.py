@@ -9,7 +9,8 @@ takes 1 for a layer whatever it computes. So no number here depends on a machine
 
 What the traces lack: prediction.py. Without hidden states the next layer's gate cannot be asked
 (Mixtral-Offloading), without embeddings the first `distance` layers of a token are not predicted.
-All maps are of known tokens, and none are added: FineMoE's offline setting.
+All maps are of known tokens, and none are added: FineMoE's offline setting. The regression begins
+with known tokens, and learns on.
 """
 
 from __future__ import annotations
@@ -106,7 +107,11 @@ def figure16b(of: Replays, plan: CachePlan) -> Rows:
             num_steps=max(1, plan.setting.num_steps // batch),
             num_warm=max(1, plan.setting.num_warm // batch),
         )
-        names = ("lru", "lfu", *(("finemoe", "maps, lfu") if batch <= MAX_TOKENS else ()))
+        names = (
+            "lru",
+            "lfu",
+            *(("finemoe", "maps, lfu", "regression") if batch <= MAX_TOKENS else ()),
+        )
         found += [_row(name, of.run(WAYS[name], setting), setting) for name in names]
         found.append(_bound(of, setting))
     return found
@@ -116,7 +121,7 @@ def figure17(of: Replays, plan: CachePlan) -> Rows:
     """Experts and bytes of one iteration: asked for, found, loaded on demand and ahead."""
     setting = replace(plan.setting, load_time=plan.load_time)
     found: Rows = []
-    for name in ("lfu", "finemoe", "maps, lfu", "stream"):
+    for name in ("lfu", "finemoe", "maps, lfu", "regression", "stream"):
         run = of.run(WAYS[name], setting)
         loads = run.counts.num_loads + run.counts.num_prefetches
         found.append(
@@ -135,13 +140,13 @@ def figure17(of: Replays, plan: CachePlan) -> Rows:
 
 
 def timeline(of: Replays, plan: CachePlan) -> Rows:
-    """Stall of nothing fetched ahead, of maps, and of an oracle, by speed of the link."""
+    """Stall of nothing fetched ahead, of maps, regression and an oracle, by speed of the link."""
     found: Rows = []
     for batch in plan.stall_batches:
         for load_time in plan.load_times:
             setting = replace(plan.setting, batch=batch, load_time=load_time)
             least = replace(setting, num_steps=max(1, setting.num_steps // batch))
-            for name in ("lfu", "finemoe", "maps, lfu", "oracle"):
+            for name in ("lfu", "finemoe", "maps, lfu", "regression", "oracle"):
                 found.append(_timed(name, of, least, {"batch": batch}))
     return found
 

@@ -137,7 +137,7 @@ def _probes(of: Replays, setting: Setting, _: Sequence[TraceStep]) -> Predictor:
 
 
 def _regressed(of: Replays, _: Setting, __: Sequence[TraceStep]) -> Predictor:
-    """It goes on learning, as it cannot be told not to."""
+    """It learns on, as it cannot be told not to."""
     known = of.subject.known
     num_layers, num_experts = known.maps.shape[1:]
     moments = RouterMoments(num_layers, num_experts, MOMENTS_BYTES)
@@ -161,7 +161,7 @@ WAYS: Mapping[str, Way] = {
     "request-counts": Way(POLICIES["request-counts"], _counts, "MoE-Infinity"),
     "learned": Way(POLICIES["learned"], _probes, "ProMoE"),
     "finemoe": Way(POLICIES["finemoe"], _maps, "FineMoE"),
-    "maps, lfu": Way(_frequent("maps, lfu"), _maps, "what `auto` does"),
+    "maps, lfu": Way(_frequent("maps, lfu"), _maps, "what is used often stays"),
     "regression": Way(POLICIES["regression"], _regressed, "ours"),
     "oracle": Way(_frequent("oracle"), _future, "every expert of the pass is known"),
 }

@@ -50,13 +50,13 @@ AHEAD = ("--expert-loads-per-layer", "3", "--enable-metrics")
 # token needs is in test_equality.py too.
 CASES = [
     ("Qwen3MoeForCausalLM", "one-rank", "11", "auto"),
-    ("Qwen3MoeForCausalLM", "ep2", "6", "lfu"),
+    ("Qwen3MoeForCausalLM", "ep2", "6", "regression"),
     ("Qwen3MoeForCausalLM", "dp2", "6", "lru"),
     ("DeepseekV2ForCausalLM", "one-rank", "4", "stream"),
     ("DeepseekV2ForCausalLM", "one-rank", "5", "next-gate"),
     ("DeepseekV2ForCausalLM", "tp2", "7", "finemoe"),
     ("DeepseekV2ForCausalLM", "dp2", "5", "auto"),
-    ("DeepseekV3ForCausalLM", "one-rank", "9", "finemoe"),
+    ("DeepseekV3ForCausalLM", "one-rank", "9", "regression"),
     ("DeepseekV3ForCausalLM", "ep2", "4", "lfu"),
     ("Qwen2MoeForCausalLM", "one-rank", "5", "static"),
     ("Qwen2MoeForCausalLM", "one-rank", "6", "request-counts"),

@@ -15,6 +15,9 @@ from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.moments import RouterMoments, logits_of
+from sgl_esft.offload.predictors.predictor import Predictor
+from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.offload.recall import RecallRow
 from sgl_esft.offload.routing import Floats, Ints, Prediction, StepTokens
 from sgl_esft.offload.simulate import (
@@ -146,19 +149,32 @@ def test_bad_traces_are_named(tmp_path: Path) -> None:
         list(read_trace(folder))
 
 
-def _predictor(*, by_adapter: bool) -> FineMoEPredictor:
+def _predictor(policy: str, *, by_adapter: bool) -> Predictor | None:
+    if policy == "regression":
+        moments = RouterMoments(HEADER.num_layers, HEADER.num_experts, MANY)
+        shape = (20, HEADER.num_layers, HEADER.num_experts)
+        moments.add(logits_of(np.random.default_rng(0).random(shape, np.float32)))
+        return RegressionPredictor(moments, HEADER.top_k)
+    if policy != "finemoe":
+        return None
     store = MapStore(HEADER.num_layers, HEADER.num_experts, 4, 1, 4096)
     return FineMoEPredictor(store, HEADER.top_k, 1, by_adapter=by_adapter)
 
 
 @pytest.mark.parametrize(
     ("policy", "by_adapter"),
-    [("lru", False), ("stream", False), ("finemoe", False), ("finemoe", True)],
+    [
+        ("lru", False),
+        ("stream", False),
+        ("regression", False),
+        ("finemoe", False),
+        ("finemoe", True),
+    ],
 )
 def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str, by_adapter: bool) -> None:
     """Real files, threads and rows on one side, the trace alone on the other."""
     events = _events(3, 60)
-    has_predictor = policy == "finemoe"
+    predictor = _predictor(policy, by_adapter=by_adapter)
     holder = {"maps": base_maps(HEADER)}
     owners: tuple[int, ...] = ()
 
@@ -169,7 +185,7 @@ def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str, by_adapt
         root / "base",
         4,
         policy,
-        predictor=_predictor(by_adapter=by_adapter) if has_predictor else None,
+        predictor=predictor,
         loads_per_layer=1.5,
         slots_of=slots_of,
     ) as rank:
@@ -186,7 +202,7 @@ def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str, by_adapt
             whose = tuple(-1 if slot < 0 else owners[slot] for slot in slots)
             tokens = StepTokens(event.request_ids, slots, owners=whose) if slots else None
             rank.tier.begin(tokens)
-            if tokens is not None and has_predictor:
+            if tokens is not None and predictor is not None:
                 rank.tier.embedded(event.embeddings)
             for layer in range(3):
                 needed = needed_slots(
@@ -199,19 +215,20 @@ def test_a_replay_counts_what_the_rank_counted(root: Path, policy: str, by_adapt
         of_rank = [Counts(**vars(rank.tier.decisions.counts(layer))) for layer in range(3)]
         recall = rank.tier.decisions.recall
     decisions = Decisions(3, 16, 4, POLICIES[policy], num_base=8, loads_per_layer=1.5)
-    predictor = _predictor(by_adapter=by_adapter) if has_predictor else None
-    found = replay(HEADER, events, decisions, predictor)
+    found = replay(HEADER, events, decisions, _predictor(policy, by_adapter=by_adapter))
     assert list(found.by_layer) == of_rank
     assert found.counts.num_loads > 0
     assert (found.counts.num_prefetches > 0) == (policy != "lru")
     assert found.num_steps == 60
     assert found.recall.num_asked == recall.num_asked
     assert found.recall.rows == recall.rows
-    if has_predictor:
+    if policy == "finemoe":
         others = Decisions(3, 16, 4, POLICIES[policy], num_base=8, loads_per_layer=1.5)
-        other = replay(HEADER, events, others, _predictor(by_adapter=not by_adapter))
+        other = replay(HEADER, events, others, _predictor(policy, by_adapter=not by_adapter))
         assert other.recall.rows != recall.rows, "whose maps are searched makes a difference"
-    assert set(recall.rows) == ({(layer, 1) for layer in range(3)} if has_predictor else set())
+    by_maps = {(layer, 1) for layer in range(3)}
+    by_layers = {(1, 1), (2, 1), (2, 2)}
+    assert set(recall.rows) == {"finemoe": by_maps, "regression": by_layers}.get(policy, set())
 
 
 class Logged(RequestCountsPredictor):

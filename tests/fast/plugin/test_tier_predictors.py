@@ -21,10 +21,10 @@ from sgl_esft.offload.predictors.counts import RequestCountsPredictor
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.learned import LearnedPredictor, train
 from sgl_esft.offload.predictors.map_store import MapStore
-from sgl_esft.offload.predictors.moments import logits_of
+from sgl_esft.offload.predictors.moments import logits_of, num_bytes_of
 from sgl_esft.offload.predictors.next_gate import NextGatePredictor
 from sgl_esft.offload.predictors.regression import RegressionPredictor
-from sgl_esft.plugin import tier_predictors
+from sgl_esft.plugin import tier_predictors, tiers
 from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE, projection
 from sgl_esft.plugin.tier_predictors import StoreKeeper, base_line, make_predictor
 
@@ -62,6 +62,16 @@ def test_each_policys_predictor(base: Path, gates: dict[int, torch.Tensor]) -> N
     assert isinstance(made("request-counts", base), RequestCountsPredictor)
     assert isinstance(made("next-gate", base), NextGatePredictor)
     assert [made(name, base) for name in ("stream", "static", "lru", "lfu")] == [None] * 4
+
+
+def test_auto_predicts_nothing_where_its_sums_do_not_fit(
+    spec: MoeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_api, "is_dp_attention", lambda: False)
+    fewest = num_bytes_of(len(spec.moe_layer_ids), spec.num_experts)
+    for num_bytes, predictor in ((fewest, "regression"), (fewest - 1, None)):
+        config = TierConfig(num_rows=4, top_k=2, map_store_bytes=num_bytes)
+        assert tiers._policy(config, spec, 2.0, None).predictor == predictor
 
 
 def test_a_model_without_router_weights_is_named(
