@@ -1,7 +1,7 @@
 """A model larger than the memory, served with experts in tiers: V2-Lite's sizes, real routing.
 
     random checkpoint in --folder, 31.4 GB (large_model.py); routing of --trace (replay_plugin.py):
-        every second sequence is replayed, the maps of the others are known to who predicts
+        every second sequence is replayed, the others are known to who predicts
     one server after the other, a round each --[measured]--> start, memory, decode, prefill
     bytes a token / measured bandwidth, and a server that finds every expert --> the bound
 
@@ -39,15 +39,13 @@ from bench.common.record import RESULTS, spread, write_result
 from bench.elasticmoe.load import Ask, Stream, ask_once
 from bench.finemoe.large_memory import MemoryLimit, MemoryWatch
 from bench.finemoe.large_model import LargeShape, trunk_bytes, write_adapter, write_base
-from bench.finemoe.prediction import fill
 from bench.finemoe.replay_plugin import MAPPED, REPLAY, distributions, install, write_replay
 from bench.finemoe.tier_servers import Window, read_counted, window_of
 from bench.finemoe.traces import NUM_EXPERTS, tasks_of
 from sgl_esft.byte_size import gigabytes, parse_bytes
-from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE
+from sgl_esft.config import DEFAULT_MAP_STORE_BYTES
 from sgl_esft.offload.advise import Machine, measure_machine
-from sgl_esft.offload.predictors.map_store import MapStore, entry_bytes
-from sgl_esft.plugin.decoded_tokens import EMBEDDING_SIZE
+from sgl_esft.offload.predictors.moments import RouterMoments, logits_of
 from sgl_esft.plugin.tier_predictors import base_line
 from sgl_esft.zoo import serving
 
@@ -133,8 +131,8 @@ class Site:
         if system == MAPPED_SYSTEM:  # rows that nobody reads
             cache, policy = str(plan.shape.top_k), "lru"
         policy = "lru" if system == FOUND else policy
-        maps = ["--expert-map-file", str(self.work / "maps")] if system == "auto" else []
-        return [*found, "--expert-cache", cache, "--expert-policy", policy, *maps]
+        known = ["--expert-map-file", str(self.work / "moments")] if system == "auto" else []
+        return [*found, "--expert-cache", cache, "--expert-policy", policy, *known]
 
     def environment(self, system: str) -> dict[str, str]:
         """By which every process of the server replays."""
@@ -160,25 +158,19 @@ def prepared(
     install(work / "plugin")
     write_replay(work / "tokens.npz", *replayed, first_layer=1)
     write_replay(work / "one_token.npz", *(part[:, :1] for part in replayed), first_layer=1)
-    write_maps(work / "maps", base, *known)
+    write_moments(work / "moments", base, *known)
     return Site(base, adapters, work)
 
 
-def write_maps(path: Path, base: Path, ids: Any, weights: Any) -> None:
-    """A file for --expert-map-file of `base`: the maps of tokens [L, N, k] that were seen before.
-
-    Their embeddings are random, as are the model's: they say nothing of the first layers.
-    """
+def write_moments(path: Path, base: Path, ids: Any, weights: Any) -> None:
+    """A file for --expert-map-file of `base`: what tokens [L, N, k] that were seen before teach."""
     layers = zip(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights), strict=True)
     of_layers = [distributions(i, w.float(), NUM_EXPERTS) for i, w in layers]
     maps = torch.stack(of_layers, dim=1).numpy()  # [N, L, J]
     maps /= maps.sum(axis=2, keepdims=True)
-    sizes = (*maps.shape[1:], EMBEDDING_SIZE)
-    embeddings = np.random.default_rng(0).normal(size=(len(maps), EMBEDDING_SIZE))
-    max_bytes = len(maps) * entry_bytes(*sizes)
-    store = MapStore(*sizes, DEFAULT_PREFETCH_DISTANCE, max_bytes, base=base_line(base))
-    fill(store, embeddings.astype(np.float32), maps)
-    store.save(path)
+    moments = RouterMoments(*maps.shape[1:], DEFAULT_MAP_STORE_BYTES, base=base_line(base))
+    moments.add(logits_of(maps))
+    moments.save(path)
 
 
 def routing_of(traces: Sequence[Path], shape: LargeShape, which: int) -> tuple[Any, Any]:

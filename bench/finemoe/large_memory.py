@@ -10,7 +10,9 @@ for the process that mapped them; pages that were only read are in the page cach
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ import psutil
 from bench.common.process_watch import Sampler
 
 PERIOD_S = 1.0
+_GONE_S = 20.0  # until a process that was killed has left its group
 _KIB = 1024
 _Group = tuple[Path, str, str]  # where they are made, the file of the limit, that of the peak
 _V1: _Group = (
@@ -104,7 +107,20 @@ class MemoryLimit:
         if self._is_made:
             _move_to(self._home)
             self.peak_bytes = int((self._folder / self._peak).read_text())
-            self._folder.rmdir()
+            _remove(self._folder)
+
+
+def _remove(group: Path) -> None:
+    """Once its last process is gone: one that was killed may take a while. Raises OSError."""
+    until = time.monotonic() + _GONE_S
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > until:
+                raise
+        time.sleep(0.1)
 
 
 def _own_group(*, is_first_version: bool) -> str:
