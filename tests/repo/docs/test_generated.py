@@ -39,12 +39,14 @@ TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_t
     "finemoe_figure14a",
     "finemoe_figure14b",
     "finemoe_figure16a",
+    "finemoe_figure17",
     "finemoe_figure18",
     "finemoe_large",
     "finemoe_regimes",
     "finemoe_shared",
     "finemoe_shift",
     "finemoe_speed",
+    "finemoe_timeline",
     "quantised_decode",
 }
 MEASURED = [name for name in plots.DRAWERS if (RESULTS / f"{name}.json").exists()]
