@@ -23,9 +23,9 @@ from sgl_esft.errors import ConfigError, InvariantError
 from sgl_esft.offload.predictors.predictor import (
     TINY,
     Arrays,
+    check_about,
     check_distance,
     read_arrays,
-    read_metadata,
     unit,
     write_arrays,
 )
@@ -251,7 +251,7 @@ class MapStore:
 
         Raises ConfigError for a file that is damaged or of another model.
         """
-        self._check_about(path)
+        check_about(path, self._about, "expert maps", _REMEDY)
         layouts = {
             "embeddings": ("float32", (None, self.embedding_size)),
             "maps": ("float32", (self.num_layers, None, self.num_experts)),
@@ -277,18 +277,6 @@ class MapStore:
         if is_whole:
             loaded = slice(self.size - len(maps), self.size)
             self._born[loaded] = self.num_added - np.minimum(ages, _NO_OLDER)
-
-    def _check_about(self, path: Path) -> None:
-        """Before sizes are compared: two bases may have the same."""
-        found = read_metadata(path)
-        if found.get("format") != FORMAT:
-            raise ConfigError(f"{path} is no file of {FORMAT}: {_REMEDY}")
-        if found != self._about:
-            raise ConfigError(
-                f"{path} has expert maps of the base {found.get('base')!r}, "
-                f"{found.get('sizes')}, and served is {self.base!r}, {self._about['sizes']}: "
-                f"{_REMEDY}"
-            )
 
 
 class RunningSearch:

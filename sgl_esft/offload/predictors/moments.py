@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_esft.errors import ConfigError
-from sgl_esft.offload.predictors.predictor import Arrays, read_arrays, read_metadata, write_arrays
+from sgl_esft.offload.predictors.predictor import Arrays, check_about, read_arrays, write_arrays
 from sgl_esft.offload.routing import Floats
 
 FORMAT: Final = "sgl-esft router moments 1"
@@ -181,9 +181,7 @@ class RouterMoments:
 
     def load(self, path: Path) -> None:
         """Instead of what is there. Raises ConfigError for a file damaged or of another model."""
-        about = read_metadata(path)
-        if about != self._about:
-            raise ConfigError(f"{path} is of {about}, and {self._about} is wanted: {_REMEDY}")
+        check_about(path, self._about, "router moments", _REMEDY)
         layouts = {"sums": ("float32", self._sums.shape), "num_tokens": ("float64", (1,))}
         found = read_arrays(path, layouts, _REMEDY)
         num_tokens = float(found["num_tokens"][0])

@@ -110,6 +110,25 @@ def read_metadata(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path}: {error}") from error
 
 
+def check_about(path: Path, about: Mapping[str, str], what: str, remedy: str) -> None:
+    """That a file says what `about` does: format, base, and the rest.
+
+    Before sizes are compared: two bases may have the same. Raises ConfigError.
+    """
+    found = read_metadata(path)
+    if found.get("format") != about["format"]:
+        raise ConfigError(f"{path} is no file of {about['format']}: {remedy}")
+    if found != about:
+        raise ConfigError(
+            f"{path} has {what} of the base {_said(found)}, and served is {_said(about)}: {remedy}"
+        )
+
+
+def _said(about: Mapping[str, str]) -> str:
+    rest = [about[name] for name in sorted(about) if name not in ("format", "base")]
+    return ", ".join([repr(about.get("base")), *rest])
+
+
 def read_arrays(path: Path, layouts: Layouts, remedy: str) -> dict[str, NDArray[Any]]:
     """Exactly the arrays of `layouts`, all finite.
 
