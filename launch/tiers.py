@@ -15,7 +15,6 @@ from sgl_esft.byte_size import parse_bytes
 from sgl_esft.config import (
     DEFAULT_MAP_STORE_BYTES,
     DEFAULT_PREFETCH_DISTANCE,
-    DEFAULT_READ_THREADS,
     STORE_BY,
     RecordConfig,
     StoreBy,
@@ -37,7 +36,7 @@ class TierFlags:
 
     cache: str  # experts a layer, or a size for all layers
     policy: str
-    read_threads: int
+    read_threads: int | None
     loads_per_layer: float | None
     prefetch_distance: int
     map_store_bytes: int
@@ -74,9 +73,9 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--expert-read-threads",
         type=int,
-        default=DEFAULT_READ_THREADS,
         metavar="N",
-        help="threads that read experts (default: %(default)s)",
+        help="experts that are read at a time, each by a thread (default: as few as read about as "
+        "fast as more, measured at start)",
     )
     group.add_argument(
         "--expert-read-bandwidth",
@@ -190,7 +189,7 @@ def _refuse_alone(found: argparse.Namespace) -> None:
     given = {
         "--expert-host-memory": found.expert_host_memory is not None,
         "--expert-policy": found.expert_policy != AUTO,
-        "--expert-read-threads": found.expert_read_threads != DEFAULT_READ_THREADS,
+        "--expert-read-threads": found.expert_read_threads is not None,
         "--expert-read-bandwidth": found.expert_read_bandwidth is not None,
         "--expert-loads-per-layer": found.expert_loads_per_layer is not None,
         "--expert-pack": found.expert_pack is not None,

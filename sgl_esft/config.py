@@ -33,7 +33,6 @@ REROUTE_KINDS: tuple[str, ...] = get_args(RerouteKind)
 STORE_BY: tuple[str, ...] = get_args(StoreBy)
 
 
-DEFAULT_READ_THREADS = 4
 DEFAULT_PREFETCH_DISTANCE = 3  # FineMoE section 6.1; docs/offload.md: what others give
 DEFAULT_MAP_STORE_BYTES = 64 << 20
 
@@ -45,7 +44,7 @@ class TierConfig:
     num_rows: int  # experts of each layer that are on the device at a time, of each rank
     top_k: int  # experts that one token needs in a layer
     policy: str = "auto"
-    read_threads: int = DEFAULT_READ_THREADS
+    read_threads: int | None = None  # that read at a time; None = measured at start
     loads_per_layer: float | None = None  # experts read while a layer is computed; None = measured
     prefetch_distance: int = DEFAULT_PREFETCH_DISTANCE  # layers
     map_store_bytes: int = DEFAULT_MAP_STORE_BYTES
@@ -57,7 +56,8 @@ class TierConfig:
     host_bytes: int = 0  # of experts between the checkpoint and a device, of each rank; 0 = none
 
     def __post_init__(self) -> None:
-        _check_at_least(1, "--expert-read-threads", self.read_threads)
+        if self.read_threads is not None:
+            _check_at_least(1, "--expert-read-threads", self.read_threads)
         _check_at_least(0, "--expert-host-memory", self.host_bytes)
         _check_at_least(1, "--prefetch-distance", self.prefetch_distance)
         _check_at_least(1, "--expert-map-memory", self.map_store_bytes)

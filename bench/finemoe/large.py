@@ -3,7 +3,9 @@
     random checkpoint in --folder, 31.4 GB (large_model.py); routing of --trace (replay_plugin.py):
         every second sequence is replayed, the others are known to who predicts
     one server after the other, a round each --[measured]--> start, memory, decode, prefill
-    bytes a token / measured bandwidth, and a server that finds every expert --> the bound
+    bytes a token / bandwidth, and a server that finds every expert --> the bound
+    bandwidth: of the same reads, right before and after what is decoded, since storage that others
+    share gives now this, now that
 
 **Answers mean nothing**: weights are random and routers are overruled. Bytes, reads, memory and
 computing are those of the real model. Systems: `stream`, `lru`, `lfu` (nothing is fetched ahead),
@@ -61,7 +63,7 @@ PREFILL_TOKENS = 1024
 EDGES = 1.02  # an unaligned read fetches some blocks more than it needs
 START_SECONDS = 1800.0
 ANSWER_SECONDS = 1800.0
-THREADS = 4
+STORAGE_SECONDS = 3.0  # of measuring it
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,12 @@ class Measured:
     decode: Window
     prefill: Window
     mixed: Window | None  # base and adapters in turn
+    storage: tuple[Machine, Machine]  # before and after `decode`
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the storage gave while it decoded."""
+        return statistics.fmean(each.bytes_per_s for each in self.storage)
 
 
 def measured(site: Site, system: str, plan: LargePlan, number: int) -> Measured:
@@ -216,16 +224,23 @@ def measured(site: Site, system: str, plan: LargePlan, number: int) -> Measured:
             ready_s = time.monotonic() - began
             asks = plan.asks_of(system)
             asked(url, [decoding(None, asks.num_first)])
+            before = storage_of(site)
             decode = asked(url, [decoding(None, asks.num_new)] * asks.num_answers)
+            after = storage_of(site)
             prefill = asked(url, [Ask(text(PREFILL_TOKENS, number), None, 1)])
             mixed = None
             if site.adapters and asks.num_mixed and system != MAPPED_SYSTEM:
                 names = (None, *site.adapters)
                 mixed = asked(url, [decoding(name, asks.num_mixed) for name in names])
     peaks = (memory.peak.total, memory.peak_cached_bytes, limit.peak_bytes)
-    found = Measured(ready_s, *peaks, decode, prefill, mixed)
+    found = Measured(ready_s, *peaks, decode, prefill, mixed, (before, after))
     check(found, system)
     return found
+
+
+def storage_of(site: Site) -> Machine:
+    """As a server reads, while none does."""
+    return measure_machine(site.base, None, STORAGE_SECONDS)
 
 
 def asked(url: str, asks: Sequence[Ask]) -> Window:
@@ -277,7 +292,7 @@ def environment(more: Mapping[str, str]) -> Iterator[None]:
 Rounds = Mapping[str, Sequence[Measured]]  # system -> a server of each round
 
 
-def row_of(system: str, rounds: Rounds, plan: LargePlan, machine: Machine) -> dict[str, Any]:
+def row_of(system: str, rounds: Rounds, plan: LargePlan) -> dict[str, Any]:
     """One system; the bound is of its own bytes, and of what computing takes."""
     mine = rounds[system]
     row: dict[str, Any] = {
@@ -288,6 +303,8 @@ def row_of(system: str, rounds: Rounds, plan: LargePlan, machine: Machine) -> di
         "peak_limited_bytes": max(each.peak_limited_bytes or 0 for each in mine) or None,
         "decode_s_per_token": spread([median_tpot(each.decode) for each in mine]),
         "prefill_s": spread([each.prefill.ttft_s[0] for each in mine]),
+        "read_bytes_per_s": spread([each.bytes_per_s for each in mine]),
+        "read_threads": sorted({of.num_threads for each in mine for of in each.storage}),
     }
     if all(each.mixed for each in mine):
         row["mixed_s_per_token"] = spread([median_tpot(each.mixed) for each in mine if each.mixed])
@@ -297,7 +314,7 @@ def row_of(system: str, rounds: Rounds, plan: LargePlan, machine: Machine) -> di
         **row,
         **_counted(mine),
         **_prefill(mine, plan.shape),
-        **_bound(mine, rounds.get(FOUND, ()), machine),
+        **_bound(mine, rounds.get(FOUND, ())),
     }
 
 
@@ -328,14 +345,14 @@ def _prefill(mine: Sequence[Measured], shape: LargeShape) -> dict[str, Any]:
     }
 
 
-def _bound(mine: Sequence[Measured], found: Sequence[Measured], machine: Machine) -> dict[str, Any]:
+def _bound(mine: Sequence[Measured], found: Sequence[Measured]) -> dict[str, Any]:
     """Round by round: max(computing, reading), and how far above it a token is."""
     if len(found) < len(mine):
         return {}
     bounds = [
         max(
             median_tpot(computed.decode),
-            each.decode.counted.read_bytes / each.decode.tokens / machine.bytes_per_s,
+            each.decode.counted.read_bytes / each.decode.tokens / each.bytes_per_s,
         )
         for each, computed in zip(mine, found, strict=False)
     ]
@@ -343,7 +360,7 @@ def _bound(mine: Sequence[Measured], found: Sequence[Measured], machine: Machine
     return {"bound_s_per_token": spread(bounds), "decode_over_bound": spread(over)}
 
 
-def write(rounds: Rounds, plan: LargePlan, machine: Machine, site: Site, out: Path) -> None:
+def write(rounds: Rounds, plan: LargePlan, site: Site, out: Path) -> None:
     """The result, with the servers so far."""
     done = [name for name in plan.systems if rounds[name]]
     figures = {
@@ -354,19 +371,15 @@ def write(rounds: Rounds, plan: LargePlan, machine: Machine, site: Site, out: Pa
         "cache_bytes": plan.cache_bytes,
         "routed_bytes": plan.shape.routed_bytes,
         "adapters": list(site.adapters),
-        "read_bytes_per_s": machine.bytes_per_s,
-        "read_threads": machine.num_threads,
         "rounds": {name: len(rounds[name]) for name in plan.systems},
         "is_complete": all(len(rounds[name]) == plan.rounds for name in plan.systems),
-        "rows": [row_of(name, rounds, plan, machine) for name in done],
+        "rows": [row_of(name, rounds, plan) for name in done],
     }
     write_result("finemoe_large", figures, folder=out)
 
 
 def measure(plan: LargePlan, site: Site, out: Path) -> None:
     """All systems, round by round: one server at a time, because two do not fit."""
-    machine = measure_machine(site.base, THREADS, 5.0)
-    print(f"storage gives {gigabytes(machine.bytes_per_s)} a second", flush=True)
     rounds: dict[str, list[Measured]] = {name: [] for name in plan.systems}
     for number in range(plan.rounds):
         for system in reversed(plan.systems) if number % 2 else plan.systems:
@@ -375,10 +388,11 @@ def measure(plan: LargePlan, site: Site, out: Path) -> None:
             print(
                 f"round {number + 1}, {system}: ready in {found.ready_s:.0f} s, "
                 f"{median_tpot(found.decode):.3f} s a token, peak "
-                f"{gigabytes(found.peak_process_bytes)}",
+                f"{gigabytes(found.peak_process_bytes)}, storage "
+                f"{gigabytes(int(found.bytes_per_s))}/s",
                 flush=True,
             )
-            write(rounds, plan, machine, site, out)
+            write(rounds, plan, site, out)
 
 
 def plan_of(options: argparse.Namespace) -> LargePlan:

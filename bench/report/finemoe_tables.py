@@ -111,11 +111,12 @@ def _large_note(result: Any) -> str:
     gigabytes = [result[name] / 1e9 for name in ("routed_bytes", "cache_bytes", "memory_bytes")]
     adapters = ", ".join(result["adapters"]) or "none"
     held = all(row.get("peak_limited_bytes") for row in result["rows"])
+    storage = [row["read_bytes_per_s"]["median"] / 1e9 for row in result["rows"]]
     return (
         f"{gigabytes[0]:.1f} GB of experts, {gigabytes[1]:.1f} GB of rows, within "
         f"{gigabytes[2]:.1f} GB{', to which a control group held each server' if held else ''}; "
-        f"adapters: {adapters}; the storage gives "
-        f"{result['read_bytes_per_s'] / 1e9:.2f} GB/s. "
+        f"adapters: {adapters}; beside each server's decoding the storage gave "
+        f"{min(storage):.2f} to {max(storage):.2f} GB/s. "
     )
 
 

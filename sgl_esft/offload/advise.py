@@ -17,7 +17,8 @@ import torch
 from sgl_esft.errors import ConfigError
 from sgl_esft.formats.model_spec import MoeSpec
 from sgl_esft.offload.decisions import Decisions
-from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
+from sgl_esft.offload.link import THREAD_COUNTS, measured_link
+from sgl_esft.offload.loader import LoadJob
 from sgl_esft.offload.policies import ExpertPolicy, LeastFrequentlyUsed, auto_policy
 from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.simulate import replay
@@ -27,7 +28,6 @@ from sgl_esft.platform.moe import weighted_sum
 from sgl_esft.platform.quantised_moe import experts_in
 
 _SHARES: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
-_MOST_EXPERTS: Final = 256  # that are read to measure
 _COMPUTE_REPEATS: Final = 5
 
 
@@ -35,7 +35,7 @@ _COMPUTE_REPEATS: Final = 5
 class Machine:
     """What was measured, in seconds of one expert."""
 
-    read_s: float  # by all threads together
+    read_s: float  # where num_threads read at a time
     compute_s: float  # for one token
     num_threads: int
     read_bytes: int
@@ -58,36 +58,28 @@ class Advice:
     fits: bool
 
 
-def measure_machine(base: Path, num_threads: int, seconds: float) -> Machine:
-    """Read experts for about `seconds`, and compute one. Raises UnsupportedModelError."""
+def measure_machine(base: Path, num_threads: int | None, seconds: float) -> Machine:
+    """Read experts for about `seconds`, and compute one. Raises UnsupportedModelError.
+
+    num_threads: that read at a time; None = as a server would choose.
+    """
     source = ExpertSource(base)
     spec = source.spec
-    rows = _rows(spec, num_threads)
+    counts = THREAD_COUNTS if num_threads is None else (num_threads,)
+    rows = _rows(spec, max(counts))
     reader = ExpertReader(range(spec.expert_intermediate_size), False, rows[0].dtype)
+    places = [
+        source.place(None, layer, expert)
+        for expert in range(spec.num_experts)
+        for layer in spec.moe_layer_ids
+    ]
 
     def read(job: LoadJob) -> None:
         reader.read(job.place, *(tensor[job.row] for tensor in rows))
 
-    began, count = time.perf_counter(), 0
-    with Loader(num_threads, read) as loader:
-        places = [
-            source.place(None, layer, expert)
-            for expert in range(spec.num_experts)
-            for layer in spec.moe_layer_ids
-        ][:_MOST_EXPERTS]
-        for first in range(0, len(places), num_threads):
-            some = places[first : first + num_threads]
-            tickets = [
-                loader.submit(LoadJob(0, row, row, LoadPriority.ON_DEMAND, place))
-                for row, place in enumerate(some)
-            ]
-            for ticket in tickets:
-                ticket.wait()
-            count += len(some)
-            if time.perf_counter() - began > seconds:
-                break
-    read_s = (time.perf_counter() - began) / count
-    return Machine(read_s, _compute_s(spec, rows), num_threads, spec.expert_bytes)
+    link = measured_link(read, places, max(counts), counts, seconds / len(counts))
+    assert link.load_s is not None
+    return Machine(link.load_s, _compute_s(spec, rows), link.num_threads, spec.expert_bytes)
 
 
 def _rows(spec: MoeSpec, num_rows: int) -> list[torch.Tensor]:

@@ -3,9 +3,10 @@
     tier.py --submit, promote--> [Loader] --LoadJob--> reader.py, in one of a few threads
             <--LoadTicket, Arrivals--'
 
-While anything that is waited for is queued or being read, no prefetch begins: the link is one, and
-a prefetch would take its share. Reads into one row happen one after the other as they were
-submitted, so what a row holds in the end is what was asked for last.
+While anything that is waited for is queued or being read, no prefetch begins, and one that is being
+read stops at its next piece (`give_way`): the link is one, and a prefetch would take its share.
+Reads into one row happen one after the other as they were submitted, so what a row holds in the end
+is what was asked for last.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class LoadPriority(Enum):
 
     ON_DEMAND = "on demand"
     PREFETCH = "prefetch"
+
+
+def num_readers(num_threads: int) -> int:
+    """Threads of a loader of `num_threads`: as many for each priority."""
+    return num_threads * len(LoadPriority)
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,12 @@ _Ready = OrderedDict[LoadTicket, None]
 _Row = tuple[int, int]  # layer, row
 
 
+def _begun(ready: _Ready) -> LoadTicket:
+    ticket, _ = ready.popitem(last=False)
+    ticket._future.set_running_or_notify_cancel()
+    return ticket
+
+
 class LastTickets:
     """The last load into each row, until it is seen to be done. By one thread.
 
@@ -169,17 +181,22 @@ class LastTickets:
 
 
 class Loader:
-    """Runs jobs by `read` in `num_threads` threads, until `close`. Its methods are for any thread.
+    """Runs jobs by `read`, `num_threads` at a time, until `close`. Its methods are for any thread.
 
     `read` fills the job's row; what it raises is in the ticket, and ends no thread. Of one
-    priority, the first that waits for nothing but a thread is the first to begin.
+    priority, the first that waits for nothing but a thread is the first to begin. Prefetches have
+    threads of their own, so that what is on demand need not wait until one of them has ended.
     """
 
     def __init__(self, num_threads: int, read: Callable[[LoadJob], None]) -> None:
         if num_threads < 1:
             raise InvariantError(f"a loader of {num_threads} threads")
         self._read = read
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._may_demand = threading.Condition(lock)  # something on demand is ready
+        self._may_prefetch = threading.Condition(lock)  # nothing is on demand, or one was promoted
+        self._lock = lock
+        self._mine = threading.local()  # .ticket: what this thread is reading
         # Tickets that wait for nothing but a thread, in order.
         self._on_demand: _Ready = OrderedDict()
         self._prefetches: _Ready = OrderedDict()
@@ -189,7 +206,8 @@ class Loader:
         self._num_on_demand = 0  # unfinished ones
         self._is_closed = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"expert-read-{n}", daemon=True)
+            threading.Thread(target=self._work, args=(take,), name=f"{name}-{n}", daemon=True)
+            for take, name in ((self._demanded, "expert-read"), (self._prefetch, "expert-prefetch"))
             for n in range(num_threads)
         ]
         for thread in self._threads:
@@ -209,7 +227,7 @@ class Loader:
     def submit(self, job: LoadJob) -> LoadTicket:
         """Queue a job. One on demand makes the unfinished ones of its row that, too."""
         ticket = LoadTicket(job)
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise InvariantError("a load was submitted to a loader that is closed")
             line = self._lines.setdefault((job.layer, job.row), deque())
@@ -225,61 +243,78 @@ class Loader:
 
         Of one that is being read already, that keeps prefetches from beginning beside it.
         """
-        with self._changed:
+        with self._lock:
             if not ticket.is_finished:
                 self._promote(self._lines[ticket.job.layer, ticket.job.row], ticket)
             return not ticket.is_cancelled
 
     def cancel_prefetches(self) -> int:
         """Drop the prefetches that have not begun; how many. Their tickets are cancelled."""
-        with self._changed:
+        with self._lock:
             return self._drop(each for each in self._queued() if not each._is_on_demand)
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has, end the threads. May be called again."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._drop(self._queued())
-            self._changed.notify_all()
+            self._may_demand.notify_all()
+            self._may_prefetch.notify_all()
         for thread in self._threads:
             thread.join()
 
-    def _work(self) -> None:
-        while self._run_next():
+    def give_way(self) -> None:
+        """For `read`, between two pieces of an expert: wait while others are waited for.
+
+        Returns at once to whoever reads what is on demand itself, or reads for no loader.
+        """
+        ticket: LoadTicket | None = getattr(self._mine, "ticket", None)
+        if ticket is None or not self._num_on_demand:
+            return
+        with self._lock:
+            while self._num_on_demand and not ticket._is_on_demand and not self._is_closed:
+                self._may_prefetch.wait()
+
+    def _work(self, take: Callable[[], LoadTicket | None]) -> None:
+        while self._run_next(take):
             pass
 
-    def _run_next(self) -> bool:
+    def _run_next(self, take: Callable[[], LoadTicket | None]) -> bool:
         """Wait for a job and do it; False: there will be none. Keeps nothing of it."""
-        ticket = self._take()
+        ticket = take()
         if ticket is None:
             return False
+        self._mine.ticket = ticket
         try:
             self._read(ticket.job)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the ticket gets it
             self._finish(ticket, error)
         else:
             self._finish(ticket, None)
+        self._mine.ticket = None
         del ticket  # the traceback of an error names this frame
         return True
 
-    def _take(self) -> LoadTicket | None:
-        """The next ticket, which is being read from now on; None: the loader is closed."""
-        with self._changed:
+    def _demanded(self) -> LoadTicket | None:
+        """The next one that is waited for, being read from now on; None: the loader is closed."""
+        with self._lock:
             while not self._is_closed:
-                ready = self._may_begin()
-                if ready:
-                    ticket, _ = ready.popitem(last=False)
-                    ticket._future.set_running_or_notify_cancel()
-                    return ticket
-                self._changed.wait()
+                if self._on_demand:
+                    return _begun(self._on_demand)
+                self._may_demand.wait()
         return None
 
-    def _may_begin(self) -> _Ready:
-        """Those of which the first may begin now; empty: nothing may."""
-        return self._on_demand if self._num_on_demand else self._prefetches
+    def _prefetch(self) -> LoadTicket | None:
+        """The next one that is not."""
+        with self._lock:
+            while not self._is_closed:
+                if self._prefetches and not self._num_on_demand:
+                    return _begun(self._prefetches)
+                self._may_prefetch.wait()
+        return None
 
     def _finish(self, ticket: LoadTicket, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             row = (ticket.job.layer, ticket.job.row)
             line = self._lines[row]
             line.popleft()
@@ -294,8 +329,12 @@ class Loader:
                 ticket._future.set_exception(error)
 
     def _make_ready(self, ticket: LoadTicket) -> None:
-        (self._on_demand if ticket._is_on_demand else self._prefetches)[ticket] = None
-        self._changed.notify()
+        if ticket._is_on_demand:
+            self._on_demand[ticket] = None
+            self._may_demand.notify()
+        else:
+            self._prefetches[ticket] = None
+            self._may_prefetch.notify()
 
     def _promote(self, line: deque[LoadTicket], ticket: LoadTicket) -> None:
         """The ticket, and those before it in its line."""
@@ -306,6 +345,8 @@ class Loader:
                 if each in self._prefetches:
                     del self._prefetches[each]
                     self._make_ready(each)
+                elif each._future.running():  # it gives way to nobody from now on
+                    self._may_prefetch.notify_all()
             if each is ticket:
                 return
 
@@ -313,7 +354,7 @@ class Loader:
         if ticket._is_on_demand:
             self._num_on_demand -= 1
             if not self._num_on_demand:
-                self._changed.notify(len(self._prefetches))
+                self._may_prefetch.notify_all()  # those that begin, and those that gave way
 
     def _queued(self) -> Iterator[LoadTicket]:
         """Those that have not begun."""

@@ -108,6 +108,8 @@ class ExpertReader:
         self._threads = _PerThread(str(checked).removeprefix("torch."))
         self._lock = threading.Lock()
         self._counts = ReadCounts()
+        # Called before each piece, by the thread that reads it: loader.py's `give_way`.
+        self.before_piece: Callable[[], None] = _go_on
 
     @property
     def counts(self) -> ReadCounts:
@@ -275,6 +277,7 @@ class ExpertReader:
         """
         num_bytes = sum(map(len, targets))
         num_wanted = min(num_bytes, file.id.num_bytes - offset)
+        self.before_piece()
         began = time.perf_counter()
         may_end_at = self._throttle.begin(num_bytes) if self._throttle else 0.0
         try:
@@ -310,6 +313,10 @@ class ExpertReader:
             f"{file.name} has a NaN or an infinity among the scales of layer {place.layer_id}, "
             f"expert {place.expert_id}, {proj} projection: quantise the base anew."
         )
+
+
+def _go_on() -> None:
+    pass
 
 
 class _PerThread(threading.local):

@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_esft.config import DEFAULT_READ_THREADS
 from sgl_esft.errors import ConfigError
 from sgl_esft.formats.strict_json import read_object
 from sgl_esft.offload.policies import Values
@@ -35,7 +34,6 @@ FORMAT: Final = "sgl-esft speed 1"
 INTERVAL: Final = (10.0, 90.0)  # percentiles of what measured windows lie off
 MIN_SETTINGS: Final = 3  # batch size, rows, adapters: fewer leave nothing to compare with
 _MIN_LOADS: Final = 0.05  # a step; fewer say nothing about the link
-_PARTS: Final = 3  # in which an expert is read: gate, up, down
 _ROUNDS: Final = 50  # of finding which layers wait, and for which load, by turns with the costs
 
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # JSON of Python knows Infinity
@@ -145,24 +143,12 @@ class StepCosts:
         return Speed(expected, expected / (1 + self.off_high), expected / (1 + self.off_low))
 
 
-def _landings(num_loads: int) -> Values:
-    """[n]: when each load of a layer has landed, in times of one load by itself.
-
-    Those that are read at a time share the link, a part each by turns, so they land together.
-    """
-    group, place = np.divmod(np.arange(num_loads), DEFAULT_READ_THREADS)
-    together = np.minimum(num_loads - group * DEFAULT_READ_THREADS, DEFAULT_READ_THREADS)
-    last_parts = (_PARTS - 1) * together + place + 1
-    found: Values = group * DEFAULT_READ_THREADS + last_parts / _PARTS
-    return found
-
-
 @dataclass(frozen=True)
 class _Queue:
     """What each kind of layer's step may wait for: [m, n], the first row for nothing.
 
-    `is_load`; `landed`: in times of a load; `beside`: experts that are computed until it lands;
-    `loads`: all of the layer's, begun before.
+    `is_load`; `landed`: in times of a load, one after the other; `beside`: experts that are
+    computed until it lands; `loads`: all of the layer's, begun before.
     """
 
     is_load: NDArray[np.bool_]
@@ -179,7 +165,7 @@ class _Queue:
             rows = slice(1, 1 + count)
             found.is_load[rows, kind] = True
             # On average over steps a layer may load a part of an expert.
-            found.landed[rows, kind] = _landings(count) * work.loads[kind] / max(1, count)
+            found.landed[rows, kind] = np.arange(1, 1 + count) * work.loads[kind] / max(1, count)
             found.beside[rows, kind] = max(0.0, work.needed[kind] - count) + np.arange(count)
             found.loads[rows, kind] = work.loads[kind]
         return found
@@ -255,15 +241,22 @@ def _typical(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
 
 
 def _fitted(windows: Sequence[SpeedPoint]) -> StepCosts:
-    """Which load a layer waits for depends on the costs: it is taken from the last round's."""
+    """Which load a layer waits for depends on the costs: it is taken from the last round's.
+
+    Rounds may go in circles, of which the one that explains the steps best is kept.
+    """
     points = _typical(windows)
     queues = [_Queue.of(point.work()) for point in points]
-    found, before = _solved(points, queues, None), None
+    found = _solved(points, queues, None)
+    if all(point.num_loads <= _MIN_LOADS for point in points):
+        return found
+    rounds: list[StepCosts] = []
     for _ in range(_ROUNDS):
-        if found == before or all(point.num_loads <= _MIN_LOADS for point in points):
+        found = _solved(points, queues, found)
+        if found in rounds:
             break
-        before, found = found, _solved(points, queues, found)
-    return found
+        rounds.append(found)
+    return min(rounds, key=lambda costs: float(np.square(_residuals(costs, points)).sum()))
 
 
 def _solved(

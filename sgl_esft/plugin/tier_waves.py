@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from sgl_esft import sglang_api
-from sgl_esft.config import TierConfig
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.offload.device_rows import DeviceRows, Read, make_seats, page_lock, seat_bytes
 from sgl_esft.offload.host_tier import HostTier, seats_within
@@ -147,14 +146,19 @@ def _dispatch(
     return bare._replace(hidden_states=hidden, topk_output=whole)
 
 
-def rows_on_device(rows: Sequence[torch.Tensor], read: Read, config: TierConfig) -> DeviceRows:
-    """rows: one layer's, each [num_rows, ...], as `TierLayer.at` has them. Raises ConfigError."""
+def rows_on_device(
+    rows: Sequence[torch.Tensor], read: Read, host_bytes: int, num_readers: int
+) -> DeviceRows:
+    """rows: one layer's, each [num_rows, ...], as `TierLayer.at` has them. Raises ConfigError.
+
+    num_readers: threads that may read at a time, or be held up while they do.
+    """
     device = rows[0].device.type
     if device != "cuda":
         raise ConfigError(f"--expert-cache on {device}: host memory is page-locked for CUDA only")
-    num_seats = seats_within(config.host_bytes, seat_bytes(rows), config.read_threads)
+    num_seats = seats_within(host_bytes, seat_bytes(rows), num_readers)
     seats = make_seats(rows, num_seats, page_lock(torch.cuda.cudart()))
-    return DeviceRows(torch.cuda, seats, read, HostTier(num_seats, keeps=config.host_bytes > 0))
+    return DeviceRows(torch.cuda, seats, read, HostTier(num_seats, keeps=host_bytes > 0))
 
 
 def rows_of(slots: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -30,7 +30,14 @@ from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.device_rows import DeviceRows
 from sgl_esft.offload.host_tier import HostCounts
-from sgl_esft.offload.loader import Loader, LoadJob, LoadPriority
+from sgl_esft.offload.link import (
+    DEVICE_READ_THREADS,
+    THREAD_COUNTS,
+    Link,
+    make_loader,
+    measured_link,
+)
+from sgl_esft.offload.loader import Loader, LoadJob, num_readers
 from sgl_esft.offload.policies import AUTO, ExpertPolicy, auto_policy, policy_of
 from sgl_esft.offload.predictors.moments import num_bytes_of
 from sgl_esft.offload.predictors.predictor import Predictor
@@ -55,8 +62,6 @@ from sgl_esft.quant.adapter_copy import OnRead
 from sgl_esft.weave.moe_layer import ExpertShard, WovenLayer
 
 logger = logging.getLogger(__name__)
-
-_MEASURED_LOADS = 8  # at start
 
 
 @dataclass
@@ -214,10 +219,12 @@ def build_tiers(
         first.w13.dtype,
         throttle_bytes_per_s=config.tiers.read_bytes_per_s,
     )
-    decisions = _decisions(model, tiered, source, reader, config.tiers)
+    link = _link(first, source, reader, config.tiers)
+    decisions = _decisions(model, tiered, source, link, config.tiers)
     predictor = make_predictor(decisions.policy, config.tiers, spec, model, Path(model_path))
-    device_rows = _device_rows(first, reader, config.tiers)
-    tier = _tier(tiered, decisions, predictor, config.tiers, _load_of(reader, device_rows))
+    device_rows = _device_rows(first, reader, link, config.tiers)
+    load = _load_of(reader, device_rows)
+    tier = _tier(tiered, decisions, predictor, partial(make_loader, reader, link.num_threads), load)
     for index, layer in enumerate(tiered):
         layer.join(tier, index, _base_places(layer, source))
     tiers = Tiers(
@@ -237,27 +244,47 @@ def build_tiers(
     return tiers
 
 
+def _link(
+    layer: TieredLayer, source: ExpertSource, reader: ExpertReader, config: TierConfig
+) -> Link:
+    """By reading some of the base's experts into rows, where those are host memory."""
+    if layer.w13.device.type != "cpu":
+        return Link(config.read_threads or DEVICE_READ_THREADS, None)
+    num_threads = config.read_threads
+    if num_threads is not None and config.loads_per_layer is not None and config.policy != AUTO:
+        return Link(num_threads, None)  # nobody asks
+
+    def read(job: LoadJob) -> None:
+        reader.read(job.place, *layer.at(job.row).tensors)
+
+    places = list(_base_places(layer, source).values())
+    num_rows = layer.w13.shape[0]
+    counts = [n for n in THREAD_COUNTS if n <= num_rows] if num_threads is None else [num_threads]
+    return measured_link(read, places, num_rows, counts)
+
+
 def _decisions(
     model: torch.nn.Module,
     tiered: Sequence[TieredLayer],
     source: ExpertSource,
-    reader: ExpertReader,
+    link: Link,
     config: TierConfig,
 ) -> Decisions:
     first = tiered[0]
-    is_host = first.w13.device.type == "cpu"
     loads_per_layer = config.loads_per_layer
-    if loads_per_layer is None and not is_host:
-        raise ConfigError("--expert-cache on an accelerator: give --expert-loads-per-layer too")
-    is_timed = is_host and (loads_per_layer is None or config.policy == AUTO)
-    load_s = measured_load_seconds(first, source, reader, config) if is_timed else None
     if loads_per_layer is None:
-        assert load_s is not None
-        per_experts = _compute_seconds(first, source.spec, config.top_k) / load_s
+        if link.load_s is None:
+            raise ConfigError("--expert-cache on an accelerator: give --expert-loads-per-layer too")
+        per_experts = _compute_seconds(first, source.spec, config.top_k) / link.load_s
         rest = _rest_bytes(model, len(tiered)) / (config.top_k * first.slot_bytes)
         loads_per_layer = per_experts * (1 + rest)
-    policy = _policy(config, source.spec, loads_per_layer, load_s)
-    logger.info("experts in tiers: %s, %.2f loads a layer", policy.name, loads_per_layer)
+    policy = _policy(config, source.spec, loads_per_layer, link.load_s)
+    logger.info(
+        "experts in tiers: %s, %.2f loads a layer, read %d at a time",
+        policy.name,
+        loads_per_layer,
+        link.num_threads,
+    )
     return Decisions(
         len(tiered),
         first.layout.num_slots,
@@ -272,20 +299,23 @@ def _tier(
     tiered: Sequence[TieredLayer],
     decisions: Decisions,
     predictor: Predictor | None,
-    config: TierConfig,
+    make_loader: Callable[[Callable[[LoadJob], None]], Loader],
     load: LoadRow,
 ) -> ExpertTier:
     looks = predictor is not None or decisions.policy.streams
     ahead = Ahead(decisions, predictor, partial(_slots_of, tiered)) if looks else None
     rows = [TierLayer(each.layer_id, each.w13, each.w2, scales=each.scales) for each in tiered]
-    return ExpertTier(rows, decisions, partial(Loader, config.read_threads), load, ahead)
+    return ExpertTier(rows, decisions, make_loader, load, ahead)
 
 
-def _device_rows(layer: TieredLayer, reader: ExpertReader, config: TierConfig) -> DeviceRows | None:
+def _device_rows(
+    layer: TieredLayer, reader: ExpertReader, link: Link, config: TierConfig
+) -> DeviceRows | None:
     """None where rows are host memory: experts are read straight into them."""
     if layer.w13.device.type == "cpu":
         return None
-    return rows_on_device((layer.w13, layer.w2, *(layer.scales or ())), reader.read, config)
+    rows = (layer.w13, layer.w2, *(layer.scales or ()))
+    return rows_on_device(rows, reader.read, config.host_bytes, num_readers(link.num_threads))
 
 
 def _load_of(reader: ExpertReader, device_rows: DeviceRows | None) -> LoadRow:
@@ -360,29 +390,6 @@ def _rest_bytes(model: torch.nn.Module, num_layers: int) -> int:
     experts = {id(w) for m in model.modules() if hasattr(m, "esft_layout") for w in m.parameters()}
     rest = [w.nbytes for w in model.parameters() if w is not embedding and id(w) not in experts]
     return sum(rest) // num_layers
-
-
-def measured_load_seconds(
-    layer: TieredLayer, source: ExpertSource, reader: ExpertReader, config: TierConfig
-) -> float:
-    """To read an expert into a row, where all threads read."""
-    places = list(_base_places(layer, source).values())[:_MEASURED_LOADS]
-    loader = Loader(config.read_threads, lambda job: _read_into(layer, reader, job))
-    try:
-        began = time.perf_counter()
-        tickets = [
-            loader.submit(LoadJob(0, n, n % layer.w13.shape[0], LoadPriority.ON_DEMAND, place))
-            for n, place in enumerate(places)
-        ]
-        for ticket in tickets:
-            ticket.wait()
-        return max(1e-9, (time.perf_counter() - began) / len(places))
-    finally:
-        loader.close()
-
-
-def _read_into(layer: TieredLayer, reader: ExpertReader, job: LoadJob) -> None:
-    reader.read(job.place, *layer.at(job.row).tensors)
 
 
 def _compute_seconds(layer: TieredLayer, spec: MoeSpec, top_k: int) -> float:

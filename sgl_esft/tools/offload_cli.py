@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE, DEFAULT_READ_THREADS, STORE_BY
+from sgl_esft.config import DEFAULT_PREFETCH_DISTANCE, STORE_BY
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.tools import server_client
 
@@ -103,7 +103,9 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
         "--memory", required=True, metavar="SIZE", help="for experts on the device, such as 16GiB"
     )
     parser.add_argument("--trace", type=Path, metavar="DIR", help="folder of --record-routing")
-    parser.add_argument("--threads", type=int, default=DEFAULT_READ_THREADS, metavar="N")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="that read at a time (default: as a server would)"
+    )
     parser.add_argument(
         "--seconds",
         type=float,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from sgl_esft.offload.ahead import Ahead
 from sgl_esft.offload.decisions import Decisions
 from sgl_esft.offload.device_rows import DeviceRows, key_of, make_seats, page_lock, seat_bytes
 from sgl_esft.offload.host_tier import HostTier
-from sgl_esft.offload.loader import Loader, LoadJob
+from sgl_esft.offload.link import make_loader
+from sgl_esft.offload.loader import LoadJob, num_readers
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.source import ExpertPlace
 from sgl_esft.offload.tier import ExpertTier, TierLayer
@@ -47,14 +49,16 @@ def on_device(
         streams.writes(parts)
         rank.reader.read(place, *parts)
 
-    seats = make_seats((first.w13, first.w2), num_kept or THREADS)
+    seats = make_seats((first.w13, first.w2), num_kept or num_readers(THREADS))
     rows = rows_type(streams, seats, read, HostTier(len(seats), keeps=num_kept > 0))
     layers = [_layer(of, num_rows) for of in rank.tier.layers]
     decisions = Decisions(
         len(layers), 16, num_rows, POLICIES[policy], num_base=8, loads_per_layer=2.0
     )
     ahead = Ahead(decisions, None, lambda layer, slot, ids: ids) if policy == "stream" else None
-    tier = ExpertTier(layers, decisions, lambda run: Loader(THREADS, run), rows.load, ahead)
+    tier = ExpertTier(
+        layers, decisions, partial(make_loader, rank.reader, THREADS), rows.load, ahead
+    )
     for index, of in enumerate(rank.tier.layers):
         tier.add(index, of.places)
     with streams.watched():

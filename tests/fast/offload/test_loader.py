@@ -101,7 +101,7 @@ def is_quiet(loader: Loader, reads: Reads) -> bool:
 
 
 def test_on_demand_goes_before_every_prefetch(one: Loader, reads: Reads) -> None:
-    busy = occupy(one, reads)
+    busy = occupy(one, reads, NOW)
     jobs = [job(1, LATER), job(2, NOW), job(3, LATER), job(4, NOW)]
     tickets = [one.submit(each) for each in jobs]
     reads.end(busy)
@@ -125,6 +125,95 @@ def test_no_prefetch_begins_beside_what_is_waited_for(two: Loader, reads: Reads)
     prefetch.wait(SOON_S)
 
 
+def test_what_is_on_demand_waits_for_no_prefetch(one: Loader, reads: Reads) -> None:
+    """Not even one by the only thread of prefetches."""
+    prefetch = occupy(one, reads, LATER)
+    urgent = one.submit(job(1, NOW))
+    assert reads.end_next().row == 1
+    urgent.wait(SOON_S)
+    reads.end(prefetch)
+
+
+class Pieces:
+    """A `read` of two pieces, which gives way before the second."""
+
+    def __init__(self) -> None:
+        self.loader: Loader | None = None
+        self.begun: SimpleQueue[tuple[int, int]] = SimpleQueue()  # row, piece
+        self.goes_on = threading.Event()  # a prefetch has its first piece
+
+    def __call__(self, job: LoadJob) -> None:
+        assert self.loader is not None
+        self.begun.put((job.row, 0))
+        if job.priority is LATER:
+            assert self.goes_on.wait(SOON_S)
+        self.loader.give_way()
+        self.begun.put((job.row, 1))
+
+    def next(self) -> tuple[int, int]:
+        return self.begun.get(timeout=SOON_S)
+
+
+def test_a_prefetch_gives_way_between_its_pieces() -> None:
+    pieces, held = Pieces(), Reads()
+    read = {True: pieces, False: held}
+    with Loader(1, lambda job: read[job.priority is LATER](job)) as loader:
+        pieces.loader = loader
+        prefetch = loader.submit(job(1, LATER))
+        assert pieces.next() == (1, 0)
+        urgent = loader.submit(job(2, NOW))
+        assert held.next().row == 2
+        pieces.goes_on.set()
+        time.sleep(0.02)
+        assert pieces.begun.empty(), "it is in the middle, and waits"
+        held.end(urgent.job)
+        assert pieces.next() == (1, 1)
+        prefetch.wait(SOON_S)
+
+
+def test_what_gave_way_goes_on_once_it_is_waited_for(reads: Reads) -> None:
+    pieces = Pieces()
+    read = {True: pieces, False: reads}
+    with Loader(1, lambda job: read[job.priority is LATER](job)) as loader:
+        pieces.loader = loader
+        prefetch = loader.submit(job(1, LATER))
+        assert pieces.next() == (1, 0)
+        urgent = loader.submit(job(2, NOW))
+        reads.next()
+        pieces.goes_on.set()
+        time.sleep(0.02)
+        assert loader.promote(prefetch)
+        assert pieces.next() == (1, 1), "beside what is on demand, as it is itself"
+        prefetch.wait(SOON_S)
+        assert not urgent.is_finished
+        reads.end(urgent.job)
+
+
+def test_what_gave_way_goes_on_where_the_loader_closes(reads: Reads) -> None:
+    pieces = Pieces()
+    read = {True: pieces, False: reads}
+    loader = Loader(1, lambda job: read[job.priority is LATER](job))
+    pieces.loader = loader
+    prefetch = loader.submit(job(1, LATER))
+    assert pieces.next() == (1, 0)
+    urgent = loader.submit(job(2, NOW))
+    reads.next()
+    pieces.goes_on.set()
+    time.sleep(0.02)
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    prefetch.wait(SOON_S)
+    reads.end(urgent.job)
+    closing.join(SOON_S)
+    assert not closing.is_alive()
+
+
+def test_who_reads_for_no_loader_gives_way_to_nobody(one: Loader, reads: Reads) -> None:
+    urgent = occupy(one, reads, NOW)
+    one.give_way()
+    reads.end(urgent)
+
+
 def test_prefetches_go_on_after_it_in_all_threads(reads: Reads) -> None:
     with Loader(4, reads) as loader:
         urgent = occupy(loader, reads, NOW)
@@ -145,7 +234,7 @@ def test_prefetches_go_on_after_one_that_failed(one: Loader, reads: Reads) -> No
 
 
 def test_a_queued_prefetch_is_promoted(one: Loader, reads: Reads) -> None:
-    busy = occupy(one, reads)
+    busy = occupy(one, reads, NOW)
     tickets = [one.submit(job(row, LATER)) for row in (1, 2, 3)]
     assert one.promote(tickets[2])
     assert one.promote(tickets[2]), "twice is once"
@@ -199,7 +288,7 @@ def test_a_row_is_filled_by_one_at_a_time_in_order(two: Loader, reads: Reads) ->
 
 def test_what_is_before_it_in_its_row_is_waited_for_too(one: Loader, reads: Reads) -> None:
     """A prefetch into the row comes first, and so before what was submitted on demand."""
-    busy = occupy(one, reads)
+    busy = occupy(one, reads, NOW)
     jobs = [job(1, LATER), job(5, LATER, slot=1), job(5, LATER, slot=2), job(5, NOW, slot=3)]
     for each in jobs:
         one.submit(each)
@@ -211,7 +300,7 @@ def test_what_is_before_it_in_its_row_is_waited_for_too(one: Loader, reads: Read
 
 
 def test_promoting_takes_along_what_is_before_it(one: Loader, reads: Reads) -> None:
-    busy = occupy(one, reads)
+    busy = occupy(one, reads, NOW)
     tickets = [one.submit(job(5, LATER, slot=slot)) for slot in range(3)]
     other = one.submit(job(6, LATER))
     one.promote(tickets[1])

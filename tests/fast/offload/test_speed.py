@@ -281,27 +281,6 @@ def test_an_interval_is_as_wide_as_what_is_left_out_lies_off() -> None:
     assert costs.off_high > 0.1
 
 
-def _landings(loads: int, transfer_s: float) -> list[float]:
-    """When each load of a layer has landed: four threads, each reads an expert's three parts one
-    after the other, and the link takes what is asked for first.
-    """
-    free_at, landed = 0.0, []
-    waiting, threads = loads, [(0.0, number, 3) for number in range(min(4, loads))]
-    waiting -= len(threads)
-    while threads:
-        asked, number, parts = min(threads)
-        threads.remove((asked, number, parts))
-        free_at = max(free_at, asked) + transfer_s / 3
-        if parts > 1:
-            threads.append((free_at, number, parts - 1))
-            continue
-        landed.append(free_at)
-        if waiting:
-            waiting -= 1
-            threads.append((free_at, number, 3))
-    return landed
-
-
 def test_a_layer_waits_as_its_experts_arrive() -> None:
     """The closed form against each load's own time."""
     rng = np.random.default_rng(3)
@@ -311,7 +290,7 @@ def test_a_layer_waits_as_its_experts_arrive() -> None:
         costs = replace(TRUE, latency_s=float(rng.exponential(1e-3)), expert_s=2e-4)
         transfer_s = float(rng.exponential(5e-4))
         now, stall = (needed - loads) * costs.expert_s + loads * costs.load_s, 0.0
-        for landing in _landings(loads, transfer_s):
+        for landing in transfer_s * np.arange(1, 1 + loads):  # one after the other
             stall += max(0.0, costs.latency_s + landing - now)
             now = max(now, costs.latency_s + landing) + costs.expert_s
         kind = [np.array([float(x)]) for x in (needed, loads, 1)]

@@ -16,7 +16,8 @@ from sgl_esft.formats.checkpoint import open_checkpoint
 from sgl_esft.formats.model_spec import MoeSpec, Proj
 from sgl_esft.offload.ahead import Ahead, SlotsOf
 from sgl_esft.offload.decisions import Decisions
-from sgl_esft.offload.loader import Loader, LoadJob
+from sgl_esft.offload.link import make_loader
+from sgl_esft.offload.loader import LoadJob
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.predictors.predictor import Predictor
 from sgl_esft.offload.reader import ExpertReader, Preadv
@@ -99,7 +100,7 @@ def open_rank(
     def load(job: LoadJob, *rows: torch.Tensor) -> None:
         reader.read(job.place, *rows)
 
-    tier = ExpertTier(layers, decisions, lambda run: Loader(2, run), load, ahead)
+    tier = ExpertTier(layers, decisions, partial(make_loader, reader, 2), load, ahead)
     for index, layer_id in enumerate(spec.moe_layer_ids):
         tier.add(index, {e: source.place(None, layer_id, e) for e in range(spec.num_experts)})
     try:

@@ -1,0 +1,92 @@
+"""How many experts are read at a time: as few as read about as fast as more."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from sgl_esft.errors import ExpertReadError, InvariantError
+from sgl_esft.offload.link import ENOUGH, THREAD_COUNTS, Link, chosen, measured_link
+from sgl_esft.offload.loader import LoadJob
+from sgl_esft.offload.source import ByteRange, ExpertPlace, FileId, OpenFile
+
+_RANGE = ByteRange(OpenFile("weights", -1, FileId(0, 0, 0, 0), False), 0, 0, (0, 0))
+PLACES = [ExpertPlace(None, 0, expert, "bfloat16", _RANGE, _RANGE, _RANGE) for expert in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("load_s", "num_threads"),
+    [
+        ({1: 9.3, 2: 15.9, 4: 9.9}, 1),  # milliseconds of a disk that one large read keeps busy
+        ({1: 9.9, 2: 9.4, 4: 9.3}, 1),  # hardly slower, and each lands four times as soon
+        ({1: 20.0, 2: 11.0, 4: 10.2}, 2),
+        ({1: 20.0, 2: 12.0, 4: 6.0}, 4),
+        ({4: 6.0, 2: 6.1, 1: 7.0}, 2),  # in whatever order they were measured
+        ({4: 5.0}, 4),
+    ],
+)
+def test_as_few_as_read_about_as_fast(load_s: dict[int, float], num_threads: int) -> None:
+    assert chosen(load_s) == Link(num_threads, load_s[num_threads])
+
+
+def test_about_as_fast_is_within_a_tenth_of_the_bandwidth() -> None:
+    assert chosen({1: 1.0 / ENOUGH - 1e-6, 4: 1.0}).num_threads == 1
+    assert chosen({1: 1.0 / ENOUGH + 1e-6, 4: 1.0}).num_threads == 4
+
+
+class Storage:
+    """Reads that take so long each, `width` at a time."""
+
+    def __init__(self, read_s: float, width: int) -> None:
+        self._read_s = read_s
+        self._free = threading.Semaphore(width)
+        self.rows: list[int] = []
+        self.experts: list[int] = []
+
+    def __call__(self, job: LoadJob) -> None:
+        with self._free:
+            time.sleep(self._read_s)
+        self.rows.append(job.row)
+        self.experts.append(job.place.expert_id)
+
+
+def test_storage_that_serves_one_at_a_time_is_read_by_one() -> None:
+    storage = Storage(2e-3, width=1)
+    link = measured_link(storage, PLACES, num_rows=2)
+    assert link.num_threads == 1
+    assert link.load_s is not None
+    assert link.load_s >= 2e-3
+    assert set(storage.rows) == {0, 1}
+    assert set(storage.experts) == {0, 1, 2}, "each of them"
+    assert len(storage.rows) == 8 * len(THREAD_COUNTS)
+
+
+def test_storage_that_is_far_away_is_read_by_more() -> None:
+    assert measured_link(Storage(4e-3, width=4), PLACES, num_rows=4).num_threads == 4
+
+
+def test_what_the_user_says_is_only_timed() -> None:
+    assert measured_link(Storage(1e-3, width=4), PLACES, 2, counts=(2,)).num_threads == 2
+
+
+def test_it_is_measured_for_as_long_as_is_said() -> None:
+    storage = Storage(1e-3, width=1)
+    began = time.perf_counter()
+    measured_link(storage, PLACES, 1, counts=(1,), seconds=0.05)
+    assert time.perf_counter() - began >= 0.05
+    assert len(storage.rows) > 8
+
+
+def test_what_cannot_be_read_is_said() -> None:
+    def fails(job: LoadJob) -> None:
+        raise ExpertReadError("weights cannot be read at byte 7: Input/output error.")
+
+    with pytest.raises(ExpertReadError, match="byte 7"):
+        measured_link(fails, PLACES, 1)
+
+
+def test_a_link_of_nothing() -> None:
+    with pytest.raises(InvariantError, match="0 experts"):
+        measured_link(Storage(0.0, 1), [], 1)
