@@ -144,16 +144,18 @@ void PagePool::grow_locked(std::size_t num_free) {
                        mib(limits_.max_pages * page_bytes_) + ") leaves room for " +
                        std::to_string(limits_.max_pages - num_existing) + " more");
   }
+  std::vector<Handle> created;
   try {
-    while (free_.size() < num_free) create_locked();
+    if (missing > 0) backend_->create_run(page_bytes_, missing, created);
   } catch (const VmmError&) {
+    for (const Handle handle : created) add_locked(handle);
     trim_quietly_locked(num_before);
     throw;
   }
+  for (const Handle handle : created) add_locked(handle);
 }
 
-void PagePool::create_locked() {
-  const Handle handle = backend_->create(page_bytes_);
+void PagePool::add_locked(Handle handle) {
   PageId page = pages_.size();
   if (absent_.empty()) {
     pages_.emplace_back();

@@ -80,7 +80,7 @@ class PagePool {
   };
 
   void grow_locked(std::size_t num_free);
-  void create_locked();
+  void add_locked(Handle handle);
   void destroy_locked(PageId page);
   void trim_locked(std::size_t num_free);
   void trim_quietly_locked(std::size_t num_free);

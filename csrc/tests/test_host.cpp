@@ -71,6 +71,25 @@ TEST(populated_pages_are_resident_from_their_creation_to_their_end) {
   CHECK_EQ(host->resident_bytes().value(), std::size_t{0});
 }
 
+TEST(a_run_of_pages_is_made_whole_or_not_at_all) {
+  constexpr std::size_t kNumPages = 100;  // more than one thread's share
+  const BackendPtr host = open_host_pages(kNumPages);
+  std::vector<Handle> all, more;
+  host->create_run(kPage, kNumPages, all);
+  CHECK_EQ(all.size(), kNumPages);
+  CHECK_EQ(host->resident_bytes().value(), kNumPages * kPage);
+  const Address address = host->reserve(kNumPages * kPage, kPage);
+  host->map_run(address, kPage, all);  // as many different pages: none is mapped twice
+  CHECK(faults_of_touching(address, kNumPages * kPage) < 16);
+  for (std::size_t i = 0; i < kNumPages; ++i) host->unmap(address + i * kPage, kPage);
+  for (const std::size_t index : {7, 3, 99}) host->destroy(all[index]);
+  CHECK_THROWS(kExhausted, host->create_run(kPage, 4, more));
+  CHECK(more.empty());
+  CHECK_EQ(host->resident_bytes().value(), (kNumPages - 3) * kPage);
+  host->create_run(kPage, 3, more);
+  CHECK(more[0] == all[3] && more[1] == all[7] && more[2] == all[99]);
+}
+
 TEST(without_populate_nothing_is_resident_until_touched) {
   const BackendPtr host = open_host_pages(8, kPage, false);
   const Handle page = host->create(kPage);

@@ -25,6 +25,10 @@ void Backend::poke(Address address, std::string_view data) {
   write(address, data.data(), data.size());
 }
 
+void Backend::create_run(std::size_t num_bytes, std::size_t count, std::vector<Handle>& created) {
+  for (std::size_t i = 0; i < count; ++i) created.push_back(create(num_bytes));
+}
+
 void Backend::map_run(Address address, std::size_t page_bytes,
                       const std::vector<Handle>& handles) {
   std::size_t num_mapped = 0;

@@ -72,6 +72,9 @@ class Backend {
   virtual void release(Address address, std::size_t num_bytes) = 0;
 
   virtual Handle create(std::size_t num_bytes) = 0;
+  // Appends `count` handles of `num_bytes` each. Where it throws, those that were made before the
+  // failure are in `created`, and the caller's.
+  virtual void create_run(std::size_t num_bytes, std::size_t count, std::vector<Handle>& created);
   // Refuses (kPageMapped) while the handle is mapped anywhere.
   virtual void destroy(Handle handle) = 0;
 

@@ -14,14 +14,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <iterator>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
 #include <set>
+#include <system_error>
+#include <thread>
 #include <unordered_map>
+#include <vector>
 
 #include "vmm/backend.h"
 #include "vmm/host_os.h"
@@ -34,6 +40,8 @@ using namespace host_os;
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+constexpr std::size_t kPagesPerFiller = 16;  // fewer are not worth another thread
+constexpr std::size_t kMaxFillers = 15;      // beside the one that asks
 constexpr int kMadvCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older headers do not have it
 constexpr std::uint64_t kImportedBit = std::uint64_t{1} << 63;
 
@@ -98,18 +106,24 @@ class HostBackend final : public Backend {
   }
 
   Handle create(std::size_t num_bytes) override {
+    std::vector<Handle> created;
+    create_run(num_bytes, 1, created);
+    return created.front();
+  }
+
+  // All, or none.
+  void create_run(std::size_t num_bytes, std::size_t count,
+                  std::vector<Handle>& created) override {
     check_one_page(num_bytes);
     const std::lock_guard<std::shared_mutex> lock(mutex_);
-    const std::size_t index = free_.empty() ? next_page_ : *free_.begin();
-    if (index >= num_pages_) {
-      refuse(ErrorKind::kExhausted, "all " + std::to_string(num_pages_) + " pages of " +
-                                        std::to_string(page_bytes_) + " bytes are in use");
+    const std::vector<std::size_t> indices = lowest_free(count);
+    created.reserve(created.size() + count);
+    if (populate_) fill_all(indices);
+    for (const std::size_t index : indices) {
+      index < next_page_ ? void(free_.erase(index)) : void(++next_page_);
+      pages_[index + 1] = Page{file_, index * page_bytes_};
+      created.push_back(Handle{index + 1});
     }
-    const Address home = home_ + index * page_bytes_;
-    if (populate_) fill(home);
-    free_.empty() ? void(++next_page_) : void(free_.erase(free_.begin()));
-    pages_[index + 1] = Page{file_, index * page_bytes_};
-    return Handle{index + 1};
   }
 
   void destroy(Handle handle) override {
@@ -287,6 +301,62 @@ class HostBackend final : public Backend {
       refuse(ErrorKind::kInvalidArgument,
              "a range of " + std::to_string(num_bytes) + " bytes is not wholly mapped");
     }
+  }
+
+  // Pages of the memfd that no handle is for.
+  std::vector<std::size_t> lowest_free(std::size_t count) const {
+    const std::size_t num_left = free_.size() + num_pages_ - next_page_;
+    if (count > num_left) {
+      refuse(ErrorKind::kExhausted, std::to_string(count) + " pages of " +
+                                        std::to_string(page_bytes_) + " bytes are wanted, and " +
+                                        std::to_string(num_left) + " of " +
+                                        std::to_string(num_pages_) + " are not in use");
+    }
+    std::vector<std::size_t> found;
+    for (auto at = free_.begin(); at != free_.end() && found.size() < count; ++at) {
+      found.push_back(*at);
+    }
+    for (std::size_t next = next_page_; found.size() < count; ++next) found.push_back(next);
+    return found;
+  }
+
+  // All of these, or none, by as many threads as may run: the system zeroes a page at a time.
+  void fill_all(const std::vector<std::size_t>& indices) const {
+    std::atomic<std::size_t> next{0};
+    std::exception_ptr failure;
+    std::mutex of_failure;
+    const auto fill_some = [&] {
+      for (std::size_t i = next++; i < indices.size(); i = next++) {
+        try {
+          fill(home_ + indices[i] * page_bytes_);
+        } catch (const VmmError&) {
+          const std::lock_guard<std::mutex> lock(of_failure);
+          failure = std::current_exception();
+          next = indices.size();
+        }
+      }
+    };
+    std::vector<std::thread> others = fillers(indices.size() / kPagesPerFiller, fill_some);
+    fill_some();
+    for (std::thread& other : others) other.join();
+    if (failure) {
+      for (const std::size_t index : indices) empty(index * page_bytes_);
+      std::rethrow_exception(failure);
+    }
+  }
+
+  // Threads beside this one; where the system gives no more of them, fewer.
+  template <typename Work>
+  static std::vector<std::thread> fillers(std::size_t wanted, const Work& work) {
+    const std::size_t num_cores = std::max(1u, std::thread::hardware_concurrency());
+    std::vector<std::thread> started;
+    try {
+      while (started.size() < std::min({wanted, num_cores - 1, kMaxFillers})) {
+        started.emplace_back(work);
+      }
+    } catch (const std::system_error&) {
+    }
+    return started;
   }
 
   // Memory and page tables for one page at home, zeroed.
