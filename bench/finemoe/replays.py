@@ -93,6 +93,8 @@ class Oracle:
     """A `Predictor` that was told every step: what could be hidden at best within a pass."""
 
     wants_hidden = False
+    wants_embeddings = True
+    is_quick = False
 
     def __init__(self, steps: Iterable[TraceStep]) -> None:
         self._steps = iter(steps)

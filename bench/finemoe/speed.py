@@ -7,8 +7,9 @@
     both --[rows_of]--> finemoe_speed.json: median and worst error
 
 Every point of the grid differs from what was calibrated in its rows or its link, and most in the
-batch size too. Windows of both kinds are taken in the same rounds, forth and back, so that drift of
-a shared machine hits both; a point's speed is the median of its rounds. Streams end after so many
+batch size too. Windows of both kinds are taken in the same rounds, forth and back, many short
+rounds rather than few long ones, so that drift of a shared machine hits both; a point's speed is
+the median of its rounds. Streams end after so many
 tokens, whatever the speed: later tokens repeat more, so windows by time would not ask the same.
 """
 
@@ -78,8 +79,8 @@ class SpeedBench:
         SpeedServer(0.75, 3.0),
     )
     grid_batches: tuple[int, ...] = (1, 3, 6)
-    rounds: int = 3
-    num_tokens: int = 96  # of a stream
+    rounds: int = 6
+    num_tokens: int = 64  # of a stream
     window_s: float = 60.0  # at most
     num_requests: int = 24  # of the trace, of the base and of all
     recorded_batch: int = 4
@@ -208,7 +209,7 @@ def grid_windows(
     number: int,
 ) -> list[SpeedPoint]:
     """Of few requests several: one request's experts are not everyone's."""
-    count = max(3, round(8 / point.batch))
+    count = max(1, round(3 / point.batch))
     seeds = [1000 * (number + 1) + 20 * point.batch + turn for turn in range(count)]
     asks = [asks_of(model, point.batch, point.with_adapters, seed) for seed in seeds]
     return [

@@ -61,8 +61,8 @@ class Ahead:
             ended.append(self._last_step.popitem(last=False)[0])
         return ended
 
-    def embedded(self, embeddings: Floats) -> tuple[Load, ...]:
-        """Before the first MoE layer: by the tokens' embeddings."""
+    def embedded(self, embeddings: Floats | None) -> tuple[Load, ...]:
+        """Before the first MoE layer: by the tokens' embeddings, where they are wanted."""
         if self._predictor is None or self._tokens is None:
             return ()
         tokens = replace(self._tokens, embeddings=embeddings)
@@ -70,6 +70,20 @@ class Ahead:
         self._expect(-1, self._predictor.begin_step(tokens))
         self._has_begun = True
         return self._decisions.prefetches(-1)
+
+    @property
+    def wants_embeddings(self) -> bool:
+        """Whether the pass at hand is predicted by its tokens' embeddings."""
+        return self.is_on and self._predictor is not None and self._predictor.wants_embeddings
+
+    def is_quick(self, layer: int) -> bool:
+        """Whether to look ahead at this layer takes less than to wake a thread for it.
+
+        At the last one a predictor may learn, which takes what it takes.
+        """
+        if not self.is_on or self._predictor is None:
+            return True
+        return self._predictor.is_quick and layer < self._decisions.num_layers - 1
 
     @property
     def wants_hidden(self) -> bool:

@@ -103,11 +103,23 @@ class ExpertTier:
         if self._ahead is not None:
             self._ahead.begin(tokens)
 
-    def embedded(self, embeddings: Floats) -> None:
-        """The embedding layer's outputs of the pass's tokens, before the first MoE layer."""
+    def embedded(self, embeddings: Floats | None) -> None:
+        """The embedding layer's outputs of the pass's tokens, before the first MoE layer.
+
+        None where they are not wanted.
+        """
         ahead = self._ahead
-        if ahead is not None and ahead.is_on:
+        if ahead is None or not ahead.is_on:
+            return
+        if embeddings is None:
+            self._fetch(ahead.embedded(None))
+        else:
             self._beside.start(lambda: self._fetch(ahead.embedded(embeddings)))
+
+    @property
+    def wants_embeddings(self) -> bool:
+        """Whether `embedded` has use for them in the pass at hand."""
+        return self._ahead is not None and self._ahead.wants_embeddings
 
     @property
     def wants_hidden(self) -> bool:
@@ -161,10 +173,10 @@ class ExpertTier:
         ahead = self._ahead
         if ahead is None:
             return
-        if ahead.is_on or self.decisions.policy.streams:
-            self._beside.start(lambda: self._fetch(ahead.routed(layer, probs, hidden)))
-        else:  # nothing will come of it: to wake a thread costs more
+        if ahead.is_quick(layer) and not self.decisions.policy.streams:
             self._fetch(ahead.routed(layer, probs, hidden))
+        else:
+            self._beside.start(lambda: self._fetch(ahead.routed(layer, probs, hidden)))
 
     def _fetch(self, loads: Sequence[Load]) -> None:
         for load in loads:

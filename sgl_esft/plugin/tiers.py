@@ -142,7 +142,8 @@ class Tiers:
     @sglang_api.graph_break
     def _embedded(self, output: torch.Tensor) -> None:
         if self.decoded is not None and self.decoded.num_tokens:
-            self.tier.embedded(self.decoded.embeddings(output))
+            is_wanted = self.tier.wants_embeddings
+            self.tier.embedded(self.decoded.embeddings(output) if is_wanted else None)
 
     def inner(self, module: Any) -> Callable[[Any, Any], Any]:
         """What runs a FusedMoE's experts (plugin/runner_core.py)."""

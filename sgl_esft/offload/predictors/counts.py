@@ -94,6 +94,8 @@ class RequestCountsPredictor:
         return found
 
     wants_hidden = False
+    wants_embeddings = False
+    is_quick = False
 
     def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
         """Nothing: hidden states are not asked for."""

@@ -106,6 +106,8 @@ class FineMoEPredictor:
         return predictions(layer, tokens, ranked, counts)
 
     wants_hidden = False
+    wants_embeddings = True
+    is_quick = False
 
     def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
         """Nothing: hidden states are not asked for."""

@@ -74,6 +74,8 @@ class LearnedPredictor:
         return most_likely(target, np.arange(len(rows)), shares, probes.top_k)
 
     wants_hidden = False
+    wants_embeddings = False
+    is_quick = False
 
     def observe_hidden(self, layer: int, hidden: Floats) -> list[Prediction]:
         """Nothing: hidden states are not asked for."""

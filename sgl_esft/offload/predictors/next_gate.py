@@ -42,6 +42,8 @@ class NextGatePredictor:
         self._gates = [np.ascontiguousarray(gate.T, dtype=np.float32) for gate in gates]
 
     wants_hidden = True
+    wants_embeddings = False
+    is_quick = False
 
     def begin_step(self, tokens: StepTokens) -> list[Prediction]:
         """Nothing: there is no hidden state yet."""

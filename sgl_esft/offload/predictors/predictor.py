@@ -51,6 +51,14 @@ class Predictor(Protocol):
     def wants_hidden(self) -> bool:
         """Whether hidden states are worth handing over."""
 
+    @property
+    def wants_embeddings(self) -> bool:
+        """Whether `begin_step` has use for the tokens' embeddings."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether `observe` takes less than to wake a thread for it; `end_step` may take more."""
+
     def end_step(self) -> None:
         """All layers ran; without this call nothing is learned from the step."""
 

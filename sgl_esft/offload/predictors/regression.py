@@ -34,6 +34,8 @@ class RegressionPredictor:
     """
 
     wants_hidden = False
+    wants_embeddings = False
+    is_quick = True
 
     def __init__(self, moments: RouterMoments, top_k: int, *, max_batch: int = 8) -> None:
         check_top_k(top_k, moments.num_experts)

@@ -109,14 +109,14 @@ def of_predictions(folder: Path) -> None:
 def of_a_large_model(folder: Path) -> None:
     """Every system, two servers of each."""
     plan = large.LargePlan(LargeShape(), 20_000_000_000, rounds=2)
+    storage = (Machine(0.01, 0.01, 1, 17_000_000), Machine(0.02, 0.01, 2, 17_000_000))
+    windows = window(0.2), window(0.9), window(0.3)
     rounds = {
-        name: [
-            large.Measured(9.0, 17, 3, 18, window(0.2), window(0.9), window(0.3)) for _ in range(2)
-        ]
+        name: [large.Measured(9.0, 17, 3, 18, *windows, storage) for _ in range(2)]
         for name in plan.systems
     }
     site = large.Site(folder, {"math": folder}, folder)
-    large.write(rounds, plan, Machine(0.01, 0.01, 4, 17_000_000), site, folder)
+    large.write(rounds, plan, site, folder)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ from sgl_esft.offload import tier as tier_module
 from sgl_esft.offload.policies import POLICIES
 from sgl_esft.offload.predictors.finemoe import FineMoEPredictor
 from sgl_esft.offload.predictors.map_store import MapStore
+from sgl_esft.offload.predictors.moments import RouterMoments
 from sgl_esft.offload.predictors.next_gate import NextGatePredictor
+from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.offload.routing import StepTokens
 from sgl_esft.offload.rows import NOT_HERE
 from sgl_esft.platform.moe import FAILED, in_place, moe_forward
@@ -222,6 +224,30 @@ def test_no_thread_is_woken_for_a_pass_that_is_not_predicted(
         assert not started
         _decode(rank, 0)
         assert len(started) == 1 + len(rank.w13), "embeddings, then each layer"
+
+
+def test_a_quick_predictor_wakes_one_only_where_it_may_learn(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def start(_self: object, work: Callable[[], None]) -> None:
+        started.append(work)
+        work()
+
+    monkeypatch.setattr(tier_module._Beside, "start", start)
+    quick = RegressionPredictor(RouterMoments(3, 8, 1 << 20), TOP_K)
+    with open_rank(base, 4, "regression", predictor=quick, loads_per_layer=8.0) as rank:
+        rank.tier.begin(StepTokens((0,), (-1,)))
+        assert not rank.tier.wants_embeddings
+        rank.tier.embedded(None)
+        for layer in range(len(rank.w13)):
+            list(rank.tier.arrivals(layer, [0, 1], np.full((1, 8), 1 / 8, np.float32)))
+            assert len(started) == (layer == len(rank.w13) - 1)
+        assert quick.moments.num_added == 1, "it was shown every layer"
+    with open_rank(base, 4, "finemoe", predictor=_finemoe(3, 8)) as rank:
+        rank.tier.begin(StepTokens((0,), (-1,)))
+        assert rank.tier.wants_embeddings
 
 
 def test_guesses_change_no_bit(base: Path) -> None:
