@@ -8,10 +8,11 @@
     share gives now this, now that
 
 **Answers mean nothing**: weights are random and routers are overruled. Bytes, reads, memory and
-computing are those of the real model. Systems: `stream`, `lru`, `lfu` (nothing is fetched ahead),
-`auto`; `mapped`, whose experts are computed straight from the mapped checkpoint, with all of the
-machine's page cache; `found`, whose trace is one token over and over, so that after the first every
-expert is there: the time of computing.
+computing are those of the real model. The base's files are aligned, as those of `sgl-esft pack`.
+Systems: `stream`, `lru`, `lfu` (nothing is fetched ahead), `auto`; `mapped`, whose experts are
+computed straight from the mapped checkpoint, with all of the machine's page cache; `found`, whose
+trace is one token over and over, so that after the first every expert is there: the time of
+computing.
 
 Memory is what the operating system counts: a control group of --memory holds the server's processes
 and what they read through the page cache, and the processes' proportional set sizes (smaps_rollup)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from sgl_esft.byte_size import gigabytes
 from sgl_esft.formats.adapter_config import (
@@ -31,6 +30,7 @@ from sgl_esft.formats.adapter_config import (
 )
 from sgl_esft.formats.checkpoint import INDEX_NAME
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
+from sgl_esft.formats.safetensors_header import DATA_ALIGNMENT, SAFETENSORS_CODES, header_block
 
 SPARE_BYTES = 2 * 10**9  # of the disk, that stay free
 SHAPE_NAME = "shape.json"
@@ -244,13 +244,34 @@ def missing_files(folder: Path, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file, whole or not at all; it leaves the page cache."""
+    """A safetensors file, whole or not at all; it leaves the page cache.
+
+    Tensors begin where ours do, at DATA_ALIGNMENT, so that they can be read straight to their
+    places; files that others wrote are packed for that (`sgl-esft pack`).
+    """
     partial = path.with_suffix(".partial")
-    save_file(dict(tensors), partial, metadata={"format": "pt"})
-    with partial.open("rb") as file:
+    tensors = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes % DATA_ALIGNMENT != 0))
+    with partial.open("wb") as file:
+        file.write(header_block(_entries(tensors)))
+        for tensor in tensors.values():
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+        file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)
+
+
+def _entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": SAFETENSORS_CODES[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    return entries
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ No tensor is ever made: weights stay files, and what is in memory at once is one
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,12 @@ from typing import BinaryIO, Final
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.expert_scheme import ExpertPart
 from sgl_esft.formats.model_spec import MoeSpec, Proj, expert_keys, read_moe_spec
-from sgl_esft.formats.safetensors_header import SAFETENSORS_CODES, TensorInfo, read_header
+from sgl_esft.formats.safetensors_header import (
+    SAFETENSORS_CODES,
+    TensorInfo,
+    header_block,
+    read_header,
+)
 from sgl_esft.formats.strict_json import read_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -31,7 +35,6 @@ _WEIGHT_SUFFIXES: Final = frozenset(
     | {PACKED_SUFFIX}
 )
 _CHUNK_BYTES: Final = 8 << 20
-_HEADER_ALIGNMENT: Final = 8
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,8 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, TensorBytes]]) -> Non
             "data_offsets": [position, end],
         }
         position = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _HEADER_ALIGNMENT)
     with path.open("xb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.write(header_block(entries))
         for _, source in tensors:
             copy_to(source, stream)
 

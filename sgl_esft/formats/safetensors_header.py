@@ -10,6 +10,7 @@ Nothing is allocated from a length that was not first compared with the file's o
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ from sgl_esft.errors import AdapterFormatError, UserError
 from sgl_esft.formats.strict_json import open_regular, parse_object
 
 MAX_HEADER_BYTES: Final = 16 << 20
+DATA_ALIGNMENT: Final = 4096
+"""In files that we write: where sizes are multiples of it too, tensors are read past the page cache
+straight to their places (offload/reader.py)."""
 
 _LENGTH_BYTES = 8
 _METADATA_KEY = "__metadata__"
@@ -80,6 +84,16 @@ class SafetensorsHeader:
     path: Path
     data_start: int
     tensors: Mapping[str, TensorInfo]
+
+
+def header_block(entries: Mapping[str, object]) -> bytes:
+    """A file's first bytes, padded so that tensors begin at DATA_ALIGNMENT.
+
+    entries: of each tensor `dtype`, `shape` and `data_offsets`, from where the block ends.
+    """
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def read_header(path: Path, error: type[UserError] = AdapterFormatError) -> SafetensorsHeader:

@@ -19,21 +19,26 @@ import torch
 from sgl_esft.byte_size import gigabytes
 from sgl_esft.errors import ConfigError
 from sgl_esft.formats.expert_scheme import ExpertPart
-from sgl_esft.formats.safetensors_header import ITEM_BYTES, SAFETENSORS_CODES
+from sgl_esft.formats.safetensors_header import (
+    DATA_ALIGNMENT,
+    ITEM_BYTES,
+    SAFETENSORS_CODES,
+    header_block,
+)
 
-_HEADER_ALIGNMENT: Final = 8
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def file_header(tensors: Mapping[str, ExpertPart]) -> tuple[bytes, dict[str, int]]:
     """A file's first bytes, and where each tensor begins, by name.
 
-    Wider types come first: torch can map a tensor in place only where its type is aligned.
+    Those come first that keep what follows at DATA_ALIGNMENT, then wider types: torch can map a
+    tensor in place only where its type is aligned.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
-    for name, part in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]):
+    for name, part in sorted(tensors.items(), key=_place_of):
         starts[name] = end
         end += part.num_bytes
         entries[name] = {
@@ -41,10 +46,13 @@ def file_header(tensors: Mapping[str, ExpertPart]) -> tuple[bytes, dict[str, int
             "shape": list(part.shape),
             "data_offsets": [starts[name], end],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_block(entries)
     return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def _place_of(item: tuple[str, ExpertPart]) -> tuple[bool, int]:
+    part = item[1]
+    return part.num_bytes % DATA_ALIGNMENT != 0, -ITEM_BYTES[part.dtype]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

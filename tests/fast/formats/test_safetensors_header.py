@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
 from sgl_esft.errors import EsftError, UnsupportedModelError
 from sgl_esft.formats.adapter_config import read_expert_config
-from sgl_esft.formats.safetensors_header import read_header
+from sgl_esft.formats.safetensors_header import header_block, read_header
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,17 @@ def test_header_of_a_good_file(tmp_path: Path) -> None:
         info = header.tensors[name]
         assert (f"torch.{info.dtype}", info.shape) == (str(tensor.dtype), tuple(tensor.shape))
         assert raw[info.start : info.stop] == tensor.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 4000, "a" * 5000])
+def test_tensors_of_files_that_we_write_begin_aligned(name: str, tmp_path: Path) -> None:
+    entry = {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(header_block({name: entry}) + b"abc")
+    header = read_header(path)
+    assert header.data_start % 4096 == 0
+    assert header.tensors[name].start == header.data_start
+    assert load_file(path)[name].tolist() == [97, 98, 99], "as safetensors itself reads it"
 
 
 def test_the_caller_chooses_the_error(tmp_path: Path) -> None:

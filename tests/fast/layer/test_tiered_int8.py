@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from sgl_esft.offload.link import THREAD_COUNTS
 from tests.fast.layer.test_quantised_layer import (
     HIDDEN,
     MAX_ADAPTERS,
@@ -80,6 +81,15 @@ def test_rows_are_counted_with_scales(seen: dict[str, Any]) -> None:
 
 def test_only_unquantised_adapters_have_copies(seen: dict[str, Any]) -> None:
     assert seen["counted"]["copies"] == len(TUNED) - 1
+
+
+def test_experts_are_read_as_many_at_a_time_as_is_said(seen: dict[str, Any]) -> None:
+    assert seen["read by"]["3"] == 3
+    assert seen["read by"]["None"] in THREAD_COUNTS, "whichever was about as fast as more"
+
+
+def test_prefetches_give_way(seen: dict[str, Any]) -> None:
+    assert seen["read by"]["asks"] == "Loader.give_way"
 
 
 def test_other_schemes_are_refused(seen: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -117,9 +118,16 @@ class Files:
 class Tiered:
     """One rank's layer with `num_rows` rows; adapters 0 to 2 have slots."""
 
-    def __init__(self, case: Case, files: Files, num_rows: int, memory: str = "virtual") -> None:
+    def __init__(
+        self,
+        case: Case,
+        files: Files,
+        num_rows: int,
+        memory: str = "virtual",
+        read_threads: int | None = None,
+    ) -> None:
         self.case, self.files = case, files
-        config = config_of(files, num_rows, memory)
+        config = config_of(files, num_rows, memory, read_threads)
         module = make_layer(case.base, SCHEME, case.rank)
         model = torch.nn.ModuleList([module])
         layers = build.bind_layers(model, files.spec)
@@ -171,13 +179,15 @@ class Tiered:
         return self.tiers.tier.totals().num_loads
 
 
-def config_of(files: Files, num_rows: int, memory: str = "virtual") -> EsftConfig:
+def config_of(
+    files: Files, num_rows: int, memory: str = "virtual", read_threads: int | None = None
+) -> EsftConfig:
     config = EsftConfig(
         MAX_ADAPTERS,
         MAX_EXPERTS,
         expert_memory=memory,  # type: ignore[arg-type]
         quantised_adapters=str(files.copies),
-        tiers=TierConfig(num_rows=num_rows, top_k=TOP_K, policy="lfu"),
+        tiers=TierConfig(num_rows, TOP_K, "lfu", read_threads),
     )
     config.export()
     current_config.cache_clear()
@@ -228,6 +238,18 @@ def counted(case: Case, files: Files) -> dict[str, Any]:
     }
 
 
+def read_by(case: Case, files: Files) -> dict[str, Any]:
+    """What the reader asks before each piece; threads for what is on demand, 3 and chosen."""
+    found: dict[str, Any] = {}
+    for read_threads in (3, None):
+        tiered = Tiered(case, files, 5, read_threads=read_threads)
+        names = [each.name for each in threading.enumerate()]
+        found[str(read_threads)] = sum(name.startswith("expert-read") for name in names)
+        found["asks"] = tiered.tiers.reader.before_piece.__qualname__
+        tiered.close()
+    return found
+
+
 def refused(files: Files) -> str:
     """What SGLang is told when it creates a layer in another scheme, with --expert-cache."""
     config_of(files, TOP_K)
@@ -246,6 +268,7 @@ def main() -> None:
             "differ": len({str(e.float().sum().item()) for e in cases[0].expected}),
             "wrong scales": with_wrong_scales(cases[0], files),
             "counted": counted(cases[0], files),
+            "read by": read_by(cases[0], files),
             "refused": refused(files),
         }
     sys.stdout.write(json.dumps(results))

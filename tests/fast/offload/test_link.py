@@ -6,10 +6,12 @@ import threading
 import time
 
 import pytest
+import torch
 
 from sgl_esft.errors import ExpertReadError, InvariantError
-from sgl_esft.offload.link import ENOUGH, THREAD_COUNTS, Link, chosen, measured_link
+from sgl_esft.offload.link import ENOUGH, THREAD_COUNTS, Link, chosen, make_loader, measured_link
 from sgl_esft.offload.loader import LoadJob
+from sgl_esft.offload.reader import ExpertReader
 from sgl_esft.offload.source import ByteRange, ExpertPlace, FileId, OpenFile
 
 _RANGE = ByteRange(OpenFile("weights", -1, FileId(0, 0, 0, 0), False), 0, 0, (0, 0))
@@ -85,6 +87,12 @@ def test_what_cannot_be_read_is_said() -> None:
 
     with pytest.raises(ExpertReadError, match="byte 7"):
         measured_link(fails, PLACES, 1)
+
+
+def test_what_a_loader_prefetches_gives_way() -> None:
+    reader = ExpertReader(range(4), False, torch.bfloat16)
+    with make_loader(reader, 2, Storage(0.0, 1)) as loader:
+        assert reader.before_piece == loader.give_way
 
 
 def test_a_link_of_nothing() -> None:

@@ -228,6 +228,16 @@ def test_others_go_through_aligned_staging(root: Path, packed: bool, shift: int)
     assert reader.counts.num_bytes == 3 * WIDTH * HIDDEN * 2 + edges, "no block twice"
 
 
+def test_it_asks_before_each_piece_whether_to_go_on(root: Path) -> None:
+    """What loader.py's `give_way` needs: it is asked when nothing of the piece is read yet."""
+    spy, asked = Spy(), []
+    reader = reader_of(root, spy)
+    reader.before_piece = lambda: asked.append(len(spy.calls))
+    reader.read(direct_place(root), *rows_for(WHOLE, torch.bfloat16))
+    assert len(spy.calls) >= 3
+    assert asked == list(range(len(spy.calls)))
+
+
 @pytest.mark.parametrize("is_up_first", [False, True])
 @pytest.mark.parametrize(("packed", "shift"), [(False, 0), (True, 64), (True, 0)])
 @pytest.mark.parametrize("owner", [None, "math"])

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.checkpoint import all_experts, open_checkpoint
-from sgl_esft.formats.expert_scheme import SCHEME_NAMES, read_scheme
+from sgl_esft.formats.expert_scheme import SCHEME_NAMES, ExpertPart, read_scheme
 from sgl_esft.formats.manifest import read_manifest
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
 from sgl_esft.formats.safetensors_header import read_header
@@ -557,3 +557,16 @@ def test_every_expert_is_still_there(made: Path) -> None:
 def _nothing_is_left_of_a_trace() -> Iterator[None]:
     yield
     assert not tracemalloc.is_tracing()
+
+
+def test_what_can_be_read_straight_comes_first() -> None:
+    """Experts' numbers are multiples of a page, their scales are not."""
+    parts = {
+        "scale": ExpertPart("scale", "float32", (3, 1)),
+        "odd": ExpertPart("odd", "int8", (5, 1)),
+        "gate": ExpertPart("weight", "int8", (64, 64)),
+        "wide": ExpertPart("wide", "float32", (32, 64)),
+    }
+    header, places = tensor_file.file_header(parts)
+    assert sorted(places, key=places.__getitem__) == ["wide", "gate", "scale", "odd"]
+    assert len(header) % 4096 == places["wide"] % 4096 == places["gate"] % 4096 == 0
