@@ -16,6 +16,7 @@ tokens, whatever the speed: later tokens repeat more, so windows by time would n
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import tempfile
@@ -25,6 +26,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from bench.common.load import ServerCommand, end_on_sigterm, servers
 from bench.common.record import RESULTS, spread, write_result
 from bench.finemoe.served import calibrated
@@ -32,7 +35,15 @@ from bench.finemoe.tier_servers import NONE, ZooModel, link_of, tier_command
 from sgl_esft import zoo
 from sgl_esft.offload.policies import policy_of
 from sgl_esft.offload.speed import Speed, SpeedPoint, StepCosts, fit
-from sgl_esft.offload.step_work import BASE, StepWork, TracedRequests, requests_of, work_of
+from sgl_esft.offload.step_work import (
+    BASE,
+    MIN_TOKENS,
+    StepWork,
+    TracedRequests,
+    counted_work,
+    requests_of,
+    step_of,
+)
 from sgl_esft.offload.trace import read_header_of, read_trace
 from sgl_esft.tools import decode_windows
 from sgl_esft.tools.decode_windows import DecodeAsk, ServedRows
@@ -85,6 +96,11 @@ class SpeedBench:
     num_requests: int = 24  # of the trace, of the base and of all
     recorded_batch: int = 4
 
+    @property
+    def window_end(self) -> int:
+        """Tokens of a stream until its window ends."""
+        return self.num_tokens - decode_windows.SPARE_TOKENS
+
     def points(self, which: Sequence[SpeedServer], batches: Sequence[int]) -> list[GridPoint]:
         """Server after server."""
         return [
@@ -132,16 +148,36 @@ def recorded(model: ZooModel, bench: SpeedBench, folder: Path) -> TracedRequests
                 asks = asks_of(model, bench.recorded_batch, with_adapters, 5000 + number)
                 decode_windows.measure(address, rows, asks, bench.window_s, bench.num_tokens)
         time.sleep(_FLUSHED_S)
-    return in_windows(requests_of(read_header_of(folder), read_trace(folder)))
+    return long_enough(requests_of(read_header_of(folder), read_trace(folder)), bench)
 
 
-def in_windows(traced: TracedRequests) -> TracedRequests:
-    """Without the tokens before a window, and what a server asks itself at its start."""
-    after = decode_windows.WARM_TOKENS
-    long = [each for each in traced.requests if len(each.topk_ids) > after]
-    return replace(
-        traced, requests=tuple(replace(each, topk_ids=each.topk_ids[after:]) for each in long)
-    )
+def long_enough(traced: TracedRequests, bench: SpeedBench) -> TracedRequests:
+    """For a window: without what a server asks itself at its start."""
+    long = [each for each in traced.requests if len(each.topk_ids) >= bench.window_end]
+    return replace(traced, requests=tuple(long))
+
+
+def window_work(
+    traced: TracedRequests, batch: int, num_rows: int, bench: SpeedBench, seed: int = 0
+) -> StepWork:
+    """As `step_work.work_of`, of requests that begin together, and of those tokens of them that
+    windows have: what a request's first tokens read is read by then.
+    """
+    turn = itertools.cycle(np.random.default_rng(seed).permutation(len(traced.requests)).tolist())
+    length, warm = bench.window_end, decode_windows.WARM_TOKENS
+    num_windows = 1 + -(-MIN_TOKENS // (batch * (length - warm)))  # the first fills the rows
+    steps = []
+    for _ in range(num_windows):
+        group = [traced.requests[next(turn)] for _ in range(batch)]
+        steps += [
+            step_of(traced.header, [(each.adapter_slot, each.topk_ids[token]) for each in group])
+            for token in range(length)
+        ]
+
+    def is_counted(step: int) -> bool:
+        return step >= length and step % length >= warm
+
+    return counted_work(traced, steps, num_rows, policy_of(NONE), is_counted)
 
 
 def mixed_of(traced: TracedRequests) -> TracedRequests:
@@ -227,12 +263,16 @@ def tokens_per_s(windows: Sequence[SpeedPoint]) -> float:
 
 
 def rows_of(
-    so: SpeedRounds, traced: TracedRequests, bytes_per_s: Mapping[float, int]
+    so: SpeedRounds,
+    traced: TracedRequests,
+    bytes_per_s: Mapping[float, int],
+    bench: SpeedBench,
 ) -> list[dict[str, Any]]:
     """A row for each point of the grid. bytes_per_s: of a link, by r."""
     costs = fit(so.calibration)
     return [
-        _row(costs, point, rounds, traced, bytes_per_s) for point, rounds in so.measured.items()
+        _row(costs, point, rounds, traced, bytes_per_s, bench)
+        for point, rounds in so.measured.items()
     ]
 
 
@@ -242,10 +282,11 @@ def _row(
     rounds: Sequence[Sequence[SpeedPoint]],
     traced: TracedRequests,
     bytes_per_s: Mapping[float, int],
+    bench: SpeedBench,
 ) -> dict[str, Any]:
     requests = mixed_of(traced) if point.with_adapters else traced.of_base(point.batch)
     num_rows = rows_of_server(point.server, traced)
-    work = work_of(requests, point.batch, num_rows, policy_of(NONE))
+    work = window_work(requests, point.batch, num_rows, bench)
     link = costs.with_bandwidth(bytes_per_s[point.server.r])
     speed = link.speed(work, with_adapters=point.with_adapters)
     measured = [tokens_per_s(windows) for windows in rounds]
@@ -300,7 +341,7 @@ def write(
     out: Path,
 ) -> None:
     """The result, with the rounds so far."""
-    rows = rows_of(so, traced, bytes_per_s)
+    rows = rows_of(so, traced, bytes_per_s, bench)
     found = summary(rows)
     print(f"  {found}", flush=True)
     figures = {
@@ -347,7 +388,7 @@ def run(bench: SpeedBench, out: Path) -> None:
                 print(f"round {number + 1} of {bench.rounds}", flush=True)
                 take_round(urls, model, bench, number, so)
                 bytes_per_s = {r: link.bytes_per_s for r, link in links.items()}
-                for row in rows_of(so, traced, bytes_per_s):
+                for row in rows_of(so, traced, bytes_per_s, bench):
                     print(said(row), flush=True)
                 write(so, traced, bytes_per_s, bench, out)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -117,7 +117,7 @@ def batched(traced: TracedRequests, batch_size: int, seed: int, num_steps: int) 
     order = np.random.default_rng(seed).permutation(len(traced.requests)).tolist()
     turn = itertools.cycle([traced.requests[number] for number in order])
     places = [_tokens(turn) for _ in range(batch_size)]
-    return [_step_of(traced.header, [next(place) for place in places]) for _ in range(num_steps)]
+    return [step_of(traced.header, [next(place) for place in places]) for _ in range(num_steps)]
 
 
 def _tokens(turn: Iterator[DecodedRequest]) -> Iterator[tuple[int, Ints]]:
@@ -127,7 +127,8 @@ def _tokens(turn: Iterator[DecodedRequest]) -> Iterator[tuple[int, Ints]]:
             yield request.adapter_slot, ids
 
 
-def _step_of(header: TraceHeader, tokens: Sequence[tuple[int, Ints]]) -> TraceStep:
+def step_of(header: TraceHeader, tokens: Sequence[tuple[int, Ints]]) -> TraceStep:
+    """Of these tokens, (adapter slot, [L, k] expert ids) each."""
     return TraceStep(
         request_ids=tuple(range(len(tokens))),
         adapter_slots=np.array([adapter_slot for adapter_slot, _ in tokens], dtype=np.int64),
@@ -162,11 +163,15 @@ class StepWork:
 
 
 class StepTally:
-    """Counts layers' steps by kind, as simulate.ReplayWatch; not the first `num_skipped` steps."""
+    """Counts layers' steps by kind, as simulate.ReplayWatch, of the steps that `is_counted` says.
 
-    def __init__(self, num_skipped: int) -> None:
-        self._num_skipped = num_skipped
-        self._num_steps = 0
+    It is asked by the step's number, from 0.
+    """
+
+    def __init__(self, is_counted: Callable[[int], bool]) -> None:
+        self._is_counted = is_counted
+        self._num_steps = self._num_counted = 0
+        self._is_on = False
         self._kinds: Counter[tuple[int, int]] = Counter()
 
     def guess(self, loads: Iterable[Load], *, during_layer: bool) -> None:
@@ -174,16 +179,17 @@ class StepTally:
 
     def compute(self, layer: int, needed: Sequence[int], loads: Sequence[Load]) -> None:
         if layer == 0:
+            self._is_on = self._is_counted(self._num_steps)
             self._num_steps += 1
-        if self._num_steps > self._num_skipped:
+            self._num_counted += self._is_on
+        if self._is_on:
             self._kinds[len(needed), len(loads)] += 1
 
     def work(self, num_tokens: int) -> StepWork:
         """What a counted step did, each of them of so many tokens."""
         kinds = np.array(sorted(self._kinds), dtype=np.float64).reshape(-1, 2)
         times = np.array([self._kinds[kind] for kind in sorted(self._kinds)], dtype=np.float64)
-        num_counted = max(1, self._num_steps - self._num_skipped)
-        return StepWork(num_tokens, kinds[:, 0], kinds[:, 1], times / num_counted)
+        return StepWork(num_tokens, kinds[:, 0], kinds[:, 1], times / max(1, self._num_counted))
 
 
 def work_of(
@@ -199,8 +205,25 @@ def work_of(
 
     num_steps: that are counted; None = as many as say something.
 
-    Raises ConfigError for rows that one token does not fit into, a policy that is not among
-    COUNTED_POLICIES and a trace of too few requests.
+    Raises as `counted_work`, and ConfigError for a trace of too few requests.
+    """
+    if num_steps is None:
+        num_steps = max(MIN_STEPS, MIN_TOKENS // max(1, batch_size))
+    steps = batched(traced, batch_size, seed, WARM_STEPS + num_steps)
+    return counted_work(traced, steps, num_rows, policy, lambda step: step >= WARM_STEPS)
+
+
+def counted_work(
+    traced: TracedRequests,
+    steps: Sequence[TraceStep],
+    num_rows: int,
+    policy: ExpertPolicy,
+    is_counted: Callable[[int], bool],
+) -> StepWork:
+    """What a server does in `steps`, of equally many tokens each; of those that are counted.
+
+    Raises ConfigError for rows that one token does not fit into and for a policy that is not among
+    COUNTED_POLICIES.
     """
     header = traced.header
     if policy.name not in COUNTED_POLICIES:
@@ -213,17 +236,14 @@ def work_of(
             f"--expert-cache {num_rows}: one token needs {header.top_k} experts of a layer"
         )
     num_rows = min(num_rows, header.num_slots)
-    if num_steps is None:
-        num_steps = max(MIN_STEPS, MIN_TOKENS // max(1, batch_size))
     decisions = Decisions(
         header.num_layers, header.num_slots, num_rows, policy, num_base=header.num_base
     )
     for layer, uses in enumerate(traced.uses()):
         decisions.step(layer, _most_used(uses, num_rows))
-    tally = StepTally(WARM_STEPS)
-    steps = batched(traced, batch_size, seed, WARM_STEPS + num_steps)
+    tally = StepTally(is_counted)
     replay(header, [SlotChange(traced.maps), *steps], decisions, timeline=tally)
-    return tally.work(batch_size)
+    return tally.work(len(steps[0].adapter_slots))
 
 
 def _most_used(uses: Ints, count: int) -> Ints:

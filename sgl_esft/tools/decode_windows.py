@@ -30,7 +30,7 @@ Until: TypeAlias = Callable[[Callable[[], bool]], Awaitable[None]]
 
 NEW_TOKENS: Final = 224  # of a stream; with its prompt they fit into a context of 512
 WARM_TOKENS: Final = 24  # of each stream, before its window
-_SPARE_TOKENS: Final = 4  # at a stream's end, so that none ends within the window
+SPARE_TOKENS: Final = 4  # at a stream's end, so that none ends within the window
 _MIN_TOKENS: Final = 4  # of each stream in a window
 _TRIES: Final = 4
 _POLL_S: Final = 0.02
@@ -176,7 +176,7 @@ async def _window(
         await until(lambda: _are_warm(streams, started + seconds / 2))
         before, since = await _counted(client), [len(s.token_s) - 1 for s in streams]
         begun = [s.num_tokens for s in streams]
-        ends_at, last = time.monotonic() + seconds, num_tokens - _SPARE_TOKENS
+        ends_at, last = time.monotonic() + seconds, num_tokens - SPARE_TOKENS
         await until(lambda: _is_over(streams, begun, ends_at, last))
         after = await _counted(client)
         if min(s.num_tokens - n for s, n in zip(streams, begun, strict=True)) < _MIN_TOKENS:
