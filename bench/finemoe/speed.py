@@ -1,15 +1,16 @@
 """Does `sgl-esft plan` say how fast a server will be? Predicted and served tokens a second.
 
-    a server that records --[some windows]--> trace: what is asked
+    a server that records --[a workload]--> trace: what is asked
     two servers --[windows of other prompts]--> SpeedPoints --[fit]--> StepCosts
-    trace + costs --[tools/plan_speed.py's own function]--> predicted, with its interval
+    trace + costs --[a server's decisions, offload/speed.py]--> predicted, with its interval
     four servers that nothing was fitted to, windows in rounds --> measured
     both --[rows_of]--> finemoe_speed.json: median and worst error
 
 Every point of the grid differs from what was calibrated in its rows or its link, and most in the
 batch size too. Windows of both kinds are taken in the same rounds, forth and back, many short
 rounds rather than few long ones, so that drift of a shared machine hits both; a point's speed is
-the median of its rounds. Streams end after so many
+the median of its rounds. They ask what the trace is of, at temperature 1: what is predicted is how
+fast a server of other rows, links and batches is with that. Streams end after so many
 tokens, whatever the speed: later tokens repeat more, so windows by time would not ask the same.
 """
 
@@ -54,6 +55,7 @@ WANTED = {"median_error": 0.06, "worst_error": 0.15}
 PAPER = "MoE-Lens predicts throughput 94 % right, on average over its systems and models"
 _T = TypeVar("_T")
 _PROMPTS = 32  # whose words are shuffled
+_SEED = 5000
 _PROMPT_WORDS = 12
 _FLUSHED_S = 3.0  # until a trace has its last steps
 _TIMEOUT_S = 300.0
@@ -124,29 +126,32 @@ def forth_or_back(items: Sequence[_T], number: int) -> list[_T]:
     return list(reversed(items)) if number % 2 else list(items)
 
 
-def asks_of(model: ZooModel, count: int, with_adapters: bool, seed: int) -> list[DecodeAsk]:
-    """Words of held-out prompts, shuffled: after a task's own prompt tokens soon repeat."""
-    rng = random.Random(seed)
-    words = [word for ask in model.asks(_PROMPTS, seed) for word in ask.text.split()]
-    names = [None, *model.adapters] if with_adapters else [None]
+def workload(model: ZooModel, count: int, with_adapters: bool) -> list[DecodeAsk]:
+    """What the trace is of, and windows are. Adapters and the base in turns, where they are asked.
+
+    Words of held-out prompts, shuffled: after a task's own prompt tokens soon repeat.
+    """
+    rng = random.Random(_SEED + with_adapters)
+    words = [word for ask in model.asks(_PROMPTS, _SEED) for word in ask.text.split()]
+    names = itertools.cycle([None, *model.adapters] if with_adapters else [None])
     return [
-        DecodeAsk(" ".join(rng.choices(words, k=_PROMPT_WORDS)), rng.choice(names))
-        for _ in range(count)
+        DecodeAsk(" ".join(rng.choices(words, k=_PROMPT_WORDS)), next(names)) for _ in range(count)
     ]
 
 
 def recorded(model: ZooModel, bench: SpeedBench, folder: Path) -> TracedRequests:
-    """The routing of requests that no window has."""
+    """The routing of both workloads, each request once, the base's first."""
     enough = model.spec.num_experts * (1 + len(model.adapters))
     command = tier_command(model, NONE, link_of(model, 1.0, 1e-6), enough)
     command = ServerCommand([*command.arguments, "--record-routing", str(folder)])
     with servers({NONE: command}) as urls:
         address = ServerAddress(urls[NONE], _TIMEOUT_S)
         rows = decode_windows.served_rows(address)
-        for number in range(-(-bench.num_requests // bench.recorded_batch)):
-            for with_adapters in (False, True):
-                asks = asks_of(model, bench.recorded_batch, with_adapters, 5000 + number)
-                decode_windows.measure(address, rows, asks, bench.window_s, bench.num_tokens)
+        for with_adapters in (False, True):
+            asks = workload(model, bench.num_requests, with_adapters)
+            for first in range(0, len(asks), bench.recorded_batch):
+                some = asks[first : first + bench.recorded_batch]
+                decode_windows.measure(address, rows, some, bench.window_s, bench.num_tokens)
         time.sleep(_FLUSHED_S)
     return long_enough(requests_of(read_header_of(folder), read_trace(folder)), bench)
 
@@ -180,13 +185,16 @@ def window_work(
     return counted_work(traced, steps, num_rows, policy_of(NONE), is_counted)
 
 
-def mixed_of(traced: TracedRequests) -> TracedRequests:
-    """Base and adapters, each as often as the others, as `asks_of` asks them."""
+def workload_of(traced: TracedRequests, with_adapters: bool) -> TracedRequests:
+    """One of the two: of the mixed one the base has as many requests as an adapter, and they came
+    last.
+    """
     of_adapters = [each for each in traced.requests if each.adapter_slot != BASE]
     of_base = [each for each in traced.requests if each.adapter_slot == BASE]
     num_adapters = len({each.adapter_slot for each in of_adapters})
-    share = round(len(of_adapters) / max(1, num_adapters))
-    return replace(traced, requests=(*of_adapters, *of_base[:share]))
+    last = len(of_base) - round(len(of_adapters) / max(1, num_adapters))
+    own = (*of_adapters, *of_base[last:]) if with_adapters else tuple(of_base[:last])
+    return replace(traced, requests=own)
 
 
 def rows_of_server(server: SpeedServer, traced: TracedRequests) -> int:
@@ -211,7 +219,7 @@ def take_round(
             points = bench.points([server], bench.calibrated_batches)
             so.calibration += calibration(address, rows, model, points, bench, number)
             continue
-        warm = asks_of(model, max(bench.grid_batches), True, 7000 + number)
+        warm = workload(model, max(bench.grid_batches), True)
         decode_windows.measure(address, rows, warm, bench.window_s, bench.num_tokens)
         for point in forth_or_back(bench.points([server], bench.grid_batches), number):
             found = grid_windows(address, rows, model, point, bench, number)
@@ -245,12 +253,13 @@ def grid_windows(
     number: int,
 ) -> list[SpeedPoint]:
     """Of few requests several: one request's experts are not everyone's."""
-    count = max(1, round(3 / point.batch))
-    seeds = [1000 * (number + 1) + 20 * point.batch + turn for turn in range(count)]
-    asks = [asks_of(model, point.batch, point.with_adapters, seed) for seed in seeds]
+    asks = workload(model, bench.num_requests, point.with_adapters)
+    rng = random.Random(1000 * (number + 1) + point.batch)
     return [
-        decode_windows.measure(address, rows, each, bench.window_s, bench.num_tokens)
-        for each in asks
+        decode_windows.measure(
+            address, rows, rng.sample(asks, point.batch), bench.window_s, bench.num_tokens
+        )
+        for _ in range(max(1, round(3 / point.batch)))
     ]
 
 
@@ -284,7 +293,7 @@ def _row(
     bytes_per_s: Mapping[float, int],
     bench: SpeedBench,
 ) -> dict[str, Any]:
-    requests = mixed_of(traced) if point.with_adapters else traced.of_base(point.batch)
+    requests = workload_of(traced, point.with_adapters)
     num_rows = rows_of_server(point.server, traced)
     work = window_work(requests, point.batch, num_rows, bench)
     link = costs.with_bandwidth(bytes_per_s[point.server.r])

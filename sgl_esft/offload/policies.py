@@ -194,9 +194,9 @@ POLICY_NAMES: tuple[str, ...] = (AUTO, *POLICIES)
 
 
 MIN_LOADS_TO_PREDICT = 0.5  # a layer; below it nothing can be hidden (offload_notes, section 5)
-# On a host the forward pass shares its cores with what predicts and reads, which takes about a
+# On a host the forward pass shares its cores with what predicts and reads, which takes about half a
 # millisecond a layer of it (bench.finemoe.regimes). A third to a half of a layer's loads is hidden.
-MIN_LOAD_S_TO_PREDICT = 4e-3
+MIN_LOAD_S_TO_PREDICT = 1e-3
 
 
 def auto_policy(

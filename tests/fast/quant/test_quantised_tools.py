@@ -133,7 +133,7 @@ def test_quantise_an_adapter(
     [
         (("{base}", "--adapter", "{adapter}"), "the base is not quantised"),
         (("{int8}", "--adapter", "{stored}"), "the adapter is quantised as int8 already"),
-        (("{fp8}", "--adapter", "{stored}"), "of a quantised adapter"),
+        (("{fp8}", "--adapter", "{stored}"), "is int8 [256, 128]; of the base's experts"),
         (("{int8}", "--adapter", "{int8}"), "expert_cfg.json"),
         (("{int8}", "--adapter", "no such"), "does not exist"),
         (("{int8}", "--to", "int8"), "is quantised already: name an unquantised base"),
