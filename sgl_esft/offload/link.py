@@ -5,7 +5,8 @@
 Those that are read at a time share the link, and each lands later: a layer that waits for one of
 four waits about four times as long. So as few are read at a time as give nearly all of the
 bandwidth. One does where the kernel cuts a large read into many; storage across a network, or
-bytes that a thread has to copy or check, want more.
+bytes that a thread has to copy or check, want more. And so do small experts: while a thread gets its
+turn on a processor that computes a layer, nothing is read unless another one reads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sgl_esft.offload.source import ExpertPlace
 THREAD_COUNTS: Final = (1, 2, 4)
 DEVICE_READ_THREADS: Final = 2  # where nothing is measured: one reads while one is copied
 ENOUGH: Final = 0.9  # of the best bandwidth, for which fewer at a time are worth it
+TURN_S: Final = 0.5e-3  # until a thread goes on that has read, beside a layer that is computed
 _LOADS: Final = 8  # that are timed of each count
 
 
@@ -61,8 +63,9 @@ def measured_link(
 
 def chosen(load_s: Mapping[int, float]) -> Link:
     """The fewest at a time that read about as fast as any. load_s: by threads, not empty."""
-    best = min(load_s.values())
-    num_threads = min(count for count, each in load_s.items() if each * ENOUGH <= best)
+    busy_s = {count: each + TURN_S / count for count, each in load_s.items()}
+    best = min(busy_s.values())
+    num_threads = min(count for count, each in busy_s.items() if each * ENOUGH <= best)
     return Link(num_threads, load_s[num_threads])
 
 

@@ -255,7 +255,8 @@ def test_auto_predicts_only_where_something_can_be_hidden() -> None:
 
 def test_auto_does_not_predict_what_is_loaded_faster() -> None:
     assert auto_policy(2.0, can_predict=True, load_s=0.013).predictor == "regression"
-    assert auto_policy(2.0, can_predict=True, load_s=0.001).predictor is None
+    assert auto_policy(2.0, can_predict=True, load_s=0.001).predictor == "regression"
+    assert auto_policy(2.0, can_predict=True, load_s=0.0009).predictor is None
 
 
 def test_unknown_policy_is_named() -> None:
