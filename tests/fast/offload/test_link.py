@@ -37,8 +37,8 @@ def test_as_few_as_read_about_as_fast(load_s: dict[int, float], num_threads: int
 
 
 def test_about_as_fast_is_within_a_tenth_of_the_bandwidth() -> None:
-    assert chosen({1: 1.0 / ENOUGH - 1e-6, 4: 1.0}).num_threads == 1
-    assert chosen({1: 1.0 / ENOUGH + 1e-6, 4: 1.0}).num_threads == 4
+    assert chosen({1: 1e6 / ENOUGH - 1, 4: 1e6}).num_threads == 1
+    assert chosen({1: 1e6 / ENOUGH + 1, 4: 1e6}).num_threads == 4
 
 
 class Storage:
