@@ -50,6 +50,7 @@ from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.zoo import serving
 
 PERIOD_S = 0.5
+MEMORY_SHARE = "0.95"  # of the machine's: weights alone are more than SGLang's default leaves them
 QUICK_SHAPE = LargeShape(
     num_layers=3,
     hidden_size=128,
@@ -121,6 +122,7 @@ def arguments(site: Site, system: System, plan: Plan) -> list[str]:
     named = [f"{name}={path}" for name, path in site.adapters.items()]
     found = ["--model-path", str(site.base), "--dtype", "bfloat16", "--esft-adapters", *named]
     found += ["--max-total-tokens", str(KV_TOKENS), "--log-level", "warning", *NO_PREFIX_CACHE]
+    found += ["--mem-fraction-static", MEMORY_SHARE]
     if not system.in_tiers:
         return found
     return [*found, "--expert-cache", f"{plan.cache_bytes(site.spec)}B"]
