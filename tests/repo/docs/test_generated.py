@@ -47,6 +47,7 @@ TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_t
     "finemoe_shift",
     "finemoe_speed",
     "finemoe_timeline",
+    "quantised_large",
     "quantised_zoo",
     "quantised_decode",
 }
