@@ -5,8 +5,8 @@
 Those that are read at a time share the link, and each lands later: a layer that waits for one of
 four waits about four times as long. So as few are read at a time as give nearly all of the
 bandwidth. One does where the kernel cuts a large read into many; storage across a network, or
-bytes that a thread has to copy or check, want more. And so do small experts: while a thread gets its
-turn on a processor that computes a layer, nothing is read unless another one reads.
+bytes that a thread has to copy or check, want more. And so do small experts: while a thread waits
+for its turn on a processor that computes a layer, nothing is read unless another one reads.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Device:
         self.rows: DeviceRows | None = None
         self.embedded = 0
 
-    def make_rows(self, layer: Any, reader: Any, config: Any) -> DeviceRows:
+    def make_rows(self, layer: Any, reader: Any, link: Any, config: Any) -> DeviceRows:
         """In place of plugin/tiers.py's, which asks CUDA."""
 
         def read(place: Any, *parts: torch.Tensor) -> None:
