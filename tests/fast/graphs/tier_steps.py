@@ -33,7 +33,8 @@ from tests.support.streams import Streams
 
 NUM_ROWS = 5  # of 8 experts, and 6 of adapters
 NUM_SEATS = 6
-_TIERS = ("--expert-cache", str(NUM_ROWS), "--expert-loads-per-layer", "1")
+_READ = ("--expert-loads-per-layer", "1", "--expert-read-threads", "2")  # so nothing is measured
+_TIERS = ("--expert-cache", str(NUM_ROWS), *_READ)
 LRU = (*_TIERS, "--expert-policy", "lru")
 FINEMOE = (*_TIERS, "--expert-policy", "finemoe")
 
