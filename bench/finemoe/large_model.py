@@ -29,8 +29,9 @@ from sgl_esft.formats.adapter_config import (
     write_expert_config,
 )
 from sgl_esft.formats.checkpoint import INDEX_NAME
+from sgl_esft.formats.expert_scheme import ExpertPart
 from sgl_esft.formats.model_spec import PROJS, MoeSpec, read_moe_spec
-from sgl_esft.formats.safetensors_header import DATA_ALIGNMENT, SAFETENSORS_CODES, header_block
+from sgl_esft.quant.tensor_file import file_header, raw_bytes
 
 SPARE_BYTES = 2 * 10**9  # of the disk, that stay free
 SHAPE_NAME = "shape.json"
@@ -250,28 +251,19 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     places; files that others wrote are packed for that (`sgl-esft pack`).
     """
     partial = path.with_suffix(".partial")
-    tensors = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes % DATA_ALIGNMENT != 0))
+    header, places = file_header({name: _part_of(each) for name, each in tensors.items()})
     with partial.open("wb") as file:
-        file.write(header_block(_entries(tensors)))
-        for tensor in tensors.values():
-            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+        file.write(header)
+        for name in places:  # as they lie
+            file.write(raw_bytes(tensors[name]))
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)
 
 
-def _entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": SAFETENSORS_CODES[str(tensor.dtype).removeprefix("torch.")],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    return entries
+def _part_of(tensor: torch.Tensor) -> ExpertPart:
+    return ExpertPart("weight", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

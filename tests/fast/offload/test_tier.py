@@ -208,16 +208,22 @@ def test_what_was_seen_before_is_fetched_ahead(base: Path) -> None:
         assert after["num_loads"] == before["num_loads"], "all that is repeated was foreseen"
 
 
-def test_no_thread_is_woken_for_a_pass_that_is_not_predicted(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What the thread beside the pass was woken for; it is done at once."""
+    found: list[Callable[[], None]] = []
 
     def start(_self: object, work: Callable[[], None]) -> None:
-        started.append(work)
+        found.append(work)
         work()
 
     monkeypatch.setattr(tier_module._Beside, "start", start)
+    return found
+
+
+def test_no_thread_is_woken_for_a_pass_that_is_not_predicted(
+    base: Path, started: list[Callable[[], None]]
+) -> None:
     with open_rank(base, 4, "finemoe", predictor=_finemoe(3, 8), loads_per_layer=8.0) as rank:
         rank.tier.begin(None)
         rank.tiered(0, *_step(rank, 40, 1))
@@ -227,15 +233,8 @@ def test_no_thread_is_woken_for_a_pass_that_is_not_predicted(
 
 
 def test_a_quick_predictor_wakes_one_only_where_it_may_learn(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, started: list[Callable[[], None]]
 ) -> None:
-    started = []
-
-    def start(_self: object, work: Callable[[], None]) -> None:
-        started.append(work)
-        work()
-
-    monkeypatch.setattr(tier_module._Beside, "start", start)
     quick = RegressionPredictor(RouterMoments(3, 8, 1 << 20), TOP_K)
     with open_rank(base, 4, "regression", predictor=quick, loads_per_layer=8.0) as rank:
         rank.tier.begin(StepTokens((0,), (-1,)))
