@@ -154,53 +154,57 @@ class Pieces:
         return self.begun.get(timeout=SOON_S)
 
 
-def test_a_prefetch_gives_way_between_its_pieces() -> None:
-    pieces, held = Pieces(), Reads()
-    read = {True: pieces, False: held}
-    with Loader(1, lambda job: read[job.priority is LATER](job)) as loader:
-        pieces.loader = loader
-        prefetch = loader.submit(job(1, LATER))
-        assert pieces.next() == (1, 0)
-        urgent = loader.submit(job(2, NOW))
-        assert held.next().row == 2
-        pieces.goes_on.set()
-        time.sleep(0.02)
-        assert pieces.begun.empty(), "it is in the middle, and waits"
-        held.end(urgent.job)
-        assert pieces.next() == (1, 1)
-        prefetch.wait(SOON_S)
+@pytest.fixture
+def pieces() -> Pieces:
+    return Pieces()
 
 
-def test_what_gave_way_goes_on_once_it_is_waited_for(reads: Reads) -> None:
-    pieces = Pieces()
+@pytest.fixture
+def of_pieces(pieces: Pieces, reads: Reads) -> Iterator[Loader]:
+    """A loader of one thread, whose prefetches are in pieces."""
     read = {True: pieces, False: reads}
     with Loader(1, lambda job: read[job.priority is LATER](job)) as loader:
         pieces.loader = loader
-        prefetch = loader.submit(job(1, LATER))
-        assert pieces.next() == (1, 0)
-        urgent = loader.submit(job(2, NOW))
-        reads.next()
-        pieces.goes_on.set()
-        time.sleep(0.02)
-        assert loader.promote(prefetch)
-        assert pieces.next() == (1, 1), "beside what is on demand, as it is itself"
-        prefetch.wait(SOON_S)
-        assert not urgent.is_finished
-        reads.end(urgent.job)
+        yield loader
 
 
-def test_what_gave_way_goes_on_where_the_loader_closes(reads: Reads) -> None:
-    pieces = Pieces()
-    read = {True: pieces, False: reads}
-    loader = Loader(1, lambda job: read[job.priority is LATER](job))
-    pieces.loader = loader
+def held_up(loader: Loader, pieces: Pieces, reads: Reads) -> tuple[LoadTicket, LoadTicket]:
+    """A prefetch that gave way in its middle, and for what. A moment is all it can be given."""
     prefetch = loader.submit(job(1, LATER))
     assert pieces.next() == (1, 0)
     urgent = loader.submit(job(2, NOW))
-    reads.next()
+    assert reads.next().row == 2
     pieces.goes_on.set()
     time.sleep(0.02)
-    closing = threading.Thread(target=loader.close)
+    assert pieces.begun.empty(), "it is in the middle, and waits"
+    return prefetch, urgent
+
+
+def test_a_prefetch_gives_way_between_its_pieces(
+    of_pieces: Loader, pieces: Pieces, reads: Reads
+) -> None:
+    prefetch, urgent = held_up(of_pieces, pieces, reads)
+    reads.end(urgent.job)
+    assert pieces.next() == (1, 1)
+    prefetch.wait(SOON_S)
+
+
+def test_what_gave_way_goes_on_once_it_is_waited_for(
+    of_pieces: Loader, pieces: Pieces, reads: Reads
+) -> None:
+    prefetch, urgent = held_up(of_pieces, pieces, reads)
+    assert of_pieces.promote(prefetch)
+    assert pieces.next() == (1, 1), "beside what is on demand, as it is itself"
+    prefetch.wait(SOON_S)
+    assert not urgent.is_finished
+    reads.end(urgent.job)
+
+
+def test_what_gave_way_goes_on_where_the_loader_closes(
+    of_pieces: Loader, pieces: Pieces, reads: Reads
+) -> None:
+    prefetch, urgent = held_up(of_pieces, pieces, reads)
+    closing = threading.Thread(target=of_pieces.close)
     closing.start()
     prefetch.wait(SOON_S)
     reads.end(urgent.job)
