@@ -7,11 +7,12 @@
     both --[rows_of]--> finemoe_speed.json: median and worst error
 
 Every point of the grid differs from what was calibrated in its rows or its link, and most in the
-batch size too. Windows of both kinds are taken in the same rounds, forth and back, many short
-rounds rather than few long ones, so that drift of a shared machine hits both; a point's speed is
-the median of its rounds. They ask what the trace is of, at temperature 1: what is predicted is how
-fast a server of other rows, links and batches is with that. Streams end after so many
-tokens, whatever the speed: later tokens repeat more, so windows by time would not ask the same.
+batch size too. Windows of both kinds are taken in the same rounds, forth and back, each beside a
+window of one calibrated server, so that drift of a shared machine can be taken out (reference.py;
+errors without that are in the result too); a point's speed is the median of its rounds. They ask
+what the trace is of, each of its requests about as often, at temperature 1: what is predicted is
+how fast a server of other rows, links and batches is with that. Streams end after so many tokens,
+whatever the speed: later tokens repeat more, so windows by time would not ask the same.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ import numpy as np
 
 from bench.common.load import ServerCommand, end_on_sigterm, servers
 from bench.common.record import RESULTS, spread, write_result
+from bench.finemoe.reference import Reference, TimedWindows, at_usual_speed, usual_s
 from bench.finemoe.served import calibrated
 from bench.finemoe.tier_servers import NONE, ZooModel, link_of, tier_command
 from sgl_esft import zoo
@@ -39,6 +42,7 @@ from sgl_esft.offload.speed import Speed, SpeedPoint, StepCosts, fit
 from sgl_esft.offload.step_work import (
     BASE,
     MIN_TOKENS,
+    DecodedRequest,
     StepWork,
     TracedRequests,
     counted_work,
@@ -57,6 +61,9 @@ _T = TypeVar("_T")
 _PROMPTS = 32  # whose words are shuffled
 _SEED = 5000
 _PROMPT_WORDS = 12
+_REFERENCE_BATCH = 4
+_REFERENCE_TOKENS = 48  # of a stream
+_REPLAYS = 4  # of each request of the trace, in other company each time
 _FLUSHED_S = 3.0  # until a trace has its last steps
 _TIMEOUT_S = 300.0
 
@@ -92,7 +99,7 @@ class SpeedBench:
         SpeedServer(0.75, 3.0),
     )
     grid_batches: tuple[int, ...] = (1, 3, 6)
-    rounds: int = 6
+    rounds: int = 5
     num_tokens: int = 64  # of a stream
     window_s: float = 60.0  # at most
     num_requests: int = 24  # of the trace, of the base and of all
@@ -102,6 +109,10 @@ class SpeedBench:
     def window_end(self) -> int:
         """Tokens of a stream until its window ends."""
         return self.num_tokens - decode_windows.SPARE_TOKENS
+
+    def windows_of(self, batch: int) -> int:
+        """In a round: in all rounds together each request of the trace is asked."""
+        return -(-self.num_requests // (batch * self.rounds))
 
     def points(self, which: Sequence[SpeedServer], batches: Sequence[int]) -> list[GridPoint]:
         """Server after server."""
@@ -117,8 +128,21 @@ class SpeedBench:
 class SpeedRounds:
     """Windows of all rounds so far."""
 
-    calibration: list[SpeedPoint] = field(default_factory=list)
-    measured: dict[GridPoint, list[list[SpeedPoint]]] = field(default_factory=dict)  # by round
+    calibration: list[TimedWindows] = field(default_factory=list)
+    measured: dict[GridPoint, list[TimedWindows]] = field(default_factory=dict)  # by round
+
+    def usual_s(self) -> float:
+        """Of the reference, in all of it."""
+        timed = [each for rounds in self.measured.values() for each in rounds]
+        return usual_s([*self.calibration, *timed])
+
+    def calibrated(self, usual: float | None) -> list[SpeedPoint]:
+        """Windows for `fit`. None: as they were."""
+        return [window for each in self.calibration for window in _put_right(each, usual)]
+
+
+def _put_right(timed: TimedWindows, usual: float | None) -> Sequence[SpeedPoint]:
+    return timed.windows if usual is None else at_usual_speed(timed, usual)
 
 
 def forth_or_back(items: Sequence[_T], number: int) -> list[_T]:
@@ -168,12 +192,13 @@ def window_work(
     """As `step_work.work_of`, of requests that begin together, and of those tokens of them that
     windows have: what a request's first tokens read is read by then.
     """
-    turn = itertools.cycle(np.random.default_rng(seed).permutation(len(traced.requests)).tolist())
+    turn = _in_turns(traced.requests, seed)
     length, warm = bench.window_end, decode_windows.WARM_TOKENS
-    num_windows = 1 + -(-MIN_TOKENS // (batch * (length - warm)))  # the first fills the rows
+    of_tokens = -(-MIN_TOKENS // (batch * (length - warm)))
+    of_requests = -(-_REPLAYS * len(traced.requests) // batch)
     steps = []
-    for _ in range(num_windows):
-        group = [traced.requests[next(turn)] for _ in range(batch)]
+    for _ in range(1 + max(of_tokens, of_requests)):  # the first fills the rows
+        group = [next(turn) for _ in range(batch)]
         steps += [
             step_of(traced.header, [(each.adapter_slot, each.topk_ids[token]) for each in group])
             for token in range(length)
@@ -183,6 +208,13 @@ def window_work(
         return step >= length and step % length >= warm
 
     return counted_work(traced, steps, num_rows, policy_of(NONE), is_counted)
+
+
+def _in_turns(requests: Sequence[DecodedRequest], seed: int) -> Iterator[DecodedRequest]:
+    """Each once, then again in another order."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from (requests[index] for index in rng.permutation(len(requests)))
 
 
 def workload_of(traced: TracedRequests, with_adapters: bool) -> TracedRequests:
@@ -204,26 +236,38 @@ def rows_of_server(server: SpeedServer, traced: TracedRequests) -> int:
     return max(traced.header.top_k, round(server.share * traced.header.num_base))
 
 
+def reference_of(url: str, model: ZooModel, bench: SpeedBench) -> Reference:
+    """Of the base alone."""
+    address = ServerAddress(url, _TIMEOUT_S)
+    rows = decode_windows.served_rows(address)
+    asks = workload(model, _REFERENCE_BATCH, False)
+    return Reference(
+        lambda: decode_windows.measure(address, rows, asks, bench.window_s, _REFERENCE_TOKENS)
+    )
+
+
 def take_round(
     urls: Mapping[SpeedServer, str],
+    reference: Reference,
     model: ZooModel,
     bench: SpeedBench,
     number: int,
     so: SpeedRounds,
 ) -> None:
-    """A window of everything, by servers in turns. Calibration asks what a server itself says."""
+    """Windows of everything, by servers in turns. Calibration asks what a server itself says."""
     for server in forth_or_back([*bench.calibrated, *bench.grid], number):
         address = ServerAddress(urls[server], _TIMEOUT_S)
         rows = decode_windows.served_rows(address)
         if server in bench.calibrated:
             points = bench.points([server], bench.calibrated_batches)
-            so.calibration += calibration(address, rows, model, points, bench, number)
+            for ask in calibration(address, rows, model, points, bench, number):
+                so.calibration.append(reference.beside(ask))
             continue
         warm = workload(model, max(bench.grid_batches), True)
         decode_windows.measure(address, rows, warm, bench.window_s, bench.num_tokens)
         for point in forth_or_back(bench.points([server], bench.grid_batches), number):
-            found = grid_windows(address, rows, model, point, bench, number)
-            so.measured.setdefault(point, []).append(found)
+            ask = partial(grid_windows, address, rows, model, point, bench, number)
+            so.measured.setdefault(point, []).append(reference.beside(ask))
 
 
 def calibration(
@@ -233,15 +277,18 @@ def calibration(
     points: Sequence[GridPoint],
     bench: SpeedBench,
     number: int,
-) -> list[SpeedPoint]:
-    """As `sgl-esft offload calibrate`, one window of each setting."""
+) -> Iterator[Callable[[], list[SpeedPoint]]]:
+    """As `sgl-esft offload calibrate`, one window of each setting, to be called in turns."""
     words, adapters = decode_windows.own_words(address), list(model.adapters)
-    found = []
-    for turn, point in enumerate([points[-1], *points]):  # the first fills the rows
+
+    def window(turn: int, point: GridPoint) -> list[SpeedPoint]:
         of = adapters if point.with_adapters else []
         asks = decode_windows.make_asks(words, of, point.batch, 100 * number + turn)
-        found.append(decode_windows.measure(address, rows, asks, bench.window_s, bench.num_tokens))
-    return found[1:]
+        return [decode_windows.measure(address, rows, asks, bench.window_s, bench.num_tokens)]
+
+    window(0, points[-1])  # fills the rows
+    for turn, point in enumerate(points, 1):
+        yield partial(window, turn, point)
 
 
 def grid_windows(
@@ -253,13 +300,22 @@ def grid_windows(
     number: int,
 ) -> list[SpeedPoint]:
     """Of few requests several: one request's experts are not everyone's."""
-    asks = workload(model, bench.num_requests, point.with_adapters)
-    rng = random.Random(1000 * (number + 1) + point.batch)
+    every = workload(model, bench.num_requests, point.with_adapters)
     return [
-        decode_windows.measure(
-            address, rows, rng.sample(asks, point.batch), bench.window_s, bench.num_tokens
-        )
-        for _ in range(max(1, round(3 / point.batch)))
+        decode_windows.measure(address, rows, asks, bench.window_s, bench.num_tokens)
+        for asks in asks_of(every, point, bench)[number]
+    ]
+
+
+def asks_of(
+    every: Sequence[DecodeAsk], point: GridPoint, bench: SpeedBench
+) -> list[list[list[DecodeAsk]]]:
+    """By round, the requests of each window: all of them, before one comes again."""
+    order = random.Random(point.batch).sample(every, len(every))
+    turn, num_windows = itertools.cycle(order), bench.windows_of(point.batch)
+    return [
+        [[next(turn) for _ in range(point.batch)] for _ in range(num_windows)]
+        for _ in range(bench.rounds)
     ]
 
 
@@ -271,37 +327,47 @@ def tokens_per_s(windows: Sequence[SpeedPoint]) -> float:
     return windows[0].num_tokens / statistics.fmean(each.step_s for each in windows)
 
 
+def works_of(traced: TracedRequests, bench: SpeedBench) -> dict[GridPoint, StepWork]:
+    """Of each point of the grid, what its steps do."""
+    return {
+        point: window_work(
+            workload_of(traced, point.with_adapters),
+            point.batch,
+            rows_of_server(point.server, traced),
+            bench,
+        )
+        for point in bench.points(bench.grid, bench.grid_batches)
+    }
+
+
 def rows_of(
     so: SpeedRounds,
-    traced: TracedRequests,
+    works: Mapping[GridPoint, StepWork],
     bytes_per_s: Mapping[float, int],
-    bench: SpeedBench,
+    usual: float | None,
 ) -> list[dict[str, Any]]:
-    """A row for each point of the grid. bytes_per_s: of a link, by r."""
-    costs = fit(so.calibration)
+    """A row for each point of the grid. bytes_per_s: of a link, by r. usual: None = as it was."""
+    costs = fit(so.calibrated(usual))
     return [
-        _row(costs, point, rounds, traced, bytes_per_s, bench)
+        _row(
+            costs.with_bandwidth(bytes_per_s[point.server.r]),
+            point,
+            works[point],
+            [_put_right(each, usual) for each in rounds],
+        )
         for point, rounds in so.measured.items()
     ]
 
 
 def _row(
-    costs: StepCosts,
-    point: GridPoint,
-    rounds: Sequence[Sequence[SpeedPoint]],
-    traced: TracedRequests,
-    bytes_per_s: Mapping[float, int],
-    bench: SpeedBench,
+    costs: StepCosts, point: GridPoint, work: StepWork, rounds: Sequence[Sequence[SpeedPoint]]
 ) -> dict[str, Any]:
-    requests = workload_of(traced, point.with_adapters)
-    num_rows = rows_of_server(point.server, traced)
-    work = window_work(requests, point.batch, num_rows, bench)
-    link = costs.with_bandwidth(bytes_per_s[point.server.r])
-    speed = link.speed(work, with_adapters=point.with_adapters)
+    """costs: on the point's link."""
+    speed = costs.speed(work, with_adapters=point.with_adapters)
     measured = [tokens_per_s(windows) for windows in rounds]
     served = statistics.median(measured)
     return {
-        "rows": num_rows,
+        "rows": rounds[0][0].num_rows,
         "r": point.server.r,
         "batch": point.batch,
         "with_adapters": point.with_adapters,
@@ -309,7 +375,7 @@ def _row(
         "tokens_per_s": spread(measured),
         "error": speed.expected / served - 1,
         "is_inside": speed.low <= served <= speed.high,
-        "of_which": _parts(link, work, speed, [each for windows in rounds for each in windows]),
+        "of_which": _parts(costs, work, speed, [each for windows in rounds for each in windows]),
     }
 
 
@@ -344,15 +410,18 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def write(
     so: SpeedRounds,
-    traced: TracedRequests,
+    works: Mapping[GridPoint, StepWork],
     bytes_per_s: Mapping[float, int],
     bench: SpeedBench,
     out: Path,
-) -> None:
-    """The result, with the rounds so far."""
-    rows = rows_of(so, traced, bytes_per_s, bench)
+) -> list[dict[str, Any]]:
+    """The result, with the rounds so far. Returns its rows."""
+    usual = so.usual_s()
+    rows = rows_of(so, works, bytes_per_s, usual)
     found = summary(rows)
-    print(f"  {found}", flush=True)
+    as_it_was = summary(rows_of(so, works, bytes_per_s, None))
+    print(f"  {found}; with the machine's drift: {as_it_was}", flush=True)
+    calibrated = so.calibrated(usual)
     figures = {
         "what": "Tokens a second as `sgl-esft plan --speed` predicts them, and as served",
         "paper": PAPER,
@@ -360,11 +429,14 @@ def write(
         "plan": asdict(bench),
         "rounds": len(next(iter(so.measured.values()))),
         **found,
-        "costs": asdict(fit(so.calibration)),
+        "with_drift": as_it_was,
+        "reference_compute_s": spread([each.compute_s for each in so.calibration]),
+        "costs": asdict(fit(calibrated)),
         "rows": rows,
-        "calibration": [asdict(point) for point in so.calibration],
+        "calibration": [asdict(point) for point in calibrated],
     }
     write_result("finemoe_speed", figures, folder=out)
+    return rows
 
 
 def said(row: Mapping[str, Any]) -> str:
@@ -391,15 +463,16 @@ def run(bench: SpeedBench, out: Path) -> None:
             f"{number}": tier_command(model, NONE, links[s.r], rows_of_server(s, traced))
             for number, s in enumerate(every)
         }
+        works = works_of(traced, bench)
+        bytes_per_s = {r: link.bytes_per_s for r, link in links.items()}
         with servers(commands) as named:
             urls = dict(zip(every, named.values(), strict=True))
+            reference = reference_of(urls[bench.calibrated[-1]], model, bench)
             for number in range(bench.rounds):
                 print(f"round {number + 1} of {bench.rounds}", flush=True)
-                take_round(urls, model, bench, number, so)
-                bytes_per_s = {r: link.bytes_per_s for r, link in links.items()}
-                for row in rows_of(so, traced, bytes_per_s, bench):
+                take_round(urls, reference, model, bench, number, so)
+                for row in write(so, works, bytes_per_s, bench, out):
                     print(said(row), flush=True)
-                write(so, traced, bytes_per_s, bench, out)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -103,6 +103,7 @@ class ExpertTiers:
     num_failed: Count  # could not be read
     read_bytes: Count
     stall_s: Annotated[float, msgspec.Meta(ge=0)]  # nothing could be computed
+    max_bytes_per_s: Positive | None = None  # that are read; None = what the storage gives
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class ExpertReader:
         is_up_first: bool,
         dtype: torch.dtype,
         *,
-        throttle_bytes_per_s: float | None = None,
+        max_bytes_per_s: int | None = None,
         os_preadv: Preadv = os.preadv,
     ) -> None:
         """shard_width: rows of an expert's width I that are this rank's (tensor parallelism).
@@ -103,7 +103,8 @@ class ExpertReader:
         self._is_up_first = is_up_first
         self._dtype = dtype
         self._preadv = os_preadv
-        self._throttle = None if throttle_bytes_per_s is None else Throttle(throttle_bytes_per_s)
+        self._throttle = None if max_bytes_per_s is None else Throttle(max_bytes_per_s)
+        self.max_bytes_per_s = max_bytes_per_s  # None = what the storage gives
         checked = dtype if dtype.is_floating_point else _SCALE_DTYPE
         self._threads = _PerThread(str(checked).removeprefix("torch."))
         self._lock = threading.Lock()

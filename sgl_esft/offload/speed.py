@@ -54,6 +54,7 @@ class SpeedPoint:
     num_needed: Positive  # distinct experts, all layers together
     num_loads: Measure
     read_bytes: Measure
+    max_bytes_per_s: Size | None = None  # by --expert-read-bandwidth; None = what storage gives
 
     @property
     def setting(self) -> tuple[int, int, bool]:
@@ -94,6 +95,7 @@ class StepCosts:
     """Seconds that a step is made of, on one machine.
 
     `byte_s` None: nothing was read when it was measured, so no load can be predicted.
+    `link_byte_s`: of byte_s, what the link that it was measured on was held to; 0 = to nothing.
     """
 
     fixed_s: float
@@ -104,12 +106,19 @@ class StepCosts:
     byte_s: float | None  # 1 / bandwidth
     base_load_bytes: float  # of an expert read, where only the base is asked
     mixed_load_bytes: float  # with adapters: theirs are not aligned, and read some more
+    link_byte_s: float = 0.0
     off_low: float = 0.0  # measured over predicted seconds, less 1: INTERVAL
     off_high: float = 0.0
 
     def with_bandwidth(self, bytes_per_s: float) -> StepCosts:
-        """On a link that carries at most so much."""
-        return replace(self, byte_s=max(self.byte_s or 0.0, 1.0 / bytes_per_s))
+        """On a link that carries at most so much.
+
+        What a load takes beyond a link that was held to some bandwidth is the machine's, and stays
+        on a slower one; of a link that was not, its bandwidth cannot be told from that.
+        """
+        byte_s = self.byte_s or 0.0
+        beyond_s = max(0.0, byte_s - self.link_byte_s) if self.link_byte_s else 0.0
+        return replace(self, byte_s=max(byte_s, 1.0 / bytes_per_s + beyond_s))
 
     def compute_s(self, work: StepWork) -> float:
         """Of a step, without stall."""
@@ -183,7 +192,8 @@ def fit(points: Iterable[SpeedPoint]) -> StepCosts:
 
     Of a setting's windows the medians count, so that one that was disturbed does not. The interval
     is as wide as all windows' residuals, and as those of settings that are left out of the fit.
-    Raises ConfigError for points of fewer than three settings or of one batch size.
+    Raises ConfigError for points of fewer than three settings or of one batch size, and of links
+    that were held to different bandwidths.
     """
     every = list(points)
     if not _is_enough(every):
@@ -191,7 +201,7 @@ def fit(points: Iterable[SpeedPoint]) -> StepCosts:
             f"windows of {len({p.setting for p in every})} settings (batch size, rows, adapters): "
             f"give at least {MIN_SETTINGS}, of at least 2 batch sizes"
         )
-    costs = _fitted(every)
+    costs = replace(_fitted(every), link_byte_s=_link_byte_s(every))
     spread = [_percentiles(_residuals(costs, every))]
     held_out = [off for setting in {p.setting for p in every} for off in _left_out(every, setting)]
     if held_out:
@@ -201,6 +211,18 @@ def fit(points: Iterable[SpeedPoint]) -> StepCosts:
         off_low=min(0.0, *(low for low, _ in spread)),
         off_high=max(0.0, *(high for _, high in spread)),
     )
+
+
+def _link_byte_s(points: Sequence[SpeedPoint]) -> float:
+    links = {point.max_bytes_per_s for point in points if point.num_loads > _MIN_LOADS}
+    if len(links) > 1:
+        said = " and ".join(sorted(str(link or "all that storage gives") for link in links))
+        raise ConfigError(
+            f"windows of links of {said} bytes a second: calibrate all servers with the same "
+            "--expert-read-bandwidth, or without"
+        )
+    link = links.pop() if links else None
+    return 0.0 if link is None else 1.0 / link
 
 
 def _is_enough(points: Sequence[SpeedPoint]) -> bool:

@@ -99,6 +99,7 @@ class Tiers:
             num_failed=self.tier.times.num_failed,
             read_bytes=reads.num_bytes,
             stall_s=self.tier.times.stall_s,
+            max_bytes_per_s=self.reader.max_bytes_per_s,
         )
 
     # ---- AdapterFiles, for weave/plane.py ----
@@ -218,7 +219,7 @@ def build_tiers(
         first.shard.intermediate,
         first.is_up_first,
         first.w13.dtype,
-        throttle_bytes_per_s=config.tiers.read_bytes_per_s,
+        max_bytes_per_s=config.tiers.read_bytes_per_s,
     )
     link = _link(first, source, reader, config.tiers)
     decisions = _decisions(model, tiered, source, link, config.tiers)

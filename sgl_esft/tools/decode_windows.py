@@ -63,6 +63,7 @@ class ServedRows:
     num_rows: int
     num_layers: int
     policy: str
+    max_bytes_per_s: int | None  # None = what the storage gives
 
 
 def served_rows(server: ServerAddress) -> ServedRows:
@@ -72,7 +73,7 @@ def served_rows(server: ServerAddress) -> ServedRows:
     tiers = devices[0].tiers if devices else None
     if tiers is None:
         raise ConfigError(f"{server.url} has all experts on the device: start --expert-cache N")
-    return ServedRows(tiers.num_rows, len(devices[0].layers), tiers.policy)
+    return ServedRows(tiers.num_rows, len(devices[0].layers), tiers.policy, tiers.max_bytes_per_s)
 
 
 def loaded_adapters(server: ServerAddress) -> list[str]:
@@ -225,6 +226,7 @@ def _point(
         num_needed=counted["needed"] / num_steps,
         num_loads=counted["loads"] / num_steps,
         read_bytes=counted["read_bytes"] / num_steps,
+        max_bytes_per_s=rows.max_bytes_per_s,
     )
 
 

@@ -574,7 +574,7 @@ def test_a_throttled_reader_takes_as_long_as_its_bytes(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(reader_module, "Throttle", lambda rate: Throttle(rate, clock, clock.sleep))
-    reader = ExpertReader(WHOLE, False, torch.bfloat16, throttle_bytes_per_s=1000.0)
+    reader = ExpertReader(WHOLE, False, torch.bfloat16, max_bytes_per_s=1000)
     reader.read(ExpertSource(root / "base").place(None, 1, 0), *rows_for(WHOLE, torch.bfloat16))
     assert clock.now - 100.0 == pytest.approx(reader.counts.num_bytes / 1000.0)
 

@@ -242,6 +242,26 @@ def test_another_link_is_predicted() -> None:
     assert slow.with_bandwidth(1e9).byte_s == slow.byte_s, "a link is not made faster"
 
 
+def test_what_a_load_takes_beyond_a_link_stays_on_a_slower_one() -> None:
+    """Turns on a processor, a read's call: calibrated on a link that is held to a bandwidth."""
+    held_to, beyond_s = 400_000_000, 1 / 200e6
+    true = replace(TRUE, byte_s=1 / held_to + beyond_s)
+    points = _windows(true, (1, 2, 4, 8), (8, 24))
+    slow = fit([replace(p, max_bytes_per_s=held_to) for p in points]).with_bandwidth(50e6)
+    assert slow.byte_s == pytest.approx(1 / 50e6 + beyond_s, rel=0.01)
+    # Of what storage gives, nobody knows which part of a load is the link's.
+    assert fit(points).with_bandwidth(50e6).byte_s == pytest.approx(1 / 50e6)
+
+
+def test_windows_of_different_links_are_refused() -> None:
+    points = _windows(TRUE, (1, 2, 4, 8), (8, 24))
+    held = [replace(p, max_bytes_per_s=50_000_000) for p in points]
+    with pytest.raises(ConfigError, match="50000000 and all that storage gives"):
+        fit([*points, *held])
+    resident = [replace(p, num_loads=0.0, read_bytes=0.0, stall_s=0.0) for p in points]
+    fit([*held, *resident])  # what reads nothing has no link
+
+
 def _noisy(points: Sequence[SpeedPoint], sigma: float, seed: int) -> list[SpeedPoint]:
     rng = np.random.default_rng(seed)
     return [

@@ -73,7 +73,7 @@ def open_rank(
     predictor: Predictor | None = None,
     loads_per_layer: float = 0.0,
     os_preadv: Preadv = os.preadv,
-    throttle_bytes_per_s: float | None = None,
+    max_bytes_per_s: int | None = None,
     slots_of: SlotsOf = lambda layer, adapter_slot, ids: ids,
 ) -> Iterator[Rank]:
     """All of a base's MoE layers on one rank, each with `num_rows` rows."""
@@ -82,7 +82,7 @@ def open_rank(
     dtype = getattr(torch, spec.expert_parts("gate")[0].dtype)
     width = spec.expert_intermediate_size
     reader = ExpertReader(
-        range(width), False, dtype, os_preadv=os_preadv, throttle_bytes_per_s=throttle_bytes_per_s
+        range(width), False, dtype, os_preadv=os_preadv, max_bytes_per_s=max_bytes_per_s
     )
     layers = [_empty_layer(spec, layer_id, num_rows, dtype) for layer_id in spec.moe_layer_ids]
     num_slots = spec.num_experts + 8
