@@ -3,6 +3,8 @@
     for each r: four servers, all up --[batches in turns]--> Window of each, round by round
     stall a token, over that of `lfu` in the same round --> share hidden
     tokens a second of `auto`, over the best of the others --> finemoe_regimes.json
+    which of them `auto` is, and that one's over the best of the others: two servers that do the
+    same differ as well, so what was chosen is compared apart from what differs between servers
 
 offload_notes, section 5, says what to expect: prefetching can hide at most one layer of computing
 for each layer. r <= 0.3 about half of the stall, r = 1 a third, r >= 3 nothing; and from some eight
@@ -33,9 +35,13 @@ from bench.finemoe.tier_servers import (
     window,
 )
 from sgl_esft import zoo
+from sgl_esft.offload.policies import AUTO
+from sgl_esft.tools.decode_windows import served_rows
+from sgl_esft.tools.server_client import ServerAddress
 
 FIXED = (NONE, "finemoe", "regression")
-WAYS = (*FIXED, "auto")
+WAYS = (*FIXED, AUTO)
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class RegimePlan:
 
     def fewer(self, count: int, r: float) -> int:
         """Where steps wait for a link, they are as long as it is slow, and vary less."""
-        return max(2, round(count / max(1.0, r)))
+        return max(min(2, count), round(count / max(1.0, r)))
 
 
 QUICK = RegimePlan(link_speeds=(0.3, 3.0), batches=(1, 4), rounds=1, num_filling=4)
@@ -60,7 +66,15 @@ QUICK = RegimePlan(link_speeds=(0.3, 3.0), batches=(1, 4), rounds=1, num_filling
 Round = Mapping[int, Mapping[str, Window]]  # batch -> way -> window
 
 
-def rounds_at(model: ZooModel, plan: RegimePlan, r: float, layer_s: float) -> list[Round]:
+@dataclass(frozen=True)
+class Regime:
+    """All rounds of one r; `auto_is`: the one of FIXED that `auto` was."""
+
+    auto_is: str
+    rounds: Sequence[Round]
+
+
+def regime_at(model: ZooModel, plan: RegimePlan, r: float, layer_s: float) -> Regime:
     """The servers of one r, asked in turns."""
     link = link_of(model, r, layer_s)
     num_rows = max(4, round(plan.share_of_rows * model.spec.num_experts))
@@ -68,7 +82,9 @@ def rounds_at(model: ZooModel, plan: RegimePlan, r: float, layer_s: float) -> li
     num_rounds = plan.fewer(plan.rounds, r)
     with servers(commands) as urls:
         fill(urls.values(), model.asks(plan.fewer(plan.num_filling, r), seed=1))
-        return [one_round(urls, model, plan, number) for number in range(num_rounds)]
+        chosen = served_rows(ServerAddress(urls[AUTO], _TIMEOUT_S)).policy
+        rounds = [one_round(urls, model, plan, number) for number in range(num_rounds)]
+    return Regime(chosen.removeprefix(f"{AUTO}: "), rounds)
 
 
 def fill(urls: Iterable[str], asks: Sequence[Ask]) -> None:
@@ -86,16 +102,16 @@ def one_round(urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, number
     return found
 
 
-def rows_of(rounds: Mapping[float, Sequence[Round]], plan: RegimePlan) -> list[dict[str, Any]]:
+def rows_of(regimes: Mapping[float, Regime], plan: RegimePlan) -> list[dict[str, Any]]:
     """A row for each r and batch."""
     return [
-        {"r": r, "batch": batch, **_row([each[batch] for each in of_r])}
-        for r, of_r in rounds.items()
+        {"r": r, "batch": batch, **_row([each[batch] for each in of_r.rounds], of_r.auto_is)}
+        for r, of_r in regimes.items()
         for batch in plan.batches
     ]
 
 
-def _row(windows: Sequence[Mapping[str, Window]]) -> dict[str, Any]:
+def _row(windows: Sequence[Mapping[str, Window]], auto_is: str) -> dict[str, Any]:
     """`hidden_by`: of the stall of `lfu`; below 0 where there is more of it."""
     return {
         "stall_s_per_token": {
@@ -110,21 +126,28 @@ def _row(windows: Sequence[Mapping[str, Window]]) -> dict[str, Any]:
             way: spread([_bytes(w[way]) / max(1.0, _bytes(w[NONE])) for w in windows])
             for way in WAYS[1:]
         },
-        "auto_over_best_fixed": auto_over_best(windows),
+        "auto_over_best_fixed": over_the_best(windows, AUTO, FIXED),
+        "auto_is": auto_is,
+        "chosen_over_others": over_the_best(
+            windows, auto_is, [way for way in FIXED if way != auto_is]
+        ),
         "hit_rate": {
             way: spread([w[way].counted.hit_rate or 0.0 for w in windows]) for way in WAYS
         },
     }
 
 
-def auto_over_best(windows: Sequence[Mapping[str, Window]]) -> dict[str, float]:
-    """Tokens a second of `auto`, over those of the policy that it is the farthest behind of.
+def over_the_best(
+    windows: Sequence[Mapping[str, Window]], way: str, others: Sequence[str]
+) -> dict[str, float]:
+    """Tokens a second of `way`, over those of the one of `others` that leads it most.
 
     Paired by round. Which is the best is said by the medians: of two that are equally fast, the
     faster one of each round would be whichever noise favoured.
     """
     over = [
-        spread([w["auto"].tokens_per_s / w[way].tokens_per_s for w in windows]) for way in FIXED
+        spread([each[way].tokens_per_s / each[other].tokens_per_s for each in windows])
+        for other in others
     ]
     return min(over, key=lambda each: each["median"])
 
@@ -155,35 +178,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model=options.model,
         share_of_rows=options.share,
     )
-    rounds: dict[float, list[Round]] = {}
+    found: dict[float, Regime] = {}
     with tempfile.TemporaryDirectory(prefix="finemoe-regimes-") as work:
         model = ZooModel.of(plan.model, Path(work))
         layer_s = calibrated(model)
         for r in plan.link_speeds:
             print(f"r {r:g}", flush=True)
-            rounds[r] = rounds_at(model, plan, r, layer_s)
-            for row in rows_of({r: rounds[r]}, plan):
+            found[r] = regime_at(model, plan, r, layer_s)
+            for row in rows_of({r: found[r]}, plan):
                 print(said(row), flush=True)
-            write(rounds, plan, layer_s, options.out)
+            write(found, plan, layer_s, options.out)
 
 
 def said(row: Mapping[str, Any]) -> str:
     """A row's medians, to be read."""
     shares = ", ".join(f"{way} hides {x['median']:.2f}" for way, x in row["hidden_by"].items())
-    auto = row["auto_over_best_fixed"]["median"]
-    return f"  batch {row['batch']}: {shares}; auto over the best fixed {auto:.3f}"
+    auto, chosen = row["auto_over_best_fixed"]["median"], row["chosen_over_others"]["median"]
+    return (
+        f"  batch {row['batch']}: {shares}; auto over the best fixed {auto:.3f}; "
+        f"{row['auto_is']}, which it is, over the others {chosen:.3f}"
+    )
 
 
-def write(
-    rounds: Mapping[float, Sequence[Round]], plan: RegimePlan, layer_s: float, out: Path
-) -> None:
+def write(regimes: Mapping[float, Regime], plan: RegimePlan, layer_s: float, out: Path) -> None:
     """The result, with what is there so far."""
     figures = {
         "what": "Share of the stall for experts that is hidden, and `auto` over the best fixed",
         "plan": vars(plan),
         "layer_s": layer_s,
-        "is_complete": list(rounds) == list(plan.link_speeds),
-        "rows": rows_of(rounds, plan),
+        "is_complete": list(regimes) == list(plan.link_speeds),
+        "rows": rows_of(regimes, plan),
     }
     write_result("finemoe_regimes", figures, folder=out)
 

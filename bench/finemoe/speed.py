@@ -1,7 +1,7 @@
 """Does `sgl-esft plan` say how fast a server will be? Predicted and served tokens a second.
 
     a server that records --[a workload]--> trace: what is asked
-    two servers --[windows of other prompts]--> SpeedPoints --[fit]--> StepCosts
+    three servers --[windows of other prompts]--> SpeedPoints --[fit]--> StepCosts
     trace + costs --[a server's decisions, offload/speed.py]--> predicted, with its interval
     four servers that nothing was fitted to, windows in rounds --> measured
     both --[rows_of]--> finemoe_speed.json: median and worst error
@@ -90,7 +90,12 @@ class SpeedBench:
     """How much is asked."""
 
     model: str = "deep"
-    calibrated: tuple[SpeedServer, ...] = (SpeedServer(0.5, 0.3), SpeedServer(ALL, 0.3))
+    reference: SpeedServer = SpeedServer(ALL, 0.3)  # one of:
+    calibrated: tuple[SpeedServer, ...] = (
+        SpeedServer(ALL, 0.3),
+        SpeedServer(0.5, 0.3),
+        SpeedServer(0.5, 3.0),
+    )
     calibrated_batches: tuple[int, ...] = (1, 2, 4, 8)
     grid: tuple[SpeedServer, ...] = (
         SpeedServer(0.375, 0.3),
@@ -99,10 +104,10 @@ class SpeedBench:
         SpeedServer(0.75, 3.0),
     )
     grid_batches: tuple[int, ...] = (1, 3, 6)
-    rounds: int = 5
+    rounds: int = 3
     num_tokens: int = 64  # of a stream
     window_s: float = 60.0  # at most
-    num_requests: int = 24  # of the trace, of the base and of all
+    num_requests: int = 12  # of the trace, of the base and of all
     recorded_batch: int = 4
 
     @property
@@ -467,7 +472,7 @@ def run(bench: SpeedBench, out: Path) -> None:
         bytes_per_s = {r: link.bytes_per_s for r, link in links.items()}
         with servers(commands) as named:
             urls = dict(zip(every, named.values(), strict=True))
-            reference = reference_of(urls[bench.calibrated[-1]], model, bench)
+            reference = reference_of(urls[bench.reference], model, bench)
             for number in range(bench.rounds):
                 print(f"round {number + 1} of {bench.rounds}", flush=True)
                 take_round(urls, reference, model, bench, number, so)

@@ -327,8 +327,11 @@ FINE_TABLES: Mapping[str, FineTable] = {
             "bytes_over_lfu.finemoe": "bytes over `lfu`",
             "bytes_over_lfu.regression": "`regression`",
             "auto_over_best_fixed": "`auto` / best fixed",
+            "auto_is": "`auto` is",
+            "chosen_over_others": "that / best other",
         },
-        f"Ours are of {_SERVED}",
+        f"Ours are of {_SERVED}. Servers that do the same differ too, so what `auto` chose is "
+        "compared with what it\ndid not choose, each under its own name",
     ),
     "finemoe_speed": FineTable(
         "What `sgl-esft plan` predicted, and what was served, in tokens a second:",

@@ -7,7 +7,8 @@ A step is computing and stall. Computing: something in any case, something for e
 distinct expert and, of the processor, for each load; a (token, expert) pair is part of its token,
 which has as many experts whatever it is. Stall, layer by layer: experts that are here are computed
 while the missing ones are read, and those as they arrive, so it is what loads take beyond that and
-beyond the processor's own part of them.
+beyond the processor's own part of them. Processors that wait are cold afterwards, and compute
+slower, the more so the longer they waited.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ _ROUNDS: Final = 50  # of finding which layers wait, and for which load, by turn
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # JSON of Python knows Infinity
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Size = Annotated[int, msgspec.Meta(ge=1)]
+Setting: TypeAlias = tuple[int, int, bool, int | None]
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,14 @@ class SpeedPoint:
     max_bytes_per_s: Size | None = None  # by --expert-read-bandwidth; None = what storage gives
 
     @property
-    def setting(self) -> tuple[int, int, bool]:
+    def setting(self) -> Setting:
         """What is repeated from window to window."""
-        return self.num_tokens, self.num_rows, self.with_adapters
+        return self.num_tokens, self.num_rows, self.with_adapters, self.max_bytes_per_s
+
+    @property
+    def link_byte_s(self) -> float:
+        """Of the link's bandwidth, where it was held to one; else 0."""
+        return 0.0 if self.max_bytes_per_s is None else 1.0 / self.max_bytes_per_s
 
     def work(self) -> StepWork:
         """As if layers asked for equally many, and any expert were missing alike.
@@ -94,8 +101,8 @@ class Speed:
 class StepCosts:
     """Seconds that a step is made of, on one machine.
 
-    `byte_s` None: nothing was read when it was measured, so no load can be predicted.
-    `link_byte_s`: of byte_s, what the link that it was measured on was held to; 0 = to nothing.
+    `byte_s` None: nothing was read when it was measured, so no load can be predicted. Of a link
+    that is held to a bandwidth it is what a load takes beyond `link_byte_s`: the machine's part.
     """
 
     fixed_s: float
@@ -103,25 +110,22 @@ class StepCosts:
     expert_s: float  # a distinct expert, loop and computing
     load_s: float  # the processor's, for each expert that is read
     latency_s: float  # of a layer's first load, beyond its bytes
-    byte_s: float | None  # 1 / bandwidth
+    byte_s: float | None  # 1 / bandwidth, where link_byte_s is 0
     base_load_bytes: float  # of an expert read, where only the base is asked
     mixed_load_bytes: float  # with adapters: theirs are not aligned, and read some more
-    link_byte_s: float = 0.0
+    link_byte_s: float = 0.0  # 1 / what the link is held to; 0 = to nothing
+    cold_share: float = 0.0  # of what is waited for, that computing is slower afterwards
     off_low: float = 0.0  # measured over predicted seconds, less 1: INTERVAL
     off_high: float = 0.0
 
     def with_bandwidth(self, bytes_per_s: float) -> StepCosts:
-        """On a link that carries at most so much.
-
-        What a load takes beyond a link that was held to some bandwidth is the machine's, and stays
-        on a slower one; of a link that was not, its bandwidth cannot be told from that.
-        """
-        byte_s = self.byte_s or 0.0
-        beyond_s = max(0.0, byte_s - self.link_byte_s) if self.link_byte_s else 0.0
-        return replace(self, byte_s=max(byte_s, 1.0 / bytes_per_s + beyond_s))
+        """On a link that carries at most so much; it is not made faster than it was measured."""
+        if self.link_byte_s:
+            return replace(self, link_byte_s=max(self.link_byte_s, 1.0 / bytes_per_s))
+        return replace(self, byte_s=max(self.byte_s or 0.0, 1.0 / bytes_per_s))
 
     def compute_s(self, work: StepWork) -> float:
-        """Of a step, without stall."""
+        """Of a step that waits for nothing."""
         return (
             self.fixed_s
             + self.token_s * work.num_tokens
@@ -138,13 +142,13 @@ class StepCosts:
                 "the server that was calibrated read no expert: calibrate one with a smaller "
                 "--expert-cache too, and name both files"
             )
-        waits = _Queue.of(work).waits(self, load_bytes * self.byte_s)
+        waits = _Queue.of(work).waits(self, load_bytes * (self.byte_s + self.link_byte_s))
         return float(work.layers @ waits.max(axis=0))
 
     def step_s(self, work: StepWork, *, with_adapters: bool) -> float:
         """Of a step."""
         load_bytes = self.mixed_load_bytes if with_adapters else self.base_load_bytes
-        return self.compute_s(work) + self.stall_s(work, load_bytes)
+        return self.compute_s(work) + (1.0 + self.cold_share) * self.stall_s(work, load_bytes)
 
     def speed(self, work: StepWork, *, with_adapters: bool) -> Speed:
         """Tokens a second while such steps follow each other: prompts take time of their own."""
@@ -193,15 +197,17 @@ def fit(points: Iterable[SpeedPoint]) -> StepCosts:
     Of a setting's windows the medians count, so that one that was disturbed does not. The interval
     is as wide as all windows' residuals, and as those of settings that are left out of the fit.
     Raises ConfigError for points of fewer than three settings or of one batch size, and of links
-    that were held to different bandwidths.
+    of which some were held to a bandwidth and others were not. Of several, the fastest is meant.
     """
     every = list(points)
     if not _is_enough(every):
         raise ConfigError(
-            f"windows of {len({p.setting for p in every})} settings (batch size, rows, adapters): "
+            f"windows of {len({p.setting for p in every})} settings (batch size, rows, adapters, "
+            "link): "
             f"give at least {MIN_SETTINGS}, of at least 2 batch sizes"
         )
-    costs = replace(_fitted(every), link_byte_s=_link_byte_s(every))
+    _check_links(every)
+    costs = _fitted(every)
     spread = [_percentiles(_residuals(costs, every))]
     held_out = [off for setting in {p.setting for p in every} for off in _left_out(every, setting)]
     if held_out:
@@ -213,16 +219,16 @@ def fit(points: Iterable[SpeedPoint]) -> StepCosts:
     )
 
 
-def _link_byte_s(points: Sequence[SpeedPoint]) -> float:
-    links = {point.max_bytes_per_s for point in points if point.num_loads > _MIN_LOADS}
-    if len(links) > 1:
-        said = " and ".join(sorted(str(link or "all that storage gives") for link in links))
+def _check_links(points: Sequence[SpeedPoint]) -> None:
+    if len({point.max_bytes_per_s is None for point in points if _reads(point)}) > 1:
         raise ConfigError(
-            f"windows of links of {said} bytes a second: calibrate all servers with the same "
-            "--expert-read-bandwidth, or without"
+            "some windows are of servers with --expert-read-bandwidth, some of servers without: "
+            "calibrate all of them with, or all without"
         )
-    link = links.pop() if links else None
-    return 0.0 if link is None else 1.0 / link
+
+
+def _reads(point: SpeedPoint) -> bool:
+    return point.num_loads > _MIN_LOADS
 
 
 def _is_enough(points: Sequence[SpeedPoint]) -> bool:
@@ -230,7 +236,7 @@ def _is_enough(points: Sequence[SpeedPoint]) -> bool:
     return many and len({p.num_tokens for p in points}) > 1
 
 
-def _left_out(points: Sequence[SpeedPoint], setting: tuple[int, int, bool]) -> list[float]:
+def _left_out(points: Sequence[SpeedPoint], setting: Setting) -> list[float]:
     """Residuals of a setting's windows by a fit of the others; none where those are too few."""
     others = [p for p in points if p.setting != setting]
     if not _is_enough(others):
@@ -242,7 +248,12 @@ def _left_out(points: Sequence[SpeedPoint], setting: tuple[int, int, bool]) -> l
 
 def _residuals(costs: StepCosts, points: Sequence[SpeedPoint]) -> list[float]:
     """Measured over predicted, less 1."""
-    return [p.step_s / costs.step_s(p.work(), with_adapters=p.with_adapters) - 1 for p in points]
+    return [p.step_s / _predicted_s(costs, p) - 1 for p in points]
+
+
+def _predicted_s(costs: StepCosts, point: SpeedPoint) -> float:
+    on_its_link = replace(costs, link_byte_s=point.link_byte_s)
+    return on_its_link.step_s(point.work(), with_adapters=point.with_adapters)
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, float]:
@@ -252,7 +263,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
 
 def _typical(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
     """One for each setting: the median of each number of its windows."""
-    by_setting: dict[tuple[int, int, bool], list[SpeedPoint]] = {}
+    by_setting: dict[Setting, list[SpeedPoint]] = {}
     for point in points:
         by_setting.setdefault(point.setting, []).append(point)
     names = ("step_s", "stall_s", "num_needed", "num_loads", "read_bytes")
@@ -270,7 +281,7 @@ def _fitted(windows: Sequence[SpeedPoint]) -> StepCosts:
     points = _typical(windows)
     queues = [_Queue.of(point.work()) for point in points]
     found = _solved(points, queues, None)
-    if all(point.num_loads <= _MIN_LOADS for point in points):
+    if not any(map(_reads, points)):
         return found
     rounds: list[StepCosts] = []
     for _ in range(_ROUNDS):
@@ -286,35 +297,44 @@ def _solved(
 ) -> StepCosts:
     """Computing and stall together: an expert's cost is in both. `last` None: computing alone."""
     terms, wanted = [], []
+    links = {point.link_byte_s for point in points if _reads(point)}
     for point, queue in zip(points, queues, strict=True):
-        terms.append([1.0, point.num_tokens, point.num_needed, point.num_loads, 0.0, 0.0])
+        of_step = point.num_tokens, point.num_needed, point.num_loads
+        # On one link loads and waits go together: what waiting costs cannot be told from theirs.
+        terms.append([1.0, *of_step, 0.0, 0.0, point.stall_s if len(links) > 1 else 0.0])
         wanted.append([max(0.0, point.step_s - point.stall_s), point.step_s])
-        if last is not None and point.num_loads > _MIN_LOADS:
-            terms.append(_stall_terms(point, queue, last))
-            wanted.append([point.stall_s, point.step_s])
-    seconds, of_step = np.array(wanted).T
-    parts = non_negative(np.array(terms) / of_step[:, None], seconds / of_step)
-    fixed_s, token_s, expert_s, load_s, latency_s, byte_s = map(float, parts)
+        if last is not None and _reads(point):
+            of_stall, known_s = _stall_terms(point, queue, last)
+            terms.append(of_stall)
+            wanted.append([point.stall_s - known_s, point.step_s])
+    seconds, of_step_s = np.array(wanted).T
+    parts = non_negative(np.array(terms) / of_step_s[:, None], seconds / of_step_s)
+    fixed_s, token_s, expert_s, load_s, latency_s, byte_s, cold_share = map(float, parts)
     base, mixed = _load_bytes(points)
-    if last is None:
-        return StepCosts(fixed_s, token_s, expert_s, load_s, 0.0, None, base, mixed)
-    return StepCosts(fixed_s, token_s, expert_s, load_s, latency_s, byte_s, base, mixed)
+    computing = StepCosts(fixed_s, token_s, expert_s, load_s, 0.0, None, base, mixed)
+    computing = replace(computing, link_byte_s=min(links, default=0.0), cold_share=cold_share)
+    return computing if last is None else replace(computing, latency_s=latency_s, byte_s=byte_s)
 
 
-def _stall_terms(point: SpeedPoint, queue: _Queue, costs: StepCosts) -> list[float]:
-    """Of each cost in a step's stall: computing beside hides some of it."""
+def _stall_terms(point: SpeedPoint, queue: _Queue, costs: StepCosts) -> tuple[list[float], float]:
+    """Of each cost in a step's stall, and the link's own seconds of it.
+
+    Computing beside hides some of it.
+    """
     size = point.read_bytes / point.num_loads
     if costs.byte_s is None:  # at first: every layer that reads waits for its last load
         waits_for = queue.is_load.sum(axis=0)
     else:
-        waits_for = queue.waits(costs, size * costs.byte_s).argmax(axis=0)
+        waits = queue.waits(costs, size * (costs.byte_s + point.link_byte_s))
+        waits_for = waits.argmax(axis=0)
 
     def of(values: Values) -> float:
         return float(point.work().layers @ np.take_along_axis(values, waits_for[None], axis=0)[0])
 
     is_load = queue.is_load.astype(np.float64)
     busy = -of(queue.beside), -of(queue.loads)
-    return [0.0, 0.0, *busy, of(is_load), of(queue.landed) * size]
+    landed_bytes = of(queue.landed) * size
+    return [0.0, 0.0, *busy, of(is_load), landed_bytes, 0.0], landed_bytes * point.link_byte_s
 
 
 def _load_bytes(points: Sequence[SpeedPoint]) -> tuple[float, float]:

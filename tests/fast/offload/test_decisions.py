@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -257,6 +258,13 @@ def test_auto_does_not_predict_what_is_loaded_faster() -> None:
     assert auto_policy(2.0, can_predict=True, load_s=0.013).predictor == "regression"
     assert auto_policy(2.0, can_predict=True, load_s=0.001).predictor == "regression"
     assert auto_policy(2.0, can_predict=True, load_s=0.0009).predictor is None
+
+
+def test_auto_does_what_the_policy_does_that_it_is_called_after() -> None:
+    for loads_per_layer, name in ((0.2, "lfu"), (2.0, "regression")):
+        found = auto_policy(loads_per_layer, can_predict=True)
+        assert found.name == f"auto: {name}"
+        assert replace(found, name=name, what="") == replace(POLICIES[name], what="")
 
 
 def test_unknown_policy_is_named() -> None:

@@ -242,24 +242,53 @@ def test_another_link_is_predicted() -> None:
     assert slow.with_bandwidth(1e9).byte_s == slow.byte_s, "a link is not made faster"
 
 
+def _held(points: Sequence[SpeedPoint], max_bytes_per_s: int) -> list[SpeedPoint]:
+    return [replace(p, max_bytes_per_s=max_bytes_per_s) for p in points]
+
+
+BEYOND = replace(TRUE, byte_s=1 / 200e6)  # turns on a processor, a read's call
+
+
+def _on_link(bytes_per_s: int, batches: Sequence[int], rows: Sequence[int]) -> list[SpeedPoint]:
+    """Windows on a machine like BEYOND whose link is held to a bandwidth."""
+    true = replace(BEYOND, link_byte_s=1 / bytes_per_s)
+    return _held(_windows(true, batches, rows), bytes_per_s)
+
+
 def test_what_a_load_takes_beyond_a_link_stays_on_a_slower_one() -> None:
-    """Turns on a processor, a read's call: calibrated on a link that is held to a bandwidth."""
-    held_to, beyond_s = 400_000_000, 1 / 200e6
-    true = replace(TRUE, byte_s=1 / held_to + beyond_s)
-    points = _windows(true, (1, 2, 4, 8), (8, 24))
-    slow = fit([replace(p, max_bytes_per_s=held_to) for p in points]).with_bandwidth(50e6)
-    assert slow.byte_s == pytest.approx(1 / 50e6 + beyond_s, rel=0.01)
+    points = _on_link(400_000_000, (1, 2, 4, 8), (8, 24))
+    slow = fit(points).with_bandwidth(50e6)
+    assert slow.byte_s == pytest.approx(1 / 200e6, rel=0.02)
+    assert slow.link_byte_s == pytest.approx(1 / 50e6)
+    for point in _on_link(50_000_000, (3, 6), (12,)):
+        found = slow.step_s(point.work(), with_adapters=point.with_adapters)
+        assert found == pytest.approx(point.step_s, rel=0.01)
     # Of what storage gives, nobody knows which part of a load is the link's.
-    assert fit(points).with_bandwidth(50e6).byte_s == pytest.approx(1 / 50e6)
+    unheld = [replace(p, max_bytes_per_s=None) for p in points]
+    assert fit(unheld).with_bandwidth(50e6).byte_s == pytest.approx(1 / 50e6)
 
 
-def test_windows_of_different_links_are_refused() -> None:
+def test_computing_after_waiting_is_slower_by_a_share_of_the_wait() -> None:
+    """Seen only where links differ: on one, loads and waits go together."""
+    share = 0.15
+    links = 400_000_000, 50_000_000
+    every = [p for link in links for p in _on_link(link, (1, 2, 4, 8), (8, 24))]
+    cold = [replace(p, step_s=p.step_s + share * p.stall_s) for p in every]
+    costs = fit(cold)
+    assert costs.cold_share == pytest.approx(share, rel=0.05)
+    assert costs.link_byte_s == pytest.approx(1 / max(links)), "the fastest is meant"
+    between = costs.with_bandwidth(100e6)
+    for point in _on_link(100_000_000, (3, 6), (12,)):
+        found = between.step_s(point.work(), with_adapters=point.with_adapters)
+        assert found == pytest.approx(point.step_s + share * point.stall_s, rel=0.01)
+
+
+def test_links_that_are_held_and_links_that_are_not_are_refused_together() -> None:
     points = _windows(TRUE, (1, 2, 4, 8), (8, 24))
-    held = [replace(p, max_bytes_per_s=50_000_000) for p in points]
-    with pytest.raises(ConfigError, match="50000000 and all that storage gives"):
-        fit([*points, *held])
+    with pytest.raises(ConfigError, match="--expert-read-bandwidth"):
+        fit([*points, *_held(points, 50_000_000)])
     resident = [replace(p, num_loads=0.0, read_bytes=0.0, stall_s=0.0) for p in points]
-    fit([*held, *resident])  # what reads nothing has no link
+    fit([*_held(points, 50_000_000), *resident])  # what reads nothing has no link
 
 
 def _noisy(points: Sequence[SpeedPoint], sigma: float, seed: int) -> list[SpeedPoint]:

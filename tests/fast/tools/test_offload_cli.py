@@ -170,7 +170,8 @@ def test_a_trace_says_more_than_uniform_routing(root: Path, trace: Path) -> None
 # ---- calibrate ----
 
 NEEDED, LOADS, LOAD_BYTES, STALL_S = 6, 2, 1000, 0.001  # of a token, of the server below
-TIERS = ExpertTiers("lfu", 8, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+MAX_BYTES_PER_S = 5_000_000
+TIERS = ExpertTiers("lfu", 8, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, MAX_BYTES_PER_S)
 
 
 @dataclass
@@ -273,6 +274,7 @@ def test_calibrate_writes_what_windows_count(tmp_path: Path, capsys: pytest.Capt
     assert settings == [*forth, *reversed(forth), *forth]
     for point in points:
         assert (point.num_rows, point.num_layers) == (8, 2)
+        assert point.max_bytes_per_s == MAX_BYTES_PER_S
         assert point.step_s > 0.003
         assert point.num_needed == pytest.approx(NEEDED * point.num_tokens)
         assert point.num_loads / point.num_needed == pytest.approx(LOADS / NEEDED)
