@@ -29,8 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from bench.common.load import ServerCommand, end_on_sigterm, servers
 from bench.common.record import RESULTS, spread, write_result
 from bench.finemoe.reference import Reference, TimedWindows, at_usual_speed, usual_s
@@ -42,7 +40,6 @@ from sgl_esft.offload.speed import Speed, SpeedPoint, StepCosts, fit
 from sgl_esft.offload.step_work import (
     BASE,
     MIN_TOKENS,
-    DecodedRequest,
     StepWork,
     TracedRequests,
     counted_work,
@@ -63,7 +60,7 @@ _SEED = 5000
 _PROMPT_WORDS = 12
 _REFERENCE_BATCH = 4
 _REFERENCE_TOKENS = 48  # of a stream
-_REPLAYS = 4  # of each request of the trace, in other company each time
+_REPLAYS = 2  # of each answer in the trace, in other company each time
 _FLUSHED_S = 3.0  # until a trace has its last steps
 _TIMEOUT_S = 300.0
 
@@ -97,6 +94,7 @@ class SpeedBench:
         SpeedServer(0.5, 3.0),
     )
     calibrated_batches: tuple[int, ...] = (1, 2, 4, 8)
+    slow_batches: tuple[int, ...] = (1, 2, 4)  # where r > 1, whose steps are long
     grid: tuple[SpeedServer, ...] = (
         SpeedServer(0.375, 0.3),
         SpeedServer(0.75, 0.3),
@@ -109,6 +107,7 @@ class SpeedBench:
     window_s: float = 60.0  # at most
     num_requests: int = 12  # of the trace, of the base and of all
     recorded_batch: int = 4
+    recorded_times: int = 4  # each of the trace's requests
 
     @property
     def window_end(self) -> int:
@@ -118,6 +117,11 @@ class SpeedBench:
     def windows_of(self, batch: int) -> int:
         """In a round: in all rounds together each request of the trace is asked."""
         return -(-self.num_requests // (batch * self.rounds))
+
+    def calibrated_points(self, server: SpeedServer) -> list[GridPoint]:
+        """Of one of `calibrated`."""
+        batches = self.slow_batches if server.r > 1 else self.calibrated_batches
+        return self.points([server], batches)
 
     def points(self, which: Sequence[SpeedServer], batches: Sequence[int]) -> list[GridPoint]:
         """Server after server."""
@@ -169,7 +173,9 @@ def workload(model: ZooModel, count: int, with_adapters: bool) -> list[DecodeAsk
 
 
 def recorded(model: ZooModel, bench: SpeedBench, folder: Path) -> TracedRequests:
-    """The routing of both workloads, each request once, the base's first."""
+    """The routing of both workloads, the base's first, each request a few times: no two answers
+    to it are the same.
+    """
     enough = model.spec.num_experts * (1 + len(model.adapters))
     command = tier_command(model, NONE, link_of(model, 1.0, 1e-6), enough)
     command = ServerCommand([*command.arguments, "--record-routing", str(folder)])
@@ -177,7 +183,7 @@ def recorded(model: ZooModel, bench: SpeedBench, folder: Path) -> TracedRequests
         address = ServerAddress(urls[NONE], _TIMEOUT_S)
         rows = decode_windows.served_rows(address)
         for with_adapters in (False, True):
-            asks = workload(model, bench.num_requests, with_adapters)
+            asks = bench.recorded_times * workload(model, bench.num_requests, with_adapters)
             for first in range(0, len(asks), bench.recorded_batch):
                 some = asks[first : first + bench.recorded_batch]
                 decode_windows.measure(address, rows, some, bench.window_s, bench.num_tokens)
@@ -197,7 +203,7 @@ def window_work(
     """As `step_work.work_of`, of requests that begin together, and of those tokens of them that
     windows have: what a request's first tokens read is read by then.
     """
-    turn = _in_turns(traced.requests, seed)
+    turn = in_turns(traced.requests, lambda each: each.adapter_slot, random.Random(seed))
     length, warm = bench.window_end, decode_windows.WARM_TOKENS
     of_tokens = -(-MIN_TOKENS // (batch * (length - warm)))
     of_requests = -(-_REPLAYS * len(traced.requests) // batch)
@@ -215,11 +221,15 @@ def window_work(
     return counted_work(traced, steps, num_rows, policy_of(NONE), is_counted)
 
 
-def _in_turns(requests: Sequence[DecodedRequest], seed: int) -> Iterator[DecodedRequest]:
-    """Each once, then again in another order."""
-    rng = np.random.default_rng(seed)
+def in_turns(items: Sequence[_T], kind: Callable[[_T], object], rng: random.Random) -> Iterator[_T]:
+    """Each once, kinds by turns, then again in another order: groups are mixed alike."""
+    kinds: dict[object, list[_T]] = {}
+    for item in items:
+        kinds.setdefault(kind(item), []).append(item)
     while True:
-        yield from (requests[index] for index in rng.permutation(len(requests)))
+        shuffled = [rng.sample(each, len(each)) for each in kinds.values()]
+        for together in itertools.zip_longest(*shuffled):
+            yield from (item for item in together if item is not None)
 
 
 def workload_of(traced: TracedRequests, with_adapters: bool) -> TracedRequests:
@@ -264,7 +274,7 @@ def take_round(
         address = ServerAddress(urls[server], _TIMEOUT_S)
         rows = decode_windows.served_rows(address)
         if server in bench.calibrated:
-            points = bench.points([server], bench.calibrated_batches)
+            points = bench.calibrated_points(server)
             for ask in calibration(address, rows, model, points, bench, number):
                 so.calibration.append(reference.beside(ask))
             continue
@@ -316,8 +326,8 @@ def asks_of(
     every: Sequence[DecodeAsk], point: GridPoint, bench: SpeedBench
 ) -> list[list[list[DecodeAsk]]]:
     """By round, the requests of each window: all of them, before one comes again."""
-    order = random.Random(point.batch).sample(every, len(every))
-    turn, num_windows = itertools.cycle(order), bench.windows_of(point.batch)
+    turn = in_turns(every, lambda ask: ask.adapter, random.Random(point.batch))
+    num_windows = bench.windows_of(point.batch)
     return [
         [[next(turn) for _ in range(point.batch)] for _ in range(num_windows)]
         for _ in range(bench.rounds)

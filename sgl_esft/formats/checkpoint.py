@@ -17,12 +17,7 @@ from typing import BinaryIO, Final
 from sgl_esft.errors import ConfigError, UnsupportedModelError
 from sgl_esft.formats.expert_scheme import ExpertPart
 from sgl_esft.formats.model_spec import MoeSpec, Proj, expert_keys, read_moe_spec
-from sgl_esft.formats.safetensors_header import (
-    SAFETENSORS_CODES,
-    TensorInfo,
-    header_block,
-    read_header,
-)
+from sgl_esft.formats.safetensors_header import TensorInfo, header_block, read_header
 from sgl_esft.formats.strict_json import read_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -170,18 +165,9 @@ def companions(base_dir: Path, *, keeps_index: bool) -> list[Path]:
 
 def write_tensors(path: Path, tensors: Sequence[tuple[str, TensorBytes]]) -> None:
     """Write one safetensors file with these tensors in this order, copied chunk by chunk."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, source in tensors:
-        end = position + source.info.num_bytes
-        entries[name] = {
-            "dtype": SAFETENSORS_CODES[source.info.dtype],
-            "shape": list(source.info.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
+    header, _ = header_block((name, source.info) for name, source in tensors)
     with path.open("xb") as stream:
-        stream.write(header_block(entries))
+        stream.write(header)
         for _, source in tensors:
             copy_to(source, stream)
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, TypeGuard
+from typing import BinaryIO, Final, Protocol, TypeGuard
 
 from sgl_esft.errors import AdapterFormatError, UserError
 from sgl_esft.formats.strict_json import open_regular, parse_object
@@ -77,6 +77,20 @@ class TensorInfo:
         return self.stop - self.start
 
 
+class TensorShape(Protocol):
+    """What a header says of a tensor: of one that is in a file, or of one that will be."""
+
+    @property
+    def dtype(self) -> str:
+        """In torch's words."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class SafetensorsHeader:
     """A checked header: `tensors` tile the file from `data_start` to its end, in any order."""
@@ -86,14 +100,27 @@ class SafetensorsHeader:
     tensors: Mapping[str, TensorInfo]
 
 
-def header_block(entries: Mapping[str, object]) -> bytes:
-    """A file's first bytes, padded so that tensors begin at DATA_ALIGNMENT.
+def header_block(
+    tensors: Iterable[tuple[str, TensorShape]],
+) -> tuple[bytes, dict[str, int]]:
+    """A file's first bytes, for these tensors in this order, and where each begins, by name.
 
-    entries: of each tensor `dtype`, `shape` and `data_offsets`, from where the block ends.
+    Padded so that the first one begins at DATA_ALIGNMENT.
     """
+    entries: dict[str, object] = {_METADATA_KEY: {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, tensor in tensors:
+        offsets[name], end = end, end + tensor.num_bytes
+        entries[name] = {
+            "dtype": SAFETENSORS_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offsets[name], end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    block = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return block, {name: len(block) + offset for name, offset in offsets.items()}
 
 
 def read_header(path: Path, error: type[UserError] = AdapterFormatError) -> SafetensorsHeader:

@@ -7,8 +7,8 @@ A step is computing and stall. Computing: something in any case, something for e
 distinct expert and, of the processor, for each load; a (token, expert) pair is part of its token,
 which has as many experts whatever it is. Stall, layer by layer: experts that are here are computed
 while the missing ones are read, and those as they arrive, so it is what loads take beyond that and
-beyond the processor's own part of them. Processors that wait are cold afterwards, and compute
-slower, the more so the longer they waited.
+beyond the processor's own part of them. Processors that waited are cold and asleep: a layer that
+waits computes for longer, where it waits for more than moments.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from sgl_esft.offload.step_work import StepWork
 FORMAT: Final = "sgl-esft speed 1"
 INTERVAL: Final = (10.0, 90.0)  # percentiles of what measured windows lie off
 MIN_SETTINGS: Final = 3  # batch size, rows, adapters: fewer leave nothing to compare with
+COLD_AFTER_S: Final = 1e-3  # of waiting, two thirds of `cold_s`
 _MIN_LOADS: Final = 0.05  # a step; fewer say nothing about the link
 _ROUNDS: Final = 50  # of finding which layers wait, and for which load, by turns with the costs
 
@@ -114,7 +115,7 @@ class StepCosts:
     base_load_bytes: float  # of an expert read, where only the base is asked
     mixed_load_bytes: float  # with adapters: theirs are not aligned, and read some more
     link_byte_s: float = 0.0  # 1 / what the link is held to; 0 = to nothing
-    cold_share: float = 0.0  # of what is waited for, that computing is slower afterwards
+    cold_s: float = 0.0  # that a layer computes for longer which waits long
     off_low: float = 0.0  # measured over predicted seconds, less 1: INTERVAL
     off_high: float = 0.0
 
@@ -133,27 +134,45 @@ class StepCosts:
             + self.load_s * work.num_loads
         )
 
-    def stall_s(self, work: StepWork, load_bytes: float) -> float:
-        """Of a step whose loads have so many bytes each. Raises ConfigError: byte_s is None."""
+    def waits_s(self, work: StepWork, load_bytes: float) -> Values:
+        """[n], of each kind of layer, whose loads have so many bytes each.
+
+        Raises ConfigError: byte_s is None.
+        """
         if work.num_loads == 0.0:
-            return 0.0
+            return np.zeros(len(work.layers))
         if self.byte_s is None:
             raise ConfigError(
                 "the server that was calibrated read no expert: calibrate one with a smaller "
                 "--expert-cache too, and name both files"
             )
         waits = _Queue.of(work).waits(self, load_bytes * (self.byte_s + self.link_byte_s))
-        return float(work.layers @ waits.max(axis=0))
+        longest: Values = waits.max(axis=0)
+        return longest
+
+    def stall_s(self, work: StepWork, load_bytes: float) -> float:
+        """Of a step, as `waits_s`."""
+        return float(work.layers @ self.waits_s(work, load_bytes))
 
     def step_s(self, work: StepWork, *, with_adapters: bool) -> float:
         """Of a step."""
-        load_bytes = self.mixed_load_bytes if with_adapters else self.base_load_bytes
-        return self.compute_s(work) + (1.0 + self.cold_share) * self.stall_s(work, load_bytes)
+        waits_s = self.waits_s(
+            work, self.mixed_load_bytes if with_adapters else self.base_load_bytes
+        )
+        return self.compute_s(work) + float(
+            work.layers @ (waits_s + self.cold_s * _coldness(waits_s))
+        )
 
     def speed(self, work: StepWork, *, with_adapters: bool) -> Speed:
         """Tokens a second while such steps follow each other: prompts take time of their own."""
         expected = work.num_tokens / self.step_s(work, with_adapters=with_adapters)
         return Speed(expected, expected / (1 + self.off_high), expected / (1 + self.off_low))
+
+
+def _coldness(waits_s: Values) -> Values:
+    """Share of `cold_s` after a wait: nothing after a moment, all of it after some of them."""
+    found: Values = 1.0 - np.exp(-waits_s / COLD_AFTER_S)
+    return found
 
 
 @dataclass(frozen=True)
@@ -299,42 +318,52 @@ def _solved(
     terms, wanted = [], []
     links = {point.link_byte_s for point in points if _reads(point)}
     for point, queue in zip(points, queues, strict=True):
-        of_step = point.num_tokens, point.num_needed, point.num_loads
+        of_stall = _StallTerms.of(point, queue, last) if _reads(point) else None
         # On one link loads and waits go together: what waiting costs cannot be told from theirs.
-        terms.append([1.0, *of_step, 0.0, 0.0, point.stall_s if len(links) > 1 else 0.0])
+        cold = of_stall.cold_layers if of_stall is not None and len(links) > 1 else 0.0
+        of_step = point.num_tokens, point.num_needed, point.num_loads
+        terms.append([1.0, *of_step, 0.0, 0.0, cold])
         wanted.append([max(0.0, point.step_s - point.stall_s), point.step_s])
-        if last is not None and _reads(point):
-            of_stall, known_s = _stall_terms(point, queue, last)
-            terms.append(of_stall)
-            wanted.append([point.stall_s - known_s, point.step_s])
+        if of_stall is not None and last is not None:
+            terms.append([0.0, 0.0, *of_stall.terms, 0.0])
+            wanted.append([point.stall_s - of_stall.link_s, point.step_s])
     seconds, of_step_s = np.array(wanted).T
     parts = non_negative(np.array(terms) / of_step_s[:, None], seconds / of_step_s)
-    fixed_s, token_s, expert_s, load_s, latency_s, byte_s, cold_share = map(float, parts)
+    fixed_s, token_s, expert_s, load_s, latency_s, byte_s, cold_s = map(float, parts)
     base, mixed = _load_bytes(points)
     computing = StepCosts(fixed_s, token_s, expert_s, load_s, 0.0, None, base, mixed)
-    computing = replace(computing, link_byte_s=min(links, default=0.0), cold_share=cold_share)
+    computing = replace(computing, link_byte_s=min(links, default=0.0), cold_s=cold_s)
     return computing if last is None else replace(computing, latency_s=latency_s, byte_s=byte_s)
 
 
-def _stall_terms(point: SpeedPoint, queue: _Queue, costs: StepCosts) -> tuple[list[float], float]:
-    """Of each cost in a step's stall, and the link's own seconds of it.
-
-    Computing beside hides some of it.
+@dataclass(frozen=True)
+class _StallTerms:
+    """What a step's stall is made of: factors of expert_s (computing beside hides some of it),
+    load_s, latency_s and byte_s, and the seconds that are the link's; and layers that are cold.
     """
-    size = point.read_bytes / point.num_loads
-    if costs.byte_s is None:  # at first: every layer that reads waits for its last load
-        waits_for = queue.is_load.sum(axis=0)
-    else:
-        waits = queue.waits(costs, size * (costs.byte_s + point.link_byte_s))
-        waits_for = waits.argmax(axis=0)
 
-    def of(values: Values) -> float:
-        return float(point.work().layers @ np.take_along_axis(values, waits_for[None], axis=0)[0])
+    terms: tuple[float, float, float, float]
+    link_s: float
+    cold_layers: float
 
-    is_load = queue.is_load.astype(np.float64)
-    busy = -of(queue.beside), -of(queue.loads)
-    landed_bytes = of(queue.landed) * size
-    return [0.0, 0.0, *busy, of(is_load), landed_bytes, 0.0], landed_bytes * point.link_byte_s
+    @classmethod
+    def of(cls, point: SpeedPoint, queue: _Queue, costs: StepCosts | None) -> _StallTerms:
+        """By which load each layer waits for. costs: None at first, when it is the last one."""
+        layers, size = point.work().layers, point.read_bytes / point.num_loads
+        if costs is None or costs.byte_s is None:
+            waits_for, cold_layers = queue.is_load.sum(axis=0), 0.0
+        else:
+            waits = queue.waits(costs, size * (costs.byte_s + point.link_byte_s))
+            waits_for = waits.argmax(axis=0)
+            cold_layers = float(layers @ _coldness(waits.max(axis=0)))
+
+        def factor(values: Values) -> float:
+            return float(layers @ np.take_along_axis(values, waits_for[None], axis=0)[0])
+
+        is_load = queue.is_load.astype(np.float64)
+        landed_bytes = factor(queue.landed) * size
+        terms = -factor(queue.beside), -factor(queue.loads), factor(is_load), landed_bytes
+        return cls(terms, landed_bytes * point.link_byte_s, cold_layers)
 
 
 def _load_bytes(points: Sequence[SpeedPoint]) -> tuple[float, float]:

@@ -22,7 +22,6 @@ from sgl_esft.formats.expert_scheme import ExpertPart
 from sgl_esft.formats.safetensors_header import (
     DATA_ALIGNMENT,
     ITEM_BYTES,
-    SAFETENSORS_CODES,
     header_block,
 )
 
@@ -35,19 +34,7 @@ def file_header(tensors: Mapping[str, ExpertPart]) -> tuple[bytes, dict[str, int
     Those come first that keep what follows at DATA_ALIGNMENT, then wider types: torch can map a
     tensor in place only where its type is aligned.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts: dict[str, int] = {}
-    end = 0
-    for name, part in sorted(tensors.items(), key=_place_of):
-        starts[name] = end
-        end += part.num_bytes
-        entries[name] = {
-            "dtype": SAFETENSORS_CODES[part.dtype],
-            "shape": list(part.shape),
-            "data_offsets": [starts[name], end],
-        }
-    header = header_block(entries)
-    return header, {name: len(header) + start for name, start in starts.items()}
+    return header_block(sorted(tensors.items(), key=_place_of))
 
 
 def _place_of(item: tuple[str, ExpertPart]) -> tuple[bool, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from bench.finemoe.speed import (
     SpeedRounds,
     SpeedServer,
     asks_of,
+    in_turns,
     long_enough,
     rows_of,
     window_work,
@@ -102,10 +104,21 @@ def test_windows_ask_each_request_about_as_often(batch: int) -> None:
 
 def test_a_replay_has_each_request_in_other_company() -> None:
     """What two requests read together depends on which two they are."""
-    requests = [request(BASE, 2 * (n % 4), 2 * (n % 4)) for n in range(8)]
+    requests = [request(BASE, 4 * (n % 2), 4 * (n % 2)) for n in range(4)]
     work = window_work(traced(*requests), 2, 2 * TOP_K, BENCH)
-    # In one order alone, four pairs would come again and again, of one or two kinds of layers.
-    assert 1.0 < work.num_needed / (NUM_LAYERS * TOP_K) < 2.0
+    # Two of them are alike or not: in one order alone all pairs would be, or a half, or none.
+    share_unlike = float(work.layers[work.needed == 4.0].sum() / work.layers.sum())
+    assert share_unlike not in (0.0, 0.5, 1.0)
+
+
+def test_groups_of_adapters_and_the_base_are_mixed_alike() -> None:
+    asks = [DecodeAsk(f"{n}", (None, "law", "math")[n % 3]) for n in range(12)]
+    turn = in_turns(asks, lambda ask: ask.adapter, random.Random(1))
+    groups = [[next(turn) for _ in range(3)] for _ in range(8)]
+    assert all({ask.adapter for ask in group} == {None, "law", "math"} for group in groups)
+    texts = [tuple(ask.text for ask in group) for group in groups]
+    assert sorted(t for group in texts[:4] for t in group) == sorted(ask.text for ask in asks)
+    assert texts[:4] != texts[4:], "again in another order"
 
 
 # ---- the machine's drift ----

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save, save_file
 
 from sgl_esft.errors import EsftError, UnsupportedModelError
 from sgl_esft.formats.adapter_config import read_expert_config
-from sgl_esft.formats.safetensors_header import header_block, read_header
+from sgl_esft.formats.safetensors_header import TensorInfo, header_block, read_header
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,17 @@ def test_header_of_a_good_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a", "a" * 4000, "a" * 5000])
 def test_tensors_of_files_that_we_write_begin_aligned(name: str, tmp_path: Path) -> None:
-    entry = {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}
+    tensors = {name: TensorInfo("int8", (3,), 7, 10), "z": TensorInfo("int8", (2, 1), 0, 2)}
     path = tmp_path / "x.safetensors"
-    path.write_bytes(header_block({name: entry}) + b"abc")
+    block, starts = header_block(tensors.items())
+    path.write_bytes(block + b"abcde")
     header = read_header(path)
     assert header.data_start % 4096 == 0
-    assert header.tensors[name].start == header.data_start
-    assert load_file(path)[name].tolist() == [97, 98, 99], "as safetensors itself reads it"
+    assert starts == {name: header.data_start, "z": header.data_start + 3}
+    assert starts == {each: info.start for each, info in header.tensors.items()}
+    loaded = load_file(path)
+    assert loaded[name].tolist() == [97, 98, 99], "as safetensors itself reads it"
+    assert loaded["z"].tolist() == [[100], [101]]
 
 
 def test_the_caller_chooses_the_error(tmp_path: Path) -> None:

@@ -268,19 +268,30 @@ def test_what_a_load_takes_beyond_a_link_stays_on_a_slower_one() -> None:
     assert fit(unheld).with_bandwidth(50e6).byte_s == pytest.approx(1 / 50e6)
 
 
-def test_computing_after_waiting_is_slower_by_a_share_of_the_wait() -> None:
+def test_a_layer_that_waits_long_computes_longer() -> None:
     """Seen only where links differ: on one, loads and waits go together."""
-    share = 0.15
-    links = 400_000_000, 50_000_000
-    every = [p for link in links for p in _on_link(link, (1, 2, 4, 8), (8, 24))]
-    cold = [replace(p, step_s=p.step_s + share * p.stall_s) for p in every]
-    costs = fit(cold)
-    assert costs.cold_share == pytest.approx(share, rel=0.05)
+    links, cold_s = (400_000_000, 20_000_000), 8e-3
+    cold = replace(BEYOND, cold_s=cold_s)
+
+    def windows(link: int, batches: Sequence[int], rows: Sequence[int]) -> list[SpeedPoint]:
+        true = replace(cold, link_byte_s=1 / link)
+        return [
+            replace(p, step_s=true.step_s(p.work(), with_adapters=p.with_adapters))
+            for p in _on_link(link, batches, rows)
+        ]
+
+    calibrated = [p for link in links for p in windows(link, (1, 2, 4, 8), (8, 24))]
+    costs = fit(calibrated)
+    assert costs.cold_s == pytest.approx(cold_s, rel=0.05)
     assert costs.link_byte_s == pytest.approx(1 / max(links)), "the fastest is meant"
-    between = costs.with_bandwidth(100e6)
-    for point in _on_link(100_000_000, (3, 6), (12,)):
+    assert fit(windows(links[0], (1, 2, 4, 8), (8, 24))).cold_s == 0.0
+    between = costs.with_bandwidth(50e6)
+    for point in windows(50_000_000, (3, 6), (12,)):
         found = between.step_s(point.work(), with_adapters=point.with_adapters)
-        assert found == pytest.approx(point.step_s + share * point.stall_s, rel=0.01)
+        assert found == pytest.approx(point.step_s, rel=0.01)
+        warm = replace(between, cold_s=0.0)
+        without = warm.step_s(point.work(), with_adapters=point.with_adapters)
+        assert without < 0.9 * point.step_s, "it is a part of it that counts"
 
 
 def test_links_that_are_held_and_links_that_are_not_are_refused_together() -> None:
