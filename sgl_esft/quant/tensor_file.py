@@ -34,7 +34,8 @@ def file_header(tensors: Mapping[str, ExpertPart]) -> tuple[bytes, dict[str, int
     Those come first that keep what follows at DATA_ALIGNMENT, then wider types: torch can map a
     tensor in place only where its type is aligned.
     """
-    return header_block(sorted(tensors.items(), key=_place_of))
+    in_order = sorted(tensors.items(), key=_place_of)
+    return header_block(in_order)
 
 
 def _place_of(item: tuple[str, ExpertPart]) -> tuple[bool, int]:
