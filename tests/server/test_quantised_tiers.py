@@ -35,7 +35,11 @@ from tests.support.servers import ServerPool
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
 NUM_ROWS = 6
-TIERS = ("--expert-cache", str(NUM_ROWS), "--expert-policy", "lfu", "--enable-metrics")
+MAX_BYTES_PER_S = 4_000_000_000  # more than a test waits for
+TIERS = (
+    *("--expert-cache", str(NUM_ROWS), "--expert-policy", "lfu", "--enable-metrics"),
+    *("--expert-read-bandwidth", f"{MAX_BYTES_PER_S}B"),
+)
 MODELS: tuple[Model, ...] = (None, *NAMES)
 
 
@@ -65,4 +69,5 @@ def test_answers_in_tiers_are_those_with_all_experts_in_memory(
     report = requests.get(f"{tiered.url}/v1/memory", timeout=30).json()
     slot_bytes = read_moe_spec(quantised_zoo.quantised(None, "int8")).expert_bytes
     (device,) = report["devices"]
+    assert device["tiers"]["max_bytes_per_s"] == MAX_BYTES_PER_S
     assert {layer["slot_bytes"] for layer in device["layers"]} == {slot_bytes}

@@ -10,7 +10,7 @@ import itertools
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,21 @@ def of_servers(folder: Path) -> None:
     windows = {b: {way: window(0.1) for way in regimes.WAYS} for b in few.batches}
     found = {r: regimes.Regime("regression", [windows, windows]) for r in few.link_speeds}
     write_result("finemoe_regimes", {"rows": regimes.rows_of(found, few)}, folder=folder)
+
+
+def test_auto_is_compared_with_who_leads_it_most_and_its_choice_with_what_it_left() -> None:
+    """Of three rounds the middle one counts."""
+    tokens_per_s = {"lfu": 10.0, "finemoe": 16.0, "regression": 20.0, "auto": 18.0}
+    windows = [
+        {way: replace(window(0.1), seconds=64 / (slow * n)) for way, n in tokens_per_s.items()}
+        for slow in (1.0, 0.5, 0.1)
+    ]
+    plan = regimes.RegimePlan(link_speeds=(1.0,), batches=(1,))
+    found = {1.0: regimes.Regime("regression", [{1: each} for each in windows])}
+    (row,) = regimes.rows_of(found, plan)
+    assert row["auto_is"] == "regression"
+    assert row["auto_over_best_fixed"]["median"] == pytest.approx(18 / 20)
+    assert row["chosen_over_others"]["median"] == pytest.approx(20 / 16)
 
 
 def of_predictions(folder: Path) -> None:
