@@ -31,6 +31,7 @@ Until: TypeAlias = Callable[[Callable[[], bool]], Awaitable[None]]
 NEW_TOKENS: Final = 224  # of a stream; with its prompt they fit into a context of 512
 WARM_TOKENS: Final = 24  # of each stream, before its window
 SPARE_TOKENS: Final = 4  # at a stream's end, so that none ends within the window
+SAMPLED: Final[Mapping[str, float]] = {"temperature": 1.0}
 _MIN_TOKENS: Final = 4  # of each stream in a window
 _TRIES: Final = 4
 _POLL_S: Final = 0.02
@@ -92,7 +93,7 @@ def own_words(server: ServerAddress) -> list[str]:
     """Words that the server's base says, at least eight: prompts are made of them."""
     words: dict[str, None] = {}
     for start in _STARTS:
-        body = {"text": start, "sampling_params": _sampling(64)}
+        body = {"text": start, "sampling_params": _Answers(64, SAMPLED).parameters}
         answer = call(server, "POST", "/generate", body) or {}
         words |= dict.fromkeys(str(answer.get("text", "")).split())
     return [word for word in (*words, *_STARTS) if len(word) < 20]
@@ -110,8 +111,15 @@ def make_asks(
     ]
 
 
-def _sampling(num_tokens: int) -> dict[str, Any]:
-    return {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+@dataclass(frozen=True)
+class _Answers:
+    num_tokens: int
+    sampling: Mapping[str, float]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """For SGLang."""
+        return {**self.sampling, "max_new_tokens": self.num_tokens, "ignore_eos": True}
 
 
 # ---- a window ----
@@ -146,15 +154,18 @@ def measure(
     asks: Sequence[DecodeAsk],
     seconds: float,
     num_tokens: int | None = None,
+    sampling: Mapping[str, float] = SAMPLED,
 ) -> SpeedPoint:
     """Decode all `asks` together, for at most so long, or until the first is at its end.
 
-    num_tokens: of each stream, more than WARM_TOKENS; None = NEW_TOKENS. Raises ConfigError for a
+    num_tokens: of each stream, more than WARM_TOKENS; None = NEW_TOKENS. sampling: SGLang's
+    parameters of it, by which answers may not soon repeat themselves. Raises ConfigError for a
     server that counts nothing, or fetches ahead; ServerAnswerError, ServerUnreachableError.
     """
     try:
         for _ in range(_TRIES):
-            found = asyncio.run(_window(server, rows, asks, seconds, num_tokens or NEW_TOKENS))
+            answers = _Answers(num_tokens or NEW_TOKENS, sampling)
+            found = asyncio.run(_window(server, rows, asks, seconds, answers))
             if found is not None:
                 return found
     except httpx.HTTPError as error:
@@ -169,15 +180,15 @@ async def _window(
     rows: ServedRows,
     asks: Sequence[DecodeAsk],
     seconds: float,
-    num_tokens: int,
+    answers: _Answers,
 ) -> SpeedPoint | None:
     """None: a stream was at its end when the window had hardly begun."""
-    async with _client(server) as client, _decoding(client, asks, num_tokens) as (streams, until):
+    async with _client(server) as client, _decoding(client, asks, answers) as (streams, until):
         started = time.monotonic()
         await until(lambda: _are_warm(streams, started + seconds / 2))
         before, since = await _counted(client), [len(s.token_s) - 1 for s in streams]
         begun = [s.num_tokens for s in streams]
-        ends_at, last = time.monotonic() + seconds, num_tokens - SPARE_TOKENS
+        ends_at, last = time.monotonic() + seconds, answers.num_tokens - SPARE_TOKENS
         await until(lambda: _is_over(streams, begun, ends_at, last))
         after = await _counted(client)
         if min(s.num_tokens - n for s, n in zip(streams, begun, strict=True)) < _MIN_TOKENS:
@@ -232,11 +243,11 @@ def _point(
 
 @asynccontextmanager
 async def _decoding(
-    client: httpx.AsyncClient, asks: Sequence[DecodeAsk], num_tokens: int
+    client: httpx.AsyncClient, asks: Sequence[DecodeAsk], answers: _Answers
 ) -> AsyncIterator[tuple[list[_Stream], Until]]:
     """Streams of all asks, and what waits for a moment of theirs; what is left of them is ended."""
     streams = [_Stream(ask) for ask in asks]
-    tasks = [asyncio.create_task(_follow(client, stream, num_tokens)) for stream in streams]
+    tasks = [asyncio.create_task(_follow(client, stream, answers)) for stream in streams]
 
     async def until(is_so: Callable[[], bool]) -> None:
         while not is_so():
@@ -254,11 +265,11 @@ async def _decoding(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _follow(client: httpx.AsyncClient, stream: _Stream, num_tokens: int) -> None:
+async def _follow(client: httpx.AsyncClient, stream: _Stream, answers: _Answers) -> None:
     body: dict[str, Any] = {
         "text": stream.ask.text,
         "stream": True,
-        "sampling_params": _sampling(num_tokens),
+        "sampling_params": answers.parameters,
     }
     if stream.ask.adapter is not None:
         body["adapter"] = stream.ask.adapter
