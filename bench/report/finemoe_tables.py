@@ -103,8 +103,12 @@ def _speed_note(result: Any) -> str:
         f"{name.replace('_', ' ')} {percent(result[name])}% (goal {percent(goal)}%)"
         for name, goal in wanted.items()
     ]
-    inside = percent(result["share_inside"])
-    return f"Of {result['points']} points {' and '.join(parts)}; {inside}% within the interval. "
+    inside, drift = percent(result["share_inside"]), result["with_drift"]
+    return (
+        f"Of {result['points']} points {' and '.join(parts)}; {inside}% within the interval. "
+        f"With what the machine's speed changed meanwhile: {percent(drift['median_error'])}% and "
+        f"{percent(drift['worst_error'])}%. "
+    )
 
 
 def _large_note(result: Any) -> str:
@@ -343,7 +347,8 @@ FINE_TABLES: Mapping[str, FineTable] = {
             "predicted_tokens_per_s.expected": "predicted",
             "predicted_tokens_per_s.low": "from",
             "predicted_tokens_per_s.high": "to",
-            "tokens_per_s": "served",
+            "served_tokens_per_s": "served",
+            "tokens_per_s": "by round",
             "error": "error, %",
         },
         f"Ours are of {_SERVED}; its average is over systems and models, ours over one server's "

@@ -11,25 +11,30 @@ import numpy as np
 import pytest
 
 from bench.finemoe.reference import Reference, TimedWindows, at_usual_speed, usual_s
-from bench.finemoe.speed import (
+from bench.finemoe.speed import SpeedRounds, rows_of, tokens_per_s
+from bench.finemoe.speed_plan import (
     GridPoint,
+    Recorded,
     SpeedBench,
-    SpeedRounds,
     SpeedServer,
-    asks_of,
     in_turns,
-    long_enough,
-    rows_of,
-    window_work,
-    workload_of,
+    round_of,
+    works_of,
 )
 from sgl_esft.offload.speed import SpeedPoint, StepCosts
 from sgl_esft.offload.step_work import BASE, DecodedRequest, TracedRequests
 from sgl_esft.offload.trace import TraceHeader
-from sgl_esft.tools.decode_windows import SPARE_TOKENS, WARM_TOKENS, DecodeAsk
+from sgl_esft.tools.decode_windows import SPARE_TOKENS, WARM_TOKENS
 
-BENCH = SpeedBench(num_tokens=WARM_TOKENS + SPARE_TOKENS + 6)
-NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 8, 2
+NUM_LAYERS, NUM_EXPERTS, TOP_K, NUM_KINDS = 2, 8, 2, 2
+BENCH = SpeedBench(
+    num_tokens=WARM_TOKENS + SPARE_TOKENS + 6,
+    grid=(SpeedServer(TOP_K / NUM_EXPERTS, 0.3),),
+    grid_batches=(1,),
+    rounds=1,
+    num_requests=2,
+)
+NUM_COUNTED = BENCH.window_end - WARM_TOKENS
 HEADER = TraceHeader(
     num_layers=NUM_LAYERS,
     num_experts=NUM_EXPERTS,
@@ -52,73 +57,90 @@ def request(adapter_slot: int, first: int, then: int) -> DecodedRequest:
     return DecodedRequest(adapter_slot, ids)
 
 
-def traced(*requests: DecodedRequest) -> TracedRequests:
-    return TracedRequests(HEADER, MAPS, requests)
+def recorded(*requests: DecodedRequest, bench: SpeedBench = BENCH) -> Recorded:
+    return Recorded.of(TracedRequests(HEADER, MAPS, requests), bench)
+
+
+ALIKE = [request(BASE, 4, 4)] * 2
+
+
+# ---- what is predicted ----
 
 
 def test_only_the_windows_tokens_are_counted() -> None:
     """Two rows: what a window asks for is read at its first token, and stays."""
-    work = window_work(traced(request(BASE, 0, 4)), 1, TOP_K, BENCH)
-    num_counted = BENCH.window_end - WARM_TOKENS
-    assert work.num_needed == NUM_LAYERS * TOP_K
-    assert work.num_loads == pytest.approx(NUM_LAYERS * TOP_K / num_counted)
-    same = window_work(traced(request(BASE, 4, 4)), 1, TOP_K, BENCH)
-    assert same.num_loads == 0, "what the first tokens read is read by then"
+    works = works_of(recorded(*[request(BASE, 0, 4)] * 2, *ALIKE), BENCH, NUM_KINDS)
+    base = works[GridPoint(BENCH.grid[0], 1, False)]
+    assert base.num_tokens == 1
+    assert base.num_needed == NUM_LAYERS * TOP_K
+    assert base.num_loads == pytest.approx(NUM_LAYERS * TOP_K / NUM_COUNTED)
+    mixed = works[GridPoint(BENCH.grid[0], 1, True)]
+    assert mixed.num_loads == 0, "what the first tokens read is read by then"
 
 
 def test_requests_begin_together() -> None:
-    pair = traced(request(BASE, 0, 4), request(0, 0, 4))
-    work = window_work(pair, 2, 4 * TOP_K, BENCH)
+    bench = replace(BENCH, grid_batches=(2,))
+    found = recorded(*ALIKE, request(BASE, 0, 4), request(0, 0, 4), bench=bench)
+    work = works_of(found, bench, NUM_KINDS)[GridPoint(bench.grid[0], 2, True)]
     assert work.num_tokens == 2
     assert work.num_needed == 2 * NUM_LAYERS * TOP_K, "the adapter's experts are others"
 
 
-def test_workloads_are_told_apart() -> None:
-    base = [request(BASE, n, 4) for n in range(4)]
-    mixed = [request(BASE, 5, 4), request(0, 0, 4), request(BASE, 6, 4), request(0, 1, 4)]
-    every = traced(*base, *mixed)
-    assert workload_of(every, False).requests == tuple(base)
-    assert set(map(id, workload_of(every, True).requests)) == set(map(id, mixed))
+def test_what_a_server_was_asked_before_counts() -> None:
+    """Rows for four: those of the base's windows are there still, unless others come between."""
+    roomy = SpeedServer(2 * TOP_K / NUM_EXPERTS, 0.3)
+    bench = replace(BENCH, grid=(roomy,), rounds=2, num_requests=2)
+    same = works_of(recorded(*ALIKE, *ALIKE, bench=bench), bench, NUM_KINDS)
+    assert same[GridPoint(roomy, 1, False)].num_loads == 0
+    others = [request(0, 0, 2), request(0, 4, 6)]
+    between = works_of(recorded(*[request(BASE, 0, 4)] * 2, *others, bench=bench), bench, NUM_KINDS)
+    assert between[GridPoint(roomy, 1, False)].num_loads > 0
 
 
-def test_short_requests_are_left_out() -> None:
-    whole = request(BASE, 0, 4)
-    short = replace(whole, topk_ids=whole.topk_ids[:-1])
-    assert long_enough(traced(short, whole), BENCH).requests == (whole,)
+def test_what_was_asked_is_what_was_recorded() -> None:
+    short = replace(request(BASE, 0, 4), topk_ids=request(BASE, 0, 4).topk_ids[:-1])
+    base, mixed = [request(BASE, n, 4) for n in (0, 1)], [request(BASE, 2, 4), request(0, 3, 4)]
+    found = recorded(short, *base, short, *mixed)
+    assert [list(each) for each in found.requests.values()] == [base, mixed]
+    with pytest.raises(ValueError, match="3 requests were recorded, of 4 that were asked"):
+        recorded(*base, mixed[0], short)
 
 
 # ---- what windows ask ----
 
 
+@pytest.mark.parametrize("with_adapters", [False, True])
 @pytest.mark.parametrize("batch", [1, 3, 6])
-def test_windows_ask_each_request_about_as_often(batch: int) -> None:
-    bench = replace(BENCH, num_requests=24, rounds=4)
-    every = [DecodeAsk(f"{number}") for number in range(bench.num_requests)]
-    rounds = asks_of(every, GridPoint(SpeedServer(0.5, 0.3), batch, False), bench)
-    assert len(rounds) == bench.rounds
-    assert {len(asks) for windows in rounds for asks in windows} == {batch}
-    asked = Counter(ask.text for windows in rounds for asks in windows for ask in asks)
-    assert set(asked) == {ask.text for ask in every}
+def test_windows_ask_each_request_about_as_often(batch: int, with_adapters: bool) -> None:
+    bench = SpeedBench(num_requests=12, rounds=4)
+    point = GridPoint(bench.grid[0], batch, with_adapters)
+    every = [w for number in range(4) for w in round_of(point.server, number, bench, 3)]
+    groups = [g for w in every if w.is_measured and w.point == point for g in w.groups]
+    assert {len(group) for group in groups} == {batch}
+    asked = Counter(number for group in groups for number in group)
+    assert set(asked) == set(range(12))
     assert max(asked.values()) - min(asked.values()) <= 1
 
 
-def test_a_replay_has_each_request_in_other_company() -> None:
-    """What two requests read together depends on which two they are."""
-    requests = [request(BASE, 4 * (n % 2), 4 * (n % 2)) for n in range(4)]
-    work = window_work(traced(*requests), 2, 2 * TOP_K, BENCH)
-    # Two of them are alike or not: in one order alone all pairs would be, or a half, or none.
-    share_unlike = float(work.layers[work.needed == 4.0].sum() / work.layers.sum())
-    assert share_unlike not in (0.0, 0.5, 1.0)
+def test_rounds_go_forth_and_back_and_rows_are_filled_first() -> None:
+    bench, server = SpeedBench(), SpeedBench.grid[0]
+    forth, back = (round_of(server, number, bench, 3) for number in (0, 1))
+    assert [w.is_measured for w in forth] == [False] + [True] * 6
+    assert [w.point for w in back[1:]] == [w.point for w in forth[1:]][::-1]
+    assert [w.point for w in forth[1:]] == bench.points(server)
 
 
 def test_groups_of_adapters_and_the_base_are_mixed_alike() -> None:
-    asks = [DecodeAsk(f"{n}", (None, "law", "math")[n % 3]) for n in range(12)]
-    turn = in_turns(asks, lambda ask: ask.adapter, random.Random(1))
+    turn = in_turns(12, 3, random.Random(1))
     groups = [[next(turn) for _ in range(3)] for _ in range(8)]
-    assert all({ask.adapter for ask in group} == {None, "law", "math"} for group in groups)
-    texts = [tuple(ask.text for ask in group) for group in groups]
-    assert sorted(t for group in texts[:4] for t in group) == sorted(ask.text for ask in asks)
-    assert texts[:4] != texts[4:], "again in another order"
+    assert all({number % 3 for number in group} == {0, 1, 2} for group in groups)
+    assert sorted(n for group in groups[:4] for n in group) == list(range(12))
+    assert groups[:4] != groups[4:], "again in another order"
+
+
+def test_the_speed_is_that_of_an_average_step() -> None:
+    """Half the windows read nothing: a median would say that none does."""
+    assert tokens_per_s([window(1.0), window(1.0), window(4.0, 3.0)]) == pytest.approx(0.5)
 
 
 # ---- the machine's drift ----
