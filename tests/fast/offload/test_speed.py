@@ -260,6 +260,7 @@ def test_what_a_load_takes_beyond_a_link_stays_on_a_slower_one() -> None:
     slow = fit(points).with_bandwidth(50e6)
     assert slow.byte_s == pytest.approx(1 / 200e6, rel=0.02)
     assert slow.link_byte_s == pytest.approx(1 / 50e6)
+    assert slow.with_bandwidth(1e9) == slow, "a link is not made faster"
     for point in _on_link(50_000_000, (3, 6), (12,)):
         found = slow.step_s(point.work(), with_adapters=point.with_adapters)
         assert found == pytest.approx(point.step_s, rel=0.01)
