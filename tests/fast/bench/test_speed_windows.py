@@ -79,7 +79,7 @@ def test_only_the_windows_tokens_are_counted() -> None:
 
 
 def test_what_fills_the_rows_is_not_counted() -> None:
-    """The first request of the mixed ones does, which reads in its window, as the other does not."""
+    """The first of the mixed requests does, which reads in its window; the other one does not."""
     found = recorded(*ALIKE, request(BASE, 0, 4), request(BASE, 4, 4))
     mixed = works_of(found, BENCH, NUM_KINDS)[GridPoint(BENCH.grid[0], 1, True)]
     assert mixed.num_loads == pytest.approx(NUM_LAYERS * TOP_K / (2 * NUM_COUNTED))
