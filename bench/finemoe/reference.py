@@ -32,18 +32,13 @@ class Reference:
         """window: of that server, always of the same requests. One is taken, which warms it."""
         self._window = window
         window()
-        self._last_s = compute_s(window())
+        self._last_s = window().compute_s
 
     def beside(self, windows: Callable[[], Sequence[SpeedPoint]]) -> TimedWindows:
         """These, and a window after them; the one before them is that of the last ones."""
         found, before_s = tuple(windows()), self._last_s
-        self._last_s = compute_s(self._window())
+        self._last_s = self._window().compute_s
         return TimedWindows(found, (before_s + self._last_s) / 2)
-
-
-def compute_s(window: SpeedPoint) -> float:
-    """Of a step, what was not waited for."""
-    return max(0.0, window.step_s - window.stall_s)
 
 
 def usual_s(every: Sequence[TimedWindows]) -> float:
@@ -54,6 +49,6 @@ def usual_s(every: Sequence[TimedWindows]) -> float:
 def at_usual_speed(timed: TimedWindows, usual: float) -> list[SpeedPoint]:
     """Their computing as long as where a step of the reference computes for `usual` seconds."""
     return [
-        replace(each, step_s=each.stall_s + compute_s(each) * usual / timed.compute_s)
+        replace(each, step_s=each.stall_s + each.compute_s * usual / timed.compute_s)
         for each in timed.windows
     ]

@@ -35,12 +35,11 @@ from bench.finemoe.speed_plan import (
     Recorded,
     SpeedBench,
     SpeedServer,
-    forth_or_back,
     round_of,
     workload,
     works_of,
 )
-from bench.finemoe.tier_servers import NONE, ZooModel, link_of, tier_command
+from bench.finemoe.tier_servers import NONE, ZooModel, in_turns, link_of, tier_command
 from sgl_esft import zoo
 from sgl_esft.offload.speed import Speed, SpeedPoint, StepCosts, fit
 from sgl_esft.offload.step_work import StepWork, requests_of
@@ -130,7 +129,7 @@ def take_round(
 ) -> None:
     """Windows of everything, by servers in turns. Calibration asks what a server itself says."""
     every = {of: workload(model, bench.num_requests, of) for of in (False, True)}
-    for server in forth_or_back([*bench.calibrated, *bench.grid], number):
+    for server in in_turns([*bench.calibrated, *bench.grid], number):
         window = Asking.of(urls[server], bench)
         if server in bench.calibrated:
             points = bench.calibrated_points(server)

@@ -16,9 +16,9 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
-from bench.finemoe.tier_servers import NONE, ZooModel
+from bench.finemoe.tier_servers import NONE, ZooModel, in_turns
 from sgl_esft.offload.policies import policy_of
 from sgl_esft.offload.step_work import (
     DecodedRequest,
@@ -32,7 +32,6 @@ from sgl_esft.tools.decode_windows import SPARE_TOKENS, WARM_TOKENS, DecodeAsk
 
 ALL = 0.0  # a share of rows: one for every slot
 SAMPLING: Final[Mapping[str, float]] = {"temperature": 0.0, "frequency_penalty": 1.0}
-_T = TypeVar("_T")
 _PROMPTS = 32  # whose words are shuffled
 _SEED = 5000
 _PROMPT_WORDS = 12
@@ -108,11 +107,6 @@ def _points(server: SpeedServer, batches: Sequence[int]) -> list[GridPoint]:
     return [GridPoint(server, batch, mixed) for batch in batches for mixed in (False, True)]
 
 
-def forth_or_back(items: Sequence[_T], number: int) -> list[_T]:
-    """The other way round in every second round."""
-    return list(reversed(items)) if number % 2 else list(items)
-
-
 def workload(model: ZooModel, count: int, with_adapters: bool) -> list[DecodeAsk]:
     """Adapters and the base in turns, where they are asked.
 
@@ -142,7 +136,7 @@ def round_of(server: SpeedServer, number: int, bench: SpeedBench, num_kinds: int
     """
     first = GridPoint(server, max(bench.grid_batches), with_adapters=True)
     fill = Windows(first, (tuple(range(first.batch)),), is_measured=False)
-    points = forth_or_back(bench.points(server), number)
+    points = in_turns(bench.points(server), number)
     return [fill, *(Windows(p, _groups(p, number, bench, num_kinds)) for p in points)]
 
 
@@ -150,13 +144,13 @@ def _groups(
     point: GridPoint, number: int, bench: SpeedBench, num_kinds: int
 ) -> tuple[tuple[int, ...], ...]:
     kinds = num_kinds if point.with_adapters else 1
-    turn = in_turns(bench.num_requests, kinds, random.Random(point.batch))
+    turn = mixed_order(bench.num_requests, kinds, random.Random(point.batch))
     count = bench.windows_of(point.batch)
     every = [tuple(next(turn) for _ in range(point.batch)) for _ in range(count * bench.rounds)]
     return tuple(every[number * count : (number + 1) * count])
 
 
-def in_turns(count: int, num_kinds: int, rng: random.Random) -> Iterator[int]:
+def mixed_order(count: int, num_kinds: int, rng: random.Random) -> Iterator[int]:
     """Numbers below `count`, each once, and then again in another order.
 
     Those that leave the same rest by num_kinds are of one kind; kinds come in turns, so that groups

@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -31,6 +32,7 @@ from sgl_esft import zoo
 from sgl_esft.formats.model_spec import MoeSpec, read_moe_spec
 from sgl_esft.offload.pack import PackedLayout, pack_experts
 
+_T = TypeVar("_T")
 RESIDENT = "resident"  # a server that has all experts in memory
 NONE = "lfu"  # nothing is fetched ahead
 KEEPS_ONLY = ", nothing ahead"
@@ -218,6 +220,6 @@ def layer_seconds(url: str, model: ZooModel, num_asks: int) -> float:
     return statistics.median(found.tpot_s) / model.spec.num_layers
 
 
-def in_turns(names: Sequence[str], number: int) -> Sequence[str]:
+def in_turns(items: Sequence[_T], number: int) -> Sequence[_T]:
     """Forth in one round, back in the next."""
-    return list(reversed(names)) if number % 2 else names
+    return list(reversed(items)) if number % 2 else items

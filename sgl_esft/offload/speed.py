@@ -65,6 +65,11 @@ class SpeedPoint:
         return self.num_tokens, self.num_rows, self.with_adapters, self.max_bytes_per_s
 
     @property
+    def compute_s(self) -> float:
+        """Of a step, what was not waited for."""
+        return max(0.0, self.step_s - self.stall_s)
+
+    @property
     def link_byte_s(self) -> float:
         """Of the link's bandwidth, where it was held to one; else 0."""
         return 0.0 if self.max_bytes_per_s is None else 1.0 / self.max_bytes_per_s
@@ -318,22 +323,27 @@ def _solved(
     terms, wanted = [], []
     links = {point.link_byte_s for point in points if _reads(point)}
     for point, queue in zip(points, queues, strict=True):
-        of_stall = _StallTerms.of(point, queue, last) if _reads(point) else None
+        of_stall = _StallTerms.of(point, queue, last) if last and _reads(point) else None
         # On one link loads and waits go together: what waiting costs cannot be told from theirs.
         cold = of_stall.cold_layers if of_stall is not None and len(links) > 1 else 0.0
         of_step = point.num_tokens, point.num_needed, point.num_loads
         terms.append([1.0, *of_step, 0.0, 0.0, cold])
-        wanted.append([max(0.0, point.step_s - point.stall_s), point.step_s])
-        if of_stall is not None and last is not None:
+        wanted.append([point.compute_s, point.step_s])
+        if of_stall is not None:
             terms.append([0.0, 0.0, *of_stall.terms, 0.0])
             wanted.append([point.stall_s - of_stall.link_s, point.step_s])
     seconds, of_step_s = np.array(wanted).T
     parts = non_negative(np.array(terms) / of_step_s[:, None], seconds / of_step_s)
     fixed_s, token_s, expert_s, load_s, latency_s, byte_s, cold_s = map(float, parts)
     base, mixed = _load_bytes(points)
-    computing = StepCosts(fixed_s, token_s, expert_s, load_s, 0.0, None, base, mixed)
-    computing = replace(computing, link_byte_s=min(links, default=0.0), cold_s=cold_s)
-    return computing if last is None else replace(computing, latency_s=latency_s, byte_s=byte_s)
+    return StepCosts(
+        *(fixed_s, token_s, expert_s, load_s, latency_s),
+        byte_s=None if last is None else byte_s,
+        base_load_bytes=base,
+        mixed_load_bytes=mixed,
+        link_byte_s=min(links, default=0.0),
+        cold_s=cold_s,
+    )
 
 
 @dataclass(frozen=True)
@@ -347,10 +357,10 @@ class _StallTerms:
     cold_layers: float
 
     @classmethod
-    def of(cls, point: SpeedPoint, queue: _Queue, costs: StepCosts | None) -> _StallTerms:
-        """By which load each layer waits for. costs: None at first, when it is the last one."""
+    def of(cls, point: SpeedPoint, queue: _Queue, costs: StepCosts) -> _StallTerms:
+        """By which load each layer waits for: at first, when costs have no byte_s, the last one."""
         layers, size = point.work().layers, point.read_bytes / point.num_loads
-        if costs is None or costs.byte_s is None:
+        if costs.byte_s is None:
             waits_for, cold_layers = queue.is_load.sum(axis=0), 0.0
         else:
             waits = queue.waits(costs, size * (costs.byte_s + point.link_byte_s))

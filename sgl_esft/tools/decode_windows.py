@@ -162,9 +162,9 @@ def measure(
     parameters of it, by which answers may not soon repeat themselves. Raises ConfigError for a
     server that counts nothing, or fetches ahead; ServerAnswerError, ServerUnreachableError.
     """
+    answers = _Answers(num_tokens or NEW_TOKENS, sampling)
     try:
         for _ in range(_TRIES):
-            answers = _Answers(num_tokens or NEW_TOKENS, sampling)
             found = asyncio.run(_window(server, rows, asks, seconds, answers))
             if found is not None:
                 return found

@@ -17,7 +17,7 @@ from bench.finemoe.speed_plan import (
     Recorded,
     SpeedBench,
     SpeedServer,
-    in_turns,
+    mixed_order,
     round_of,
     works_of,
 )
@@ -138,7 +138,7 @@ def test_rounds_go_forth_and_back_and_rows_are_filled_first() -> None:
 
 
 def test_groups_of_adapters_and_the_base_are_mixed_alike() -> None:
-    turn = in_turns(12, 3, random.Random(1))
+    turn = mixed_order(12, 3, random.Random(1))
     groups = [[next(turn) for _ in range(3)] for _ in range(8)]
     assert all({number % 3 for number in group} == {0, 1, 2} for group in groups)
     assert sorted(n for group in groups[:4] for n in group) == list(range(12))
