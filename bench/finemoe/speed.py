@@ -42,7 +42,7 @@ from bench.finemoe.speed_plan import (
 from bench.finemoe.tier_servers import NONE, ZooModel, in_turns, link_of, tier_command
 from sgl_esft import zoo
 from sgl_esft.offload.speed import Speed, SpeedPoint, StepCosts, fit
-from sgl_esft.offload.step_work import StepWork, requests_of
+from sgl_esft.offload.step_work import StepWork
 from sgl_esft.offload.trace import read_header_of, read_trace
 from sgl_esft.tools import decode_windows
 from sgl_esft.tools.decode_windows import DecodeAsk, ServedRows
@@ -88,7 +88,7 @@ def recorded(model: ZooModel, bench: SpeedBench, folder: Path) -> Recorded:
             for ask in workload(model, bench.num_requests, with_adapters):
                 window([ask])
         time.sleep(_FLUSHED_S)
-    return Recorded.of(requests_of(read_header_of(folder), read_trace(folder)), bench)
+    return Recorded.of(read_header_of(folder), list(read_trace(folder)), bench)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ measured, and in the replay.
 
     asks, of the base alone and mixed --[round_of]--> by server and round: groups, each a window
     a server records each ask by itself --> Recorded, in the same order
-    its requests, in a server's order --[works_of]: its decisions--> StepWork of each point
+    its prompts and tokens, in a server's order --[works_of]: its decisions--> StepWork of a point
 
 Answers are greedy, and tokens that were there are penalised: so they do not repeat themselves, and
 are the same on every server, but for what another batch rounds. What a server reads follows then,
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
+
+import numpy as np
 
 from bench.finemoe.tier_servers import NONE, ZooModel, in_turns
 from sgl_esft.offload.policies import policy_of
@@ -25,9 +27,10 @@ from sgl_esft.offload.step_work import (
     StepWork,
     TracedRequests,
     counted_work,
+    requests_of,
     step_of,
 )
-from sgl_esft.offload.trace import TraceStep
+from sgl_esft.offload.trace import TraceEvent, TraceHeader, TraceStep
 from sgl_esft.tools.decode_windows import SPARE_TOKENS, WARM_TOKENS, DecodeAsk
 
 ALL = 0.0  # a share of rows: one for every slot
@@ -170,24 +173,52 @@ def _kinds(count: int, num_kinds: int) -> list[range]:
 
 
 @dataclass(frozen=True)
+class RecordedRequest:
+    """`prompt`: the forward pass that gave its first token."""
+
+    prompt: TraceStep
+    decoded: DecodedRequest
+
+
+@dataclass(frozen=True)
 class Recorded:
     """`requests`: of the base alone and, True, mixed, in the workload's order."""
 
     traced: TracedRequests
-    requests: Mapping[bool, tuple[DecodedRequest, ...]]
+    requests: Mapping[bool, tuple[RecordedRequest, ...]]
 
     @classmethod
-    def of(cls, traced: TracedRequests, bench: SpeedBench) -> Recorded:
-        """The base's came first. Raises ValueError for another number of them.
+    def of(cls, header: TraceHeader, events: Sequence[TraceEvent], bench: SpeedBench) -> Recorded:
+        """Of requests that came one after the other, the base's first.
 
-        Shorter ones are what a server asks itself at its start.
+        Raises ValueError for another number of them. Shorter ones are what a server asks itself at
+        its start.
         """
-        long = [each for each in traced.requests if len(each.topk_ids) >= bench.window_end]
+        traced = requests_of(header, events)
+        every = zip(_prompts(events), traced.requests, strict=True)
+        asked = [RecordedRequest(prompt, decoded) for prompt, decoded in every]
+        long = [each for each in asked if len(each.decoded.topk_ids) >= bench.window_end]
         count = bench.num_requests
         if len(long) != 2 * count:
             raise ValueError(f"{len(long)} requests were recorded, of {2 * count} that were asked")
         requests = {False: tuple(long[:count]), True: tuple(long[count:])}
-        return cls(replace(traced, requests=tuple(long)), requests)
+        return cls(replace(traced, requests=tuple(each.decoded for each in long)), requests)
+
+
+def _prompts(events: Iterable[TraceEvent]) -> Iterator[TraceStep]:
+    """Of each request that decodes, the pass before its first decoded token: no prompt is as long
+    as a chunk, and no prefix cache is on.
+    """
+    seen: set[int] = set()
+    last: TraceStep | None = None
+    for event in events:
+        if not isinstance(event, TraceStep):
+            continue
+        for request_id in event.request_ids:
+            if request_id not in seen and last is not None:
+                yield last
+            seen.add(request_id)
+        last = event
 
 
 def works_of(recorded: Recorded, bench: SpeedBench, num_kinds: int) -> dict[GridPoint, StepWork]:
@@ -214,8 +245,8 @@ def works_of(recorded: Recorded, bench: SpeedBench, num_kinds: int) -> dict[Grid
 def _steps_of(
     server: SpeedServer, recorded: Recorded, bench: SpeedBench, num_kinds: int
 ) -> tuple[list[TraceStep], list[GridPoint | None]]:
-    """All steps of a server, and which point's windows each is in: a request's first tokens are in
-    none, so what those read is read by then.
+    """All steps of a server, and which point's windows each is in: prompts and a request's first
+    tokens are in none, so what those read is read by then.
     """
     steps: list[TraceStep] = []
     owners: list[GridPoint | None] = []
@@ -223,9 +254,21 @@ def _steps_of(
     for windows in itertools.chain.from_iterable(rounds):
         requests = recorded.requests[windows.point.with_adapters]
         for group in windows.groups:
+            steps.append(_together([requests[n].prompt for n in group]))
+            owners.append(None)
+            decoded = [requests[n].decoded for n in group]
             for token in range(bench.window_end):
-                tokens = [(requests[n].adapter_slot, requests[n].topk_ids[token]) for n in group]
+                tokens = [(each.adapter_slot, each.topk_ids[token]) for each in decoded]
                 steps.append(step_of(recorded.traced.header, tokens))
                 is_counted = windows.is_measured and token >= WARM_TOKENS
                 owners.append(windows.point if is_counted else None)
     return steps, owners
+
+
+def _together(prompts: Sequence[TraceStep]) -> TraceStep:
+    """As one pass, which a server makes of most that come together."""
+    return replace(
+        prompts[0],
+        adapter_slots=np.concatenate([each.adapter_slots for each in prompts]),
+        topk_ids=np.concatenate([each.topk_ids for each in prompts], axis=1),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +22,8 @@ from bench.finemoe.speed_plan import (
     works_of,
 )
 from sgl_esft.offload.speed import SpeedPoint, StepCosts
-from sgl_esft.offload.step_work import BASE, DecodedRequest, TracedRequests
-from sgl_esft.offload.trace import TraceHeader
+from sgl_esft.offload.step_work import BASE, DecodedRequest, step_of
+from sgl_esft.offload.trace import SlotChange, TraceEvent, TraceHeader
 from sgl_esft.tools.decode_windows import SPARE_TOKENS, WARM_TOKENS
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, NUM_KINDS = 2, 8, 2, 2
@@ -49,16 +49,34 @@ MAPS = np.broadcast_to(
 ).copy()
 
 
-def request(adapter_slot: int, first: int, then: int) -> DecodedRequest:
+def request(
+    adapter_slot: int, first: int, then: int, num_tokens: int = BENCH.window_end
+) -> DecodedRequest:
     """Experts `first` and the next one while windows have not begun, `then` and the next after."""
-    ids = np.empty((BENCH.window_end, NUM_LAYERS, TOP_K), dtype=np.int64)
+    ids = np.empty((num_tokens, NUM_LAYERS, TOP_K), dtype=np.int64)
     ids[:WARM_TOKENS] = first, first + 1
     ids[WARM_TOKENS:] = then, then + 1
     return DecodedRequest(adapter_slot, ids)
 
 
-def recorded(*requests: DecodedRequest, bench: SpeedBench = BENCH) -> Recorded:
-    return Recorded.of(TracedRequests(HEADER, MAPS, requests), bench)
+def events_of(requests: Sequence[DecodedRequest], prompt: Sequence[int] | None) -> list[TraceEvent]:
+    """As a server records them one after the other; each prompt asks for experts `prompt`, or for
+    those of the request's first token.
+    """
+    events: list[TraceEvent] = [SlotChange(MAPS)]
+    for number, each in enumerate(requests):
+        tokens = [(each.adapter_slot, ids) for ids in each.topk_ids]
+        ids = np.broadcast_to(prompt or each.topk_ids[0, 0], (NUM_LAYERS, TOP_K))
+        asked = replace(step_of(HEADER, [(each.adapter_slot, ids)]), request_ids=())
+        decoded = [replace(step_of(HEADER, [token]), request_ids=(number,)) for token in tokens]
+        events += [asked, *decoded]
+    return events
+
+
+def recorded(
+    *requests: DecodedRequest, bench: SpeedBench = BENCH, prompt: Sequence[int] | None = None
+) -> Recorded:
+    return Recorded.of(HEADER, events_of(requests, prompt), bench)
 
 
 ALIKE = [request(BASE, 4, 4)] * 2
@@ -104,11 +122,28 @@ def test_what_a_server_was_asked_before_counts() -> None:
     assert between[GridPoint(roomy, 1, False)].num_loads > 0
 
 
+def test_prompts_go_through_the_rows() -> None:
+    """What a window asks for first is there in the second round, where its prompt asked for it."""
+    roomy = SpeedServer(5 / NUM_EXPERTS, 0.3)
+    bench, point = replace(BENCH, grid=(roomy,), rounds=2), GridPoint(roomy, 1, False)
+    requests = [request(BASE, 0, 4), request(0, 4, 4)]
+    same, others = (
+        recorded(*(each for each in requests for _ in range(2)), bench=bench, prompt=prompt)
+        for prompt in ((4, 5), (6, 7))
+    )
+    read = works_of(others, bench, NUM_KINDS)[point].num_loads
+    assert works_of(same, bench, NUM_KINDS)[point].num_loads == pytest.approx(read / 2)
+    assert read > 0
+
+
 def test_what_was_asked_is_what_was_recorded() -> None:
-    short = replace(request(BASE, 0, 4), topk_ids=request(BASE, 0, 4).topk_ids[:-1])
+    short = request(BASE, 0, 4, BENCH.window_end - 1)
     base, mixed = [request(BASE, n, 4) for n in (0, 1)], [request(BASE, 2, 4), request(0, 3, 4)]
     found = recorded(short, *base, short, *mixed)
-    assert [list(each) for each in found.requests.values()] == [base, mixed]
+    of_base, of_both = ([r.decoded for r in each] for each in found.requests.values())
+    for got, asked in zip([*of_base, *of_both], [*base, *mixed], strict=True):
+        assert got.adapter_slot == asked.adapter_slot
+        np.testing.assert_array_equal(got.topk_ids, asked.topk_ids)
     with pytest.raises(ValueError, match="3 requests were recorded, of 4 that were asked"):
         recorded(*base, mixed[0], short)
 
