@@ -1,14 +1,13 @@
 #!/bin/bash
 # One call on a lent GPU machine: unpack the bundle, build, check, measure, in under ten minutes.
 #
-#   build/gpu-bundle/lent_hour.sh CALL [flags of python -m bench.gpu]
+#   build/gpu-bundle/lent_hour.sh --call 1 [other flags of python -m bench.gpu]
 #
-# CALL is 1 or 2 (`python -m bench.gpu --plan`). Results go to $OUT, else to ./gpu-results. Only
-# the machine's own python3 is used (GPU_PYTHON= for another); nothing is installed or downloaded.
+# Calls: `python -m bench.gpu --plan`. Results go to $OUT, else to ./gpu-results; with --resume
+# those that lie there are gone on with. Only the machine's own python3 is used (GPU_PYTHON= for
+# another); nothing is installed or downloaded.
 set -euo pipefail
 started=$SECONDS
-call=${1:?usage: lent_hour.sh CALL}
-shift
 here=$(cd "$(dirname "$0")" && pwd)
 python=${GPU_PYTHON:-python3}
 out=${OUT:-$PWD/gpu-results}
@@ -34,4 +33,4 @@ fi
 cd "$work/src"
 # What unpacking took is of the same ten minutes.
 minutes=$("$python" -c 'import sys; print(9.5 - float(sys.argv[1]) / 60)' $((SECONDS - started)))
-"$python" -m bench.gpu --call "$call" --minutes "$minutes" --out "$out" "$@" 2>&1 | tee "$out/call-$call.txt"
+"$python" -m bench.gpu --minutes "$minutes" --out "$out" "$@" 2>&1 | tee "$out/said-$(date +%H%M%S).txt"

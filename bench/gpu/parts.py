@@ -69,7 +69,16 @@ PARTS = {
     "serve": Part(
         "gpu_serve",
         "SGLang with this plugin serving on a GPU",
-        {"serve: equality": Limits(130, 280), "serve": Limits(130, 520)},
+        {"serve": Limits(130, 520)},
+    ),
+    "answers": Part(
+        "gpu_answers",
+        "answers of servers on a GPU beside those of merged models and of plain SGLang",
+        {
+            "serve: equality": Limits(100, 280),
+            "tiers: equality": Limits(100, 280),
+            "quantised: equality": Limits(120, 300),
+        },
     ),
     "elastic": Part(
         "gpu_elastic",

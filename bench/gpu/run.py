@@ -41,7 +41,7 @@ from bench.gpu.parts import BUILD, DEVICE_TESTS, PARTS, Part
 from bench.gpu.plan import Limits
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt): ")
-_SERVED = ("serve: equality", "serve", "elastic")
+_SERVED = ("serve: equality", "tiers: equality", "quantised: equality", "serve", "elastic")
 _NEEDS_A_GPU = "SGLang's kernel needs a GPU"
 SIMULATED = "contract simulator: no GPU took part"
 COMPLETE, INCOMPLETE = "complete", "INCOMPLETE"
@@ -72,8 +72,10 @@ class Report:
         """Take the steps with figures from the file that an earlier run wrote, if there is one."""
         file = self.folder / f"{self.part.file}.json"
         if file.exists():
-            found = json.loads(file.read_text())["steps"]
-            self.steps = {name: each for name, each in found.items() if each["ok"]}
+            found = json.loads(file.read_text())
+            of = {"device": found["driver"]["name"]}  # results before H200's do not say it by step
+            steps = {name: {**of, **each} for name, each in found["steps"].items()}
+            self.steps = {name: each for name, each in steps.items() if each["ok"]}
 
     @property
     def to_run(self) -> dict[str, Limits]:
@@ -82,7 +84,8 @@ class Report:
         return {name: each for name, each in self.part.steps.items() if name not in done}
 
     def add(self, name: str, outcome: Mapping[str, Any]) -> None:
-        self.steps[name] = {"commit": commit(":/", ":!results"), **outcome}
+        of = {"commit": commit(":/", ":!results"), "device": str(self.device["name"])}
+        self.steps[name] = {**of, **outcome}
         state = "ok" if outcome["ok"] else f"FAILED: {outcome['reason']}"
         state = f"NOT RUN: {outcome['reason']}" if outcome.get("not_run") else state
         print(f"gpu: {name}: {state} ({outcome['took_seconds']:.0f} s)", flush=True)

@@ -17,8 +17,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from bench.common.load import LoadFigures, Target, Workload, all_to_base, at_onc
 from bench.common.record import spread
 from bench.expertweave.floor import ModelBytes, expected_touched_at_random, floor_over_base
 from bench.gpu import checkpoint, plan
+from bench.gpu.servers import held
 from sgl_esft.formats.adapter_config import EXPERT_CONFIG_NAME, read_expert_config
 from sgl_esft.zoo import serving
 
@@ -37,6 +37,7 @@ DATA = ROOT / "tests" / "data"
 PUBLISHED = ("gate-intent", "gate-law", "token-intent", "token-law")
 KV_TOKENS = 65536
 PAGE_BYTES = 2 << 20  # of the driver
+FEW_LAYERS = 4
 MARGIN_SECONDS = 20.0  # to stop the servers and to write
 
 Figures = dict[str, Any]
@@ -144,15 +145,19 @@ def free_bytes() -> int | None:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 
+def few_layers(size: Size) -> Size:
+    """At most FEW_LAYERS: where many servers are on one GPU."""
+    wanted = min(FEW_LAYERS, config_of(size)["num_hidden_layers"])
+    return replace(size, changes={**size.changes, "num_hidden_layers": wanted})
+
+
 @contextmanager
 def started(commands: Sequence[Sequence[str]], wait_seconds: float) -> Iterator[tuple[str, ...]]:
-    """URLs of servers that were started together. Raises ServerError."""
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        opened = [
-            pool.submit(stack.enter_context, serving.server(command, wait_seconds))
-            for command in commands
-        ]
-        yield tuple([each.result() for each in opened])
+    """URLs of servers that were started together. Raises ServerError where one does not come up."""
+    with held({f"{at}": each for at, each in enumerate(commands)}, wait_seconds) as servers:
+        if servers.failed:
+            raise serving.ServerError("\n".join(servers.failed.values()))
+        yield tuple(servers.urls[f"{at}"] for at in range(len(commands)))
 
 
 def layers_of(size: Size) -> int | None:

@@ -297,6 +297,22 @@ def equality(_subject: Subject, size: Size) -> Figures:
     return gpu_equality.measure(gpu_serve.sized(**size.served))
 
 
+def tiers(_subject: Subject, size: Size) -> Figures:
+    """As `equality`."""
+    from bench.gpu import serve as gpu_serve
+    from bench.gpu import tiers as gpu_tiers
+
+    return gpu_tiers.measure(gpu_serve.sized(**size.served))
+
+
+def quantised(_subject: Subject, size: Size) -> Figures:
+    """As `equality`."""
+    from bench.gpu import quantised as gpu_quantised
+    from bench.gpu import serve as gpu_serve
+
+    return gpu_quantised.measure(gpu_serve.sized(**size.served))
+
+
 def serve(_subject: Subject, size: Size) -> Figures:
     """As `equality`."""
     from bench.gpu import serve as gpu_serve
@@ -326,6 +342,8 @@ STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
         subject, size.model(_free_bytes(subject))
     ),
     "serve: equality": equality,
+    "tiers: equality": tiers,
+    "quantised: equality": quantised,
     "serve": serve,
     "elastic": elastic,
 }
