@@ -26,14 +26,14 @@ WEAVING_DEVICES: frozenset[str] = frozenset({"cpu", "cuda", "npu"})
 ELASTIC_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})
 
 # Where a base whose experts are quantised may be woven.
-QUANTISED_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})
+QUANTISED_DEVICES: frozenset[str] = frozenset({"cpu"})
 
 # Where adapters may tune shared experts: tests/fast/layer/test_shared_experts.py. Whose tokens a
 # batch has is asked in the middle of a forward pass, which no graph of a device can record.
 SHARED_EXPERT_DEVICES: frozenset[str] = frozenset({"cpu"})
 
 # Where experts may be in tiers (--expert-cache).
-TIER_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})
+TIER_DEVICES: frozenset[str] = frozenset({"cpu"})
 
 # How they may be quantised there, by the names of formats/expert_scheme.py:
 # tests/fast/offload/test_quantised_tiers.py.
