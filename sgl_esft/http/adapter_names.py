@@ -119,10 +119,16 @@ class KnownNames:
         # Sorted, so that of many names the same are looked at each time.
         names = sorted(islice(self.adapters, _MAX_COMPARED))
         near = difflib.get_close_matches(name.rpartition(":")[2][:_MAX_NAME], names, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "GET /v1/models lists what is loaded"
+        hint = f"did you mean {near[0]!r}?" if near else self._where_to_look()
         if self.of_some:
             return NotAllowedError(f"this key may not use that adapter; {hint}")
         return UnknownAdapterError(f"{what}; {hint}")
+
+    def _where_to_look(self) -> str:
+        listed = "GET /v1/models lists what is loaded"
+        if self.kind_of is not None:
+            return listed
+        return f"{listed}, and LoRA adapters are not enabled: --enable-lora takes them"
 
 
 @dataclass(frozen=True)

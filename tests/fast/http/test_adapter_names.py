@@ -103,6 +103,16 @@ def test_the_nearest_name_is_offered_of_those_the_key_may_use(
     assert "caesar" not in str(found.value)
 
 
+@pytest.mark.parametrize("body", [{"adapter": "tone"}, {"model": "/models/base:tone"}])
+def test_a_server_without_lora_says_so(body: dict[str, Any]) -> None:
+    """As SGLang does, whose own tests look for these words."""
+    with pytest.raises(UnknownAdapterError, match="LoRA adapters are not enabled: --enable-lora"):
+        resolve("/v1/chat/completions", body, NAMES)
+    with pytest.raises(UnknownAdapterError) as found:
+        resolve("/v1/chat/completions", body, replace(MIXED, adapters=frozenset({"math"})))
+    assert "LoRA" not in str(found.value)
+
+
 # On a server that takes LoRA adapters: "tone" and "mood" are.
 MIXED = replace(
     NAMES,
