@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sgl_esft import hook_ledger, platform
+from sgl_esft import hook_ledger, platform, support
 from sgl_esft.dashboard import pages
 from sgl_esft.errors import EsftError
 from sgl_esft.fields.rules import ModelBounds
@@ -45,6 +45,8 @@ def serve(launch: LaunchPlan) -> int:
     """Serve until stopped. Returns the exit status."""
     progress = console.Progress()
     heartbeats = prepare_environment(launch)
+    if support.TRIED:
+        progress.stage(f"trying what was not shown on CUDA: {', '.join(sorted(support.TRIED))}")
     progress.stage(f"1/3 loading SGLang for {launch.model_path}")
     from sglang.srt.plugins import load_plugins
 

@@ -39,6 +39,7 @@ from bench.common.record import RESULTS, commit, write_result
 from bench.gpu import build, parts, plan
 from bench.gpu.parts import BUILD, DEVICE_TESTS, PARTS, Part
 from bench.gpu.plan import Limits
+from sgl_esft import support
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt): ")
 _SERVED = ("serve: equality", "tiers: equality", "quantised: equality", "serve", "elastic")
@@ -290,6 +291,7 @@ def environment_of(folder: Path, library: str, *, tiny: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
         "SGL_VMM_DEVICE": "cuda",
         "SGL_VMM_STEPS": "10" if tiny else "40",
+        support.TRY_VARIABLE: "tiers,quantised",  # refused until a step of this bench has shown it
     }
     if library:
         environment |= {"SGL_VMM_DEVICE_LIBRARY": library, "TRITON_INTERPRET": "1"}

@@ -123,7 +123,18 @@ def gpu_serve(result: Any) -> str:
 def _evidence(result: Any) -> str:
     words, missing = result["evidence"], ", ".join(result.get("missing", ()))
     gaps = f" INCOMPLETE, without figures: {missing}." if missing else ""
-    return f"{words[:1].upper()}{words[1:]}.{gaps} {where(result)}"
+    return f"{words[:1].upper()}{words[1:]}.{gaps}{_devices(result['steps'])} {where(result)}"
+
+
+def _devices(steps: Any) -> str:
+    """Which step ran where, if not all on one device; older results do not say it."""
+    by_device: dict[str, list[str]] = {}
+    for name, step in steps.items():
+        if step["ok"] and "device" in step:
+            by_device.setdefault(step["device"], []).append(name)
+    if len(by_device) < 2:
+        return ""
+    return " " + "; ".join(f"on {device}: {', '.join(n)}" for device, n in by_device.items()) + "."
 
 
 def _part(steps: Any, name: str, make: Callable[[Any], str]) -> str:

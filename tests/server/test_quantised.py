@@ -47,8 +47,12 @@ CASES = [
             ("int8", "padded"),
             ("int8", "tp2-ep2"),
             ("fp8", "tp2-ep2"),
+            ("fp8-tensor", "tp2-ep2"),
+            ("int4", "tp2-ep2"),
             ("int8", "dp2-ep2"),
             ("fp8", "dp2-ep2"),
+            ("fp8-tensor", "dp2-ep2"),
+            ("int4", "dp2-ep2"),
         )
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from bench.gpu import run
+from sgl_esft import support
 from sgl_esft.config import EsftConfig, RecordConfig, TierConfig
 from sgl_esft.errors import ConfigError, DeviceMemoryError, UnsupportedModelError, UserError
 from sgl_esft.formats.model_spec import read_moe_spec
@@ -146,6 +149,16 @@ def test_host_memory_on_an_accelerator(planned: Plan, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tiers, "TIER_DEVICES", {"cuda"})
     found = _tiers(planned("--expert-cache", "6", "--expert-host-memory", "1GiB"))
     assert found.host_bytes == 1 << 30
+
+
+def test_a_bench_on_a_gpu_may_try_what_it_is_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only CUDA, only what is named, and only where the bench's variable is set."""
+    assert support.TRY_VARIABLE not in os.environ
+    assert support._shown("tiers", "cpu") == support.TIER_DEVICES == {"cpu"}
+    named = run.environment_of(Path("folder"), "", tiny=False)[support.TRY_VARIABLE]
+    monkeypatch.setattr(support, "TRIED", frozenset(named.split(",")))
+    assert support._shown("tiers", "cpu") == support._shown("quantised", "cpu") == {"cpu", "cuda"}
+    assert support._shown("other", "cpu") == {"cpu"}
 
 
 def given(*argv: str) -> Any:
