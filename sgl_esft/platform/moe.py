@@ -26,7 +26,7 @@ Arrivals = Callable[[Sequence[int]], Iterable[tuple[int, int]]]
 
 def in_place(slots: Sequence[int]) -> Iterable[tuple[int, int]]:
     """`Arrivals` where every slot is a row of its own."""
-    return ((slot, slot) for slot in slots)
+    return zip(slots, slots, strict=True)
 
 
 class Experts(Protocol):
@@ -86,11 +86,15 @@ def weighted_sum(
     expert_out = hidden_states.new_zeros((num_tokens * top_k, hidden_states.shape[1]))
     order = flat_ids.argsort(stable=True)
     slots, counts = flat_ids[order].unique_consecutive(return_counts=True)
-    pairs = dict(zip(slots.tolist(), order.split(counts.tolist()), strict=True))
-    pairs.pop(-1, None)
+    ends, end = {}, 0
+    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        end += count
+        if slot >= 0:
+            ends[slot] = end - count, end
     compute = experts.compute
-    for slot, row in arrivals(list(pairs)):
-        of_slot = pairs[slot]
+    for slot, row in arrivals(list(ends)):
+        start, end = ends[slot]
+        of_slot = order[start:end]  # pairs of token and k
         if row == FAILED:
             expert_out[of_slot] = torch.nan
         else:

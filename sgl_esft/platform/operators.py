@@ -18,7 +18,6 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
 from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
-from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
@@ -53,10 +52,12 @@ class CpuRunnerCore(DispatchMoeRunnerCore):
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
     ) -> Any:
+        """`quant_info`: PlainExperts, or the TritonMoeQuantInfo of what is quantised."""
         topk_output = dispatch_output.topk_output
+        is_plain = type(quant_info) is moe.PlainExperts
         output = moe.weighted_sum(
             dispatch_output.hidden_states,
-            experts_of(quant_info),
+            quant_info if is_plain else experts_of(quant_info),
             topk_output.topk_weights,
             topk_output.topk_ids,
         )
@@ -68,8 +69,8 @@ def forward_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     prefer a fused function, which SGLang has for Triton only.
     """
     runner = method.runner
-    weights = TritonMoeQuantInfo(layer.w13_weight, layer.w2_weight)
-    return runner.runner_core.run_from_dispatch(dispatch_output, weights, runner.config)
+    experts = moe.PlainExperts(layer.w13_weight, layer.w2_weight)
+    return runner.runner_core.run_from_dispatch(dispatch_output, experts, runner.config)
 
 
 class CpuAttentionBackend(TorchNativeAttnBackend):

@@ -372,7 +372,8 @@ class AdapterPlane:
             raise UnknownAdapterError(f"adapter ids {sorted(unknown)} are not loaded")
         adapters = {adapter_id: self._loaded[adapter_id] for adapter_id in wanted}
         self._placer.bring(adapters, may_evict=not self.is_resident)
-        for adapter_id in (wanted & self._pinned).difference(self._slots.pinned):
+        pinned = wanted & self._pinned
+        for adapter_id in pinned and pinned.difference(self._slots.pinned):
             self._slots.pin(adapter_id)
             self._keep(adapter_id, True)
 
