@@ -1,12 +1,14 @@
 """Time of a decode step (TPOT), base and one adapter: this checkout and another, side by side.
 
-    three demo servers: this, other, this again --steps.py: one batch each, by turns of a few
-    steps--> ratios turn by turn, by the clock and by processor time -+-> token_time.json
-    --call_counter.py: functions that a scheduler calls in a step, of two of them-+
+    three demo servers: this, other, this again, started several times
+    --steps.py: one batch each, by turns of a few steps--> ratios of turns, their median by start
+    --call_counter.py--> functions that a scheduler calls in a step
+    -> mean over starts, with its interval; calls of both, and which differ -> token_time.json
 
-`this again / this` is what the method itself is off by. Each server runs from its own checkout with
-its own .venv. So a change of what a decode step does is measured as a client sees it. Times of two
-servers differ by chance; calls do not, and say what a step does more, by name.
+Two servers of one commit differ by some percent for as long as they live, by where their memory
+lies: so they are started several times, and what is said of a pair is the mean over starts and its
+interval. `this again / this` is what the method itself is off by. Each server runs from its own
+checkout with its own .venv. Calls do not differ by chance, and say what a step does more, by name.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from scipy.stats import t as student
 
 from bench.common.load import end_on_sigterm
 from bench.common.record import RESULTS, spread, write_result
@@ -34,6 +39,7 @@ from bench.soak import call_counter
 ADAPTER = "reverse"
 GOAL = 1.005  # what is not used may cost a token at most half a percent
 THIS, OTHER, AGAIN = "this", "other", "this again"
+BOTH = "both / other"
 ARGUMENTS = ("--log-level", "warning", "--disable-radix-cache")
 NUM_PROMPT_TOKENS, NUM_NEW_TOKENS, STEPS_A_TURN = 8, 112, 6
 VOCABULARY = 128  # of the demo
@@ -70,32 +76,41 @@ def measure(servers: dict[str, Server], subject: Subject, seconds: float) -> Poi
     return point
 
 
-def figures(point: Point) -> dict[str, Any]:
-    """Ratios of turns a moment apart, and seconds of a step."""
+Medians = dict[str, dict[str, float]]  # of one start: pair -> clock -> median ratio of its turns
+
+
+def medians_of(point: Point) -> Medians:
+    """Of turns a moment apart."""
     turns = point.turns
-    found: dict[str, Any] = {
-        "num_pairs": len(turns[THIS]),
-        "step_s": {name: spread([taken.wall for taken in turns[name]]) for name in turns},
-    }
+    found: Medians = {}
     for over, under in ((THIS, OTHER), (AGAIN, THIS), (AGAIN, OTHER)):
         pairs = list(zip(turns[over], turns[under], strict=True))
         found[f"{over} / {under}"] = {
-            "wall": _ratios([mine.wall / theirs.wall for mine, theirs in pairs]),
-            "cpu": _ratios([mine.cpu / theirs.cpu for mine, theirs in pairs]),
+            "wall": statistics.median(mine.wall / theirs.wall for mine, theirs in pairs),
+            "cpu": statistics.median(mine.cpu / theirs.cpu for mine, theirs in pairs),
         }
     both = zip(turns[THIS], turns[AGAIN], turns[OTHER], strict=True)
-    found["both / other"] = {
-        "wall": _ratios([math.sqrt(a.wall * b.wall) / c.wall for a, b, c in both])
+    found[BOTH] = {
+        "wall": statistics.median(math.sqrt(a.wall * b.wall) / c.wall for a, b, c in both)
     }
     return found
 
 
-def _ratios(values: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles, and where the median lies with 95%, by the order of values alone."""
-    ordered, count = sorted(values), len(values)
-    half = 0.98 * math.sqrt(count)
-    low, high = max(0, math.floor(count / 2 - half)), min(count - 1, math.ceil(count / 2 + half))
-    return {**spread(values), "median_95": [ordered[low], ordered[high]]}
+def over_starts(starts: Sequence[Medians]) -> dict[str, Any]:
+    """Pair -> clock -> median and quartiles of its starts, and where their mean lies with 95%."""
+    return {
+        pair: {clock: _mean([each[pair][clock] for each in starts]) for clock in clocks}
+        for pair, clocks in starts[0].items()
+    }
+
+
+def _mean(values: Sequence[float]) -> dict[str, Any]:
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return {**spread(values), "mean": mean, "mean_95": None}
+    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values)
+    half /= math.sqrt(len(values))
+    return {**spread(values), "mean": mean, "mean_95": [mean - half, mean + half]}
 
 
 # ---- calls ----
@@ -117,11 +132,17 @@ def counting() -> Iterator[Path]:
             os.environ.update(before)
 
 
-def calls_a_step(server: Server, subject: Subject, folder: Path) -> Counter[str]:
-    """By name, of one decode step on average."""
+def calls_a_step(
+    server: Server, others: Iterable[Server], subject: Subject, folder: Path
+) -> Counter[str]:
+    """By name, of one decode step on average. `others` go on: a rank that is stopped for long is
+    given up by its server, and to count is slow.
+    """
     adapter, size = subject
     written = folder / f"calls.{server.scheduler}"
-    with server.turn():
+    with ExitStack() as stack:
+        for each in {server, *others}:
+            stack.enter_context(each.turn())
         stream = Stream(Lane(server, adapter), batch_of(0, size))
         stream.start()
         stream.steps(STEPS_A_TURN)
@@ -157,12 +178,31 @@ def compared(this: Mapping[str, float], other: Mapping[str, float]) -> dict[str,
     }
 
 
+def one_start(
+    systems: Sequence[System], subjects: Sequence[str], seconds: float
+) -> tuple[dict[str, Medians], dict[str, dict[str, Any]]]:
+    """By subject: medians of all pairs, and calls."""
+    medians, calls = {}, {}
+    with counting() as folder, steps.fleet(systems) as servers:
+        for name in subjects:
+            subject = SUBJECTS[name]
+            counted = (
+                calls_a_step(servers[each], servers.values(), subject, folder)
+                for each in (THIS, OTHER)
+            )
+            calls[name] = compared(*counted)
+            medians[name] = medians_of(measure(servers, subject, seconds))
+            print(name, medians[name][BOTH], calls[name]["this / other"], flush=True)
+    return medians, calls
+
+
 def main() -> None:
-    """Measure, print and record."""
+    """Measure, print and record, after each start."""
     end_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--other", type=Path, required=True, help="the checkout to compare with")
-    parser.add_argument("--seconds", type=float, default=100.0, help="for each of --subjects")
+    parser.add_argument("--starts", type=int, default=8, help="of the three servers")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each subject and start")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the result file")
     options = parser.parse_args()
@@ -171,19 +211,18 @@ def main() -> None:
         System(OTHER, ARGUMENTS, options.other.resolve()),
         System(AGAIN, ARGUMENTS),
     ]
-    result: dict[str, Any] = {"goal": GOAL, "subjects": options.subjects}
-    with counting() as folder, steps.fleet(systems) as servers:
-        for name in options.subjects:
-            subject = SUBJECTS[name]
-            calls = {n: calls_a_step(servers[n], subject, folder) for n in (THIS, OTHER)}
-            found = figures(measure(servers, subject, options.seconds))
-            result[name] = {**found, "calls": compared(calls[THIS], calls[OTHER])}
-            print(name, json.dumps(result[name]["calls"], indent=1))
-            for pair in (each for each in found if "/" in each):
-                for clock, values in found[pair].items():
-                    low, high = values["median_95"]
-                    print(name, pair, clock, f"{values['median']:.4f} ({low:.4f} to {high:.4f})")
-    print(write_result("token_time", result, folder=options.out))
+    starts: list[dict[str, Medians]] = []
+    for number in range(options.starts):
+        print(f"start {number + 1} of {options.starts}", flush=True)
+        medians, calls = one_start(systems, options.subjects, options.seconds)
+        starts.append(medians)
+        result = {
+            name: {"calls": calls[name], **over_starts([each[name] for each in starts])}
+            for name in options.subjects
+        }
+        figures = {"goal": GOAL, "starts": len(starts), "subjects": result}
+        write_result("token_time", figures, folder=options.out)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

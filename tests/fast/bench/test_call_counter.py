@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -66,9 +67,10 @@ def test_one_call_more_shows(tmp_path: Path) -> None:
     assert found["this"] == found["other"] + 2
 
 
-def test_the_median_lies_where_its_values_say() -> None:
-    values = [1 + n / 1000 for n in range(-500, 501)]
-    low, high = token_time._ratios(values)["median_95"]
-    assert low == pytest.approx(1 - 0.031, abs=0.002)
-    assert high == pytest.approx(1 + 0.031, abs=0.002)
-    assert token_time._ratios([3.0, 1.0])["median_95"] == [1.0, 3.0]
+def test_a_mean_over_starts_lies_where_its_values_say() -> None:
+    """Student's t of three degrees of freedom is 3.182; a start by itself says nothing."""
+    found = token_time._mean([1.01, 1.03, 0.99, 1.01])
+    assert found["mean"] == pytest.approx(1.01)
+    half = 3.182 * math.sqrt(0.0008 / 3) / 2
+    assert found["mean_95"] == pytest.approx([1.01 - half, 1.01 + half], abs=1e-5)
+    assert token_time._mean([1.0])["mean_95"] is None

@@ -1,6 +1,8 @@
 """The CPU platform computes what SGLang's accelerator kernels do, and refuses the rest at start."""
 
 import importlib
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -114,16 +116,49 @@ def test_refuses_a_moe_it_does_not_compute(config: dict[str, Any], message: str)
         operators.CpuRunnerCore(SimpleNamespace(**config))
 
 
-def test_the_forward_takes_the_layers_weights_and_its_runners_core() -> None:
-    experts = RandomExperts.draw(NUM_EXPERTS, HIDDEN, WIDTH, 0, torch.float32)
-    hidden, weights, ids = routed(5, 3, 1)
+def unquantised_layer(experts: RandomExperts, routing: Any) -> Callable[[], torch.Tensor]:
+    """Its forward, as SGLang's method without quantisation calls it."""
+    hidden, weights, ids = routing
     layer = SimpleNamespace(w13_weight=experts.w13, w2_weight=experts.w2, num_experts=2)
     topk = SimpleNamespace(topk_weights=weights, topk_ids=ids, router_logits=None)
     core = operators.CpuRunnerCore(SimpleNamespace(activation="silu", gemm1_alpha=None))
     method = SimpleNamespace(runner=SimpleNamespace(runner_core=core, config=core.config))
     dispatched = SimpleNamespace(hidden_states=hidden, topk_output=topk)
-    out = operators.forward_experts(method, layer, dispatched).hidden_states
+    return lambda: operators.forward_experts(method, layer, dispatched).hidden_states
+
+
+def test_the_forward_takes_the_layers_weights_and_its_runners_core() -> None:
+    experts = RandomExperts.draw(NUM_EXPERTS, HIDDEN, WIDTH, 0, torch.float32)
+    hidden, weights, ids = routing = routed(5, 3, 1)
+    out = unquantised_layer(experts, routing)()
     assert torch.equal(out, moe_forward(hidden, experts.w13, experts.w2, weights, ids))
+
+
+def test_an_unquantised_layer_calls_one_function_for_each_expert_that_it_touches() -> None:
+    """Quantised experts and tiers cost it nothing: each call more is in every layer of each step.
+
+    bench/soak/token_time.py counts a whole step's.
+    """
+    experts = RandomExperts.draw(NUM_EXPERTS, HIDDEN, WIDTH, 0, torch.float32)
+    routing = routed(5, 3, 1)
+    forward = unquantised_layer(experts, routing)
+    calls: Counter[str] = Counter()
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and "/sgl_esft/" in file:
+            calls[name] += 1
+        if event == "c_call" and arg in (getattr, isinstance):
+            calls[arg.__name__] += "/sgl_esft/" in file
+
+    sys.setprofile(profile)
+    try:
+        forward()
+    finally:
+        sys.setprofile(None)
+    num_touched = len(set(routing[2].flatten().tolist()) - {-1})
+    once = ("forward_experts", "run_from_dispatch", "weighted_sum", "in_place")
+    assert calls == {"compute": num_touched, **dict.fromkeys(once, 1)}
 
 
 def test_a_layer_whose_runner_is_not_asked_is_refused() -> None:

@@ -144,6 +144,16 @@ def test_a_batch_without_lora_computes_none(manager: MixedManager, ids: Any) -> 
     assert manager.lora.inner.told == ["reset"]
 
 
+def test_what_runs_keeps_its_slot_beside_what_comes(make: MakeManager) -> None:
+    manager = make(2)
+    running = "id-math+id-tone"
+    manager.fetch_new_loras({running})
+    manager.fetch_new_loras({"id-short", None}, running_loras={running})
+    manager.prepare_lora_batch(batch("DECODE", [running, "id-short"]))
+    assert manager.lora.inner.told == [["id-tone", "id-short"]]
+    assert manager.tags.token_adapter_slots(2).tolist() == [0, -1]
+
+
 def test_both_kinds_have_to_fit(make: MakeManager) -> None:
     one, two = make(1), make(2)
     pair = {None, "id-math+id-tone", "id-math", "id-tone"}
