@@ -185,13 +185,13 @@ def reports_in(folder: Path, *names: str) -> list[run.Report]:
 def test_a_part_that_has_no_time_is_incomplete_and_says_so(
     machine: list[tuple[str, float]], tmp_path: Path
 ) -> None:
-    reports = reports_in(tmp_path, "check", "serve")
-    run.run_call(reports, run.Clock(160), simulate=False)
-    assert [name for name, _ in machine] == ["self-check", "serve: equality"]
+    reports = reports_in(tmp_path, "check", "answers")
+    run.run_call(reports, run.Clock(240), simulate=False)
+    assert [name for name, _ in machine] == ["self-check", "serve: equality", "tiers: equality"]
     assert reports[0].is_complete
-    found = json.loads((tmp_path / "gpu_serve.json").read_text())
+    found = json.loads((tmp_path / "gpu_answers.json").read_text())
     assert found["status"] == run.INCOMPLETE
-    assert "needs 130 s" in found["missing"]["serve"]
+    assert "needs 120 s" in found["missing"]["quantised: equality"]
 
 
 def test_a_part_leaves_later_ones_their_time(

@@ -158,7 +158,7 @@ def test_an_unquantised_layer_calls_one_function_for_each_expert_that_it_touches
         sys.setprofile(None)
     num_touched = len(set(routing[2].flatten().tolist()) - {-1})
     once = ("forward_experts", "run_from_dispatch", "weighted_sum", "in_place")
-    assert calls == {"compute": num_touched, **dict.fromkeys(once, 1)}
+    assert +calls == {"compute": num_touched, **dict.fromkeys(once, 1)}
 
 
 def test_a_layer_whose_runner_is_not_asked_is_refused() -> None:
