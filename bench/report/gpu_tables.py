@@ -120,6 +120,17 @@ def gpu_serve(result: Any) -> str:
     return "\n\n".join([*parts, _evidence(result)])
 
 
+def gpu_answers(result: Any) -> str:
+    """Log-probabilities beside merged models' and plain SGLang's, and what a tier costs."""
+    steps = result["steps"]
+    parts = [
+        _part(steps, "serve: equality", _equality),
+        _part(steps, "tiers: equality", _tiers),
+        _part(steps, "quantised: equality", _quantised),
+    ]
+    return "\n\n".join([*parts, _evidence(result)])
+
+
 def _evidence(result: Any) -> str:
     words, missing = result["evidence"], ", ".join(result.get("missing", ()))
     gaps = f" INCOMPLETE, without figures: {missing}." if missing else ""
@@ -204,6 +215,31 @@ def _equality(step: Any) -> str:
     )
 
 
+_OFF = ("rounding", "off", "distance")  # of equality.py
+
+
+def _tiers(step: Any) -> str:
+    """The largest of each server's rows, and what it is of."""
+    rows = []
+    for server in dict.fromkeys(row["server"] for row in step["rows"]):
+        own = [row for row in step["rows"] if row["server"] == server]
+        for phase in dict.fromkeys(row["phase"] for row in own):
+            worst = max(
+                (row for row in own if row["phase"] == phase), key=lambda row: float(row["off"])
+            )
+            cells = [f"{worst[name]:.3g}" for name in _OFF]
+            rows.append([server, phase, worst["model"], *cells])
+    times = ", ".join(f"{n} {ratio(ms)}" for n, ms in step["milliseconds_a_token"].items())
+    loads = ", ".join(f"{n} {of['demand']:.0f}" for n, of in step["counted"].items())
+    header = ["server", "of", "most off", *_OFF]
+    return f"{table(header, rows)}\n\nMilliseconds a token: {times}. Experts read: {loads}."
+
+
+def _quantised(step: Any) -> str:
+    rows = [[row["scheme"], *(f"{row[name]:.3g}" for name in _OFF)] for row in step["rows"]]
+    return table(["scheme", *_OFF], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "gpu_check": ("What is asked first of a machine with a GPU:", gpu_check),
     "gpu": (
@@ -218,5 +254,10 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "gpu_serve": (
         "SGLang serving DeepSeek-V2-Lite's shape on a GPU, woven over plain SGLang:",
         gpu_serve,
+    ),
+    "gpu_answers": (
+        "Answers on a GPU, log-probabilities of a token: how far off, what rounding alone makes,\n"
+        "and how far another model is; at most 2 roundings off, and 3 or more away, are wanted:",
+        gpu_answers,
     ),
 }

@@ -81,6 +81,24 @@ def test_gpu_tables_show_floors_and_what_has_failed() -> None:
     assert "*reroute: time*: not run: no result" in text
 
 
+def test_gpu_answers_show_the_row_that_is_most_off() -> None:
+    row = {"server": "24 rows", "phase": "prompts", "rounding": 0.25, "distance": 4.0}
+    tiers = {
+        "ok": True,
+        "device": "H200",
+        "rows": [{**row, "model": "base", "off": 0.125}, {**row, "model": "a00", "off": 0.5}],
+        "milliseconds_a_token": {"24 rows": {"runs": 1, "median": 3.0}},
+        "counted": {"24 rows": {"demand": 7.0}},
+    }
+    sample = on_a_gpu(**{"tiers: equality": tiers})
+    text = TABLES["gpu_answers"][1](sample)
+    assert "| 24 rows | prompts | a00 | 0.25 | 0.5 | 4 |" in text
+    assert "24 rows 3.000 (one run). Experts read: 24 rows 7." in text
+    assert "*quantised: equality*: not run" in text
+    sample["steps"]["old"] = {"ok": True, "device": "H100"}
+    assert "on H200: tiers: equality; on H100: old." in TABLES["gpu_answers"][1](sample)
+
+
 def test_gpu_serve_shows_cells_that_have_no_ratio() -> None:
     text = TABLES["gpu_serve"][1](gpu_serve())
     ratios = "1.100 (1.000 to 1.200) | 1.200 (1.100 to 1.300)"

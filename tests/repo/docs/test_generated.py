@@ -31,7 +31,9 @@ from scripts import api_docs, hooks_page
 from tests.repo.tree import ROOT
 
 # Tables whose result is still to come; a result takes its name off again.
-TO_BE_MEASURED: frozenset[str] = frozenset({*finemoe_tables.TABLES, *quantised_tables.TABLES}) - {
+TO_BE_MEASURED: frozenset[str] = frozenset(
+    {*finemoe_tables.TABLES, *quantised_tables.TABLES, "gpu_answers"}
+) - {
     "finemoe_figure3",
     "finemoe_figure4",
     "finemoe_figure8",
