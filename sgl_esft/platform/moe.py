@@ -24,11 +24,6 @@ FAILED: Final = -1  # a row: the slot's weights could not be had
 Arrivals = Callable[[Sequence[int]], Iterable[tuple[int, int]]]
 
 
-def in_place(slots: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """`Arrivals` where every slot is a row of its own."""
-    return zip(slots, slots, strict=True)
-
-
 class Experts(Protocol):
     """One layer's experts on this rank, each in a row of its tensors."""
 
@@ -57,7 +52,7 @@ def moe_forward(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    arrivals: Arrivals = in_place,
+    arrivals: Arrivals | None = None,
 ) -> torch.Tensor:
     """`weighted_sum` over experts without quantisation: w13 [num_rows, 2I, H] (gate rows, then up
     rows), w2 [num_rows, H, I].
@@ -71,7 +66,7 @@ def weighted_sum(
     experts: Experts,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    arrivals: Arrivals = in_place,
+    arrivals: Arrivals | None = None,
 ) -> torch.Tensor:
     """Sum over k of ``topk_weights[t, k] * expert[topk_ids[t, k]](hidden_states[t])``.
 
@@ -92,7 +87,8 @@ def weighted_sum(
         if slot >= 0:
             ends[slot] = end - count, end
     compute = experts.compute
-    for slot, row in arrivals(list(ends)):
+    # Without tiers every slot is a row of its own.
+    for slot, row in zip(ends, ends, strict=True) if arrivals is None else arrivals(list(ends)):
         start, end = ends[slot]
         of_slot = order[start:end]  # pairs of token and k
         if row == FAILED:

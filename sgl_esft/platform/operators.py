@@ -54,10 +54,9 @@ class CpuRunnerCore(DispatchMoeRunnerCore):
     ) -> Any:
         """`quant_info`: PlainExperts, or the TritonMoeQuantInfo of what is quantised."""
         topk_output = dispatch_output.topk_output
-        is_plain = type(quant_info) is moe.PlainExperts
         output = moe.weighted_sum(
             dispatch_output.hidden_states,
-            quant_info if is_plain else experts_of(quant_info),
+            experts_of(quant_info),
             topk_output.topk_weights,
             topk_output.topk_ids,
         )

@@ -122,10 +122,12 @@ def experts_in(rows: Sequence[torch.Tensor]) -> Experts:
 
 
 def experts_of(weights: Any) -> Experts:
-    """The experts that SGLang's TritonMoeQuantInfo describes.
+    """The experts that SGLang's TritonMoeQuantInfo describes; PlainExperts are themselves.
 
     Raises UnsupportedModelError, naming what they have, for others than those of `Experts` here.
     """
+    if type(weights) is PlainExperts:
+        return weights
     parts = (weights.w13_weight, weights.w2_weight, weights.w13_scale, weights.w2_scale)
     unknown = [name for name in _UNKNOWN if getattr(weights, name) is not None]
     block = weights.block_shape

@@ -22,7 +22,7 @@ from sgl_esft.offload.predictors.next_gate import NextGatePredictor
 from sgl_esft.offload.predictors.regression import RegressionPredictor
 from sgl_esft.offload.routing import StepTokens
 from sgl_esft.offload.rows import NOT_HERE
-from sgl_esft.platform.moe import FAILED, in_place, moe_forward
+from sgl_esft.platform.moe import FAILED, moe_forward
 from tests.fast.offload.tiers import Rank, open_rank, totals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -287,7 +287,7 @@ def test_the_order_of_arrival_changes_no_bit() -> None:
     weights = torch.rand((7, 3), generator=random)
 
     def backwards(slots: list[int]) -> Iterator[tuple[int, int]]:
-        return iter(reversed(list(in_place(slots))))
+        return iter([(slot, slot) for slot in reversed(slots)])
 
     first = moe_forward(hidden, w13, w2, weights, ids)
     assert torch.equal(moe_forward(hidden, w13, w2, weights, ids, backwards), first)  # type: ignore[arg-type]

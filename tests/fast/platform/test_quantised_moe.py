@@ -277,6 +277,12 @@ def described(**given: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**known, **given})
 
 
+def test_plain_experts_are_themselves() -> None:
+    """Of a layer without quantisation SGLang is asked for no description: tiers are given these."""
+    plain = moe.PlainExperts(torch.zeros(1, 4, 2), torch.zeros(1, 2, 2))
+    assert experts_of(plain) is plain
+
+
 SCALES = {"w13_scale": torch.ones(1), "w2_scale": torch.ones(1)}
 
 
