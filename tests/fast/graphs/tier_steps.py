@@ -64,7 +64,7 @@ class Device:
 
         def run(dispatch_output: Any, weights: Any) -> Any:
             ids = dispatch_output.topk_output.topk_ids.unique().tolist()
-            tensors = (weights.w13_weight, weights.w2_weight)
+            tensors = (weights.w13, weights.w2)  # platform.moe.PlainExperts
             self.streams.reads(tensor[row] for row in ids if row >= 0 for tensor in tensors)
             return core(dispatch_output, weights)
 
