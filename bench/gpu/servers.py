@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event
 
 from sgl_esft.zoo import serving
 
@@ -29,27 +28,33 @@ class Held:
 
 @contextmanager
 def held(commands: Mapping[str, Sequence[str]], wait_seconds: float) -> Iterator[Held]:
-    """The launcher's arguments by name."""
-    done = Event()
+    """The launcher's arguments by name. An error of the context has, of each server that had ended
+    by then, what it said.
+    """
+    ended: Future[None] = Future()
     opened: dict[str, Future[str]] = {name: Future() for name in commands}
     with ThreadPoolExecutor(max(1, len(commands))) as pool:
         for name, arguments in commands.items():
-            pool.submit(_hold, arguments, wait_seconds, opened[name], done)
+            pool.submit(_hold, arguments, wait_seconds, opened[name], ended)
         try:
             errors = {name: each.exception() for name, each in opened.items()}
             failed = {n: str(error)[-_SAID:] for n, error in errors.items() if error is not None}
             urls = {n: each.result() for n, each in opened.items() if n not in failed}
             yield Held(urls, failed)
-        finally:
-            done.set()
+        except BaseException as error:
+            ended.set_exception(error)
+            raise
+        ended.set_result(None)
 
 
-def _hold(arguments: Sequence[str], seconds: float, opened: Future[str], done: Event) -> None:
+def _hold(
+    arguments: Sequence[str], seconds: float, opened: Future[str], ended: Future[None]
+) -> None:
     try:
         with serving.server(arguments, seconds) as url:
             opened.set_result(url)
-            done.wait()
-    except Exception as error:
+            ended.result()  # an error of the caller's goes through here: serving.server adds to it
+    except Exception as error:  # whatever it is, `held` waits to be told
         if opened.done():
             raise
         opened.set_exception(error)

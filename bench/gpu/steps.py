@@ -9,6 +9,7 @@ A device that faults takes its process with it, and no other step.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import socket
@@ -289,42 +290,20 @@ def moe(method: str) -> Callable[[Subject, Size], Figures]:
     return measure
 
 
-def equality(_subject: Subject, size: Size) -> Figures:
-    """Three real servers; imported here, because it needs more than torch."""
-    from bench.gpu import equality as gpu_equality
-    from bench.gpu import serve as gpu_serve
+def served(module: str) -> Callable[[Subject, Size], Figures]:
+    """The step of a module of bench.gpu that starts real servers: imported when it is run, because
+    it needs more than torch.
+    """
 
-    return gpu_equality.measure(gpu_serve.sized(**size.served))
+    def measure(_subject: Subject, size: Size) -> Figures:
+        step, sized = (
+            importlib.import_module(f"bench.gpu.{name}")
+            for name in (module, "elastic" if module == "elastic" else "serve")
+        )
+        figures: Figures = step.measure(sized.sized(**size.served))
+        return figures
 
-
-def tiers(_subject: Subject, size: Size) -> Figures:
-    """As `equality`."""
-    from bench.gpu import serve as gpu_serve
-    from bench.gpu import tiers as gpu_tiers
-
-    return gpu_tiers.measure(gpu_serve.sized(**size.served))
-
-
-def quantised(_subject: Subject, size: Size) -> Figures:
-    """As `equality`."""
-    from bench.gpu import quantised as gpu_quantised
-    from bench.gpu import serve as gpu_serve
-
-    return gpu_quantised.measure(gpu_serve.sized(**size.served))
-
-
-def serve(_subject: Subject, size: Size) -> Figures:
-    """As `equality`."""
-    from bench.gpu import serve as gpu_serve
-
-    return gpu_serve.measure(gpu_serve.sized(**size.served))
-
-
-def elastic(_subject: Subject, size: Size) -> Figures:
-    """As `equality`."""
-    from bench.gpu import elastic as gpu_elastic
-
-    return gpu_elastic.measure(gpu_elastic.sized(**size.served))
+    return measure
 
 
 STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
@@ -341,11 +320,11 @@ STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
     "model step": lambda subject, size: gpu_model.measure(
         subject, size.model(_free_bytes(subject))
     ),
-    "serve: equality": equality,
-    "tiers: equality": tiers,
-    "quantised: equality": quantised,
-    "serve": serve,
-    "elastic": elastic,
+    "serve: equality": served("equality"),
+    "tiers: equality": served("tiers"),
+    "quantised: equality": served("quantised"),
+    "serve": served("serve"),
+    "elastic": served("elastic"),
 }
 
 

@@ -7,7 +7,7 @@ A step that has no figures says why, and the line below names all of them: INCOM
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.report.markdown import ratio, table, where
@@ -104,30 +104,32 @@ def _moe(step: Any) -> str:
 
 def gpu_reroute(result: Any) -> str:
     """Launches of a layer, microseconds of a call, a model's step minus its floor."""
-    steps = result["steps"]
-    parts = [
-        _part(steps, "reroute: launches", _launches),
-        _part(steps, "reroute: time", _calls),
-        _part(steps, "model step", _model_step),
-    ]
-    return "\n\n".join([*parts, _evidence(result)])
+    return _parts(
+        result,
+        {"reroute: launches": _launches, "reroute: time": _calls, "model step": _model_step},
+    )
 
 
 def gpu_serve(result: Any) -> str:
     """TTFT and TPOT by batch and number of adapters, over plain SGLang."""
-    steps = result["steps"]
-    parts = [_part(steps, "serve", _served_rows), _part(steps, "serve: equality", _equality)]
-    return "\n\n".join([*parts, _evidence(result)])
+    return _parts(result, {"serve": _served_rows, "serve: equality": _equality})
 
 
 def gpu_answers(result: Any) -> str:
     """Log-probabilities beside merged models' and plain SGLang's, and what a tier costs."""
-    steps = result["steps"]
-    parts = [
-        _part(steps, "serve: equality", _equality),
-        _part(steps, "tiers: equality", _tiers),
-        _part(steps, "quantised: equality", _quantised),
-    ]
+    return _parts(
+        result,
+        {
+            "serve: equality": _equality,
+            "tiers: equality": _tiers,
+            "quantised: equality": _quantised,
+        },
+    )
+
+
+def _parts(result: Any, steps: Mapping[str, Callable[[Any], str]]) -> str:
+    """Each step's table, and where all of it is from."""
+    parts = [_part(result["steps"], name, make) for name, make in steps.items()]
     return "\n\n".join([*parts, _evidence(result)])
 
 

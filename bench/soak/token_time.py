@@ -179,21 +179,23 @@ def compared(this: Mapping[str, float], other: Mapping[str, float]) -> dict[str,
 
 
 def one_start(
-    systems: Sequence[System], subjects: Sequence[str], seconds: float
-) -> tuple[dict[str, Medians], dict[str, dict[str, Any]]]:
-    """By subject: medians of all pairs, and calls."""
-    medians, calls = {}, {}
+    systems: Sequence[System], subjects: Sequence[str], seconds: float, calls: dict[str, Any]
+) -> dict[str, Medians]:
+    """By subject: medians of all pairs. `calls`: of the first start, filled then; others' are the same."""
+    medians = {}
     with counting() as folder, steps.fleet(systems) as servers:
         for name in subjects:
             subject = SUBJECTS[name]
-            counted = (
-                calls_a_step(servers[each], servers.values(), subject, folder)
-                for each in (THIS, OTHER)
-            )
-            calls[name] = compared(*counted)
+            if name not in calls:
+                calls[name] = compared(
+                    *(
+                        calls_a_step(servers[each], servers.values(), subject, folder)
+                        for each in (THIS, OTHER)
+                    )
+                )
             medians[name] = medians_of(measure(servers, subject, seconds))
             print(name, medians[name][BOTH], calls[name]["this / other"], flush=True)
-    return medians, calls
+    return medians
 
 
 def main() -> None:
@@ -212,10 +214,10 @@ def main() -> None:
         System(AGAIN, ARGUMENTS),
     ]
     starts: list[dict[str, Medians]] = []
+    calls: dict[str, Any] = {}
     for number in range(options.starts):
         print(f"start {number + 1} of {options.starts}", flush=True)
-        medians, calls = one_start(systems, options.subjects, options.seconds)
-        starts.append(medians)
+        starts.append(one_start(systems, options.subjects, options.seconds, calls))
         result = {
             name: {"calls": calls[name], **over_starts([each[name] for each in starts])}
             for name in options.subjects

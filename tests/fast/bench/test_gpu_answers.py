@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from bench.gpu import equality, quantised, run, serve, tiers
 from bench.gpu.parts import PARTS
 from bench.gpu.servers import Held, held
 from sgl_esft.formats.expert_scheme import SCHEME_NAMES
+from sgl_esft.zoo import serving
 
 WIDE = replace(serve.TINY, changes={**serve.TINY.changes, "moe_intermediate_size": 128})
 
@@ -124,6 +127,29 @@ def test_a_server_that_does_not_come_up_is_named_and_ends_no_other() -> None:
         assert servers.urls == {}
         assert set(servers.failed) == {"one", "two"}
         assert "/nowhere" in servers.failed["one"]
+
+
+def test_an_error_has_what_a_server_said_that_had_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def server(arguments: list[str], seconds: float) -> Iterator[str]:
+        try:
+            yield f"http://{arguments[0]}"
+        except Exception as error:  # as zoo.serving does
+            error.add_note(f"{arguments[0]} ended")
+            raise
+
+    monkeypatch.setattr(serving, "server", server)
+    commands = {"one": ["a"], "two": ["b"]}
+    with held(commands, 1.0) as servers:
+        assert servers.urls == {"one": "http://a", "two": "http://b"}
+
+    def asked() -> None:
+        with held(commands, 1.0):
+            raise OSError("refused")
+
+    with pytest.raises(OSError, match="refused") as found:
+        asked()
+    assert sorted(found.value.__notes__) == ["a ended", "b ended"]
 
 
 def test_a_result_says_which_device_each_step_ran_on(tmp_path: Path) -> None:
