@@ -181,7 +181,7 @@ def compared(this: Mapping[str, float], other: Mapping[str, float]) -> dict[str,
 def one_start(
     systems: Sequence[System], subjects: Sequence[str], seconds: float, calls: dict[str, Any]
 ) -> dict[str, Medians]:
-    """By subject: medians of all pairs. `calls`: filled by the first start; the others are alike."""
+    """By subject: medians of all pairs. `calls`: filled by the first start; others are alike."""
     medians = {}
     with counting() as folder, steps.fleet(systems) as servers:
         for name in subjects:
