@@ -50,15 +50,17 @@ def measured_link(
     num_rows: int,
     counts: Sequence[int] = THREAD_COUNTS,
     seconds: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Link:
     """Read experts at `places` into rows of one layer, at least so long for each count.
 
-    num_rows: as many as the largest count, or more, since into a row one is read at a time. Raises
-    what reading raises, and InvariantError without a place.
+    num_rows: as many as the largest count, or more, since into a row one is read at a time.
+    clock: seconds, as they pass for `read`. Raises what reading raises, and InvariantError without
+    a place.
     """
     if not places or not counts:
         raise InvariantError(f"a link of {len(places)} experts, {len(counts)} counts of threads")
-    return chosen({n: _load_seconds(read, places, num_rows, n, seconds) for n in counts})
+    return chosen({n: _load_seconds(read, places, num_rows, n, seconds, clock) for n in counts})
 
 
 def chosen(load_s: Mapping[int, float]) -> Link:
@@ -75,6 +77,7 @@ def _load_seconds(
     num_rows: int,
     num_threads: int,
     seconds: float,
+    clock: Callable[[], float],
 ) -> float:
     """Of one load, where so many threads read all the time."""
     jobs = (
@@ -82,10 +85,10 @@ def _load_seconds(
         for index, place in enumerate(itertools.cycle(places))
     )
     with Loader(num_threads, read) as loader:
-        began, count = time.perf_counter(), 0
-        while count == 0 or time.perf_counter() - began < seconds:
+        began, count = clock(), 0
+        while count == 0 or clock() - began < seconds:
             some = [loader.submit(job) for job in itertools.islice(jobs, _LOADS)]
             for ticket in Arrivals(some):
                 ticket.wait()
             count += len(some)
-        return max(1e-9, (time.perf_counter() - began) / count)
+        return max(1e-9, (clock() - began) / count)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -42,46 +45,63 @@ def test_about_as_fast_is_within_a_tenth_of_the_bandwidth() -> None:
 
 
 class Storage:
-    """Reads that take so long each, `width` at a time."""
+    """Reads that take so long each, `width` at a time, by a clock of its own.
 
-    def __init__(self, read_s: float, width: int) -> None:
+    What one reads, the others that read at a time wait for: time passes by what is asked together,
+    not by when a busy machine gives a thread its turn. counts: of threads, eight reads each.
+    """
+
+    def __init__(self, read_s: float, width: int, counts: Sequence[int] = THREAD_COUNTS) -> None:
         self._read_s = read_s
-        self._free = threading.Semaphore(width)
+        self._width = width
+        self._turns = {n: threading.Barrier(n, action=partial(self._pass, n)) for n in counts}
+        self._order = iter([n for n in counts for _ in range(8)])
+        self._now_s = 0.0
         self.rows: list[int] = []
         self.experts: list[int] = []
 
+    def now(self) -> float:
+        return self._now_s
+
+    def _pass(self, num_threads: int) -> None:
+        self._now_s += self._read_s * math.ceil(num_threads / self._width)
+
     def __call__(self, job: LoadJob) -> None:
-        with self._free:
-            time.sleep(self._read_s)
+        self._turns[next(self._order)].wait(timeout=60)
         self.rows.append(job.row)
         self.experts.append(job.place.expert_id)
 
 
 def test_storage_that_serves_one_at_a_time_is_read_by_one() -> None:
-    storage = Storage(5e-3, width=1)
-    link = measured_link(storage, PLACES, num_rows=2)
-    assert link.num_threads == 1
-    assert link.load_s is not None
-    assert link.load_s >= 5e-3
-    assert set(storage.rows) == {0, 1}
+    storage = Storage(1 / 128, width=1)
+    assert measured_link(storage, PLACES, num_rows=4, clock=storage.now) == Link(1, 1 / 128)
+    assert set(storage.rows) == {0, 1, 2, 3}
     assert set(storage.experts) == {0, 1, 2}, "each of them"
     assert len(storage.rows) == 8 * len(THREAD_COUNTS)
 
 
 def test_storage_that_is_far_away_is_read_by_more() -> None:
-    assert measured_link(Storage(4e-3, width=4), PLACES, num_rows=4).num_threads == 4
+    storage = Storage(1 / 256, width=4)
+    assert measured_link(storage, PLACES, num_rows=4, clock=storage.now) == Link(4, 1 / 1024)
 
 
 def test_what_the_user_says_is_only_timed() -> None:
-    assert measured_link(Storage(1e-3, width=4), PLACES, 2, counts=(2,)).num_threads == 2
+    storage = Storage(1 / 512, width=4, counts=(2,))
+    link = measured_link(storage, PLACES, 2, counts=(2,), clock=storage.now)
+    assert link == Link(2, 1 / 1024)
+
+
+def test_seconds_are_those_that_pass_for_who_waits() -> None:
+    link = measured_link(lambda _: time.sleep(2e-3), PLACES, 1, counts=(1,))
+    assert link.load_s is not None
+    assert link.load_s >= 2e-3
 
 
 def test_it_is_measured_for_as_long_as_is_said() -> None:
-    storage = Storage(1e-3, width=1)
-    began = time.perf_counter()
-    measured_link(storage, PLACES, 1, counts=(1,), seconds=0.05)
-    assert time.perf_counter() - began >= 0.05
-    assert len(storage.rows) > 8
+    reads: list[LoadJob] = []
+    link = measured_link(reads.append, PLACES, 1, (1,), 3.0, clock=lambda: float(len(reads)) / 8)
+    assert len(reads) == 3 * 8
+    assert link == Link(1, 1 / 8)
 
 
 def test_what_cannot_be_read_is_said() -> None:
@@ -94,10 +114,10 @@ def test_what_cannot_be_read_is_said() -> None:
 
 def test_what_a_loader_prefetches_gives_way() -> None:
     reader = ExpertReader(range(4), False, torch.bfloat16)
-    with make_loader(reader, 2, Storage(0.0, 1)) as loader:
+    with make_loader(reader, 2, lambda _: None) as loader:
         assert reader.before_piece == loader.give_way
 
 
 def test_a_link_of_nothing() -> None:
     with pytest.raises(InvariantError, match="0 experts"):
-        measured_link(Storage(0.0, 1), [], 1)
+        measured_link(lambda _: None, [], 1)
