@@ -30,6 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> serve.Files:
 
 
 @pytest.mark.full
+@pytest.mark.alone  # its servers together need much of the memory
 def test_tiers_answer_as_resident_experts(tmp_path: Path) -> None:
     """On a CPU to the bit, prompts in waves and answers alike."""
     found = tiers.measure(serve.TINY, tmp_path)
@@ -84,6 +85,7 @@ def test_a_tier_that_answers_as_the_base_is_found(
 
 
 @pytest.mark.full
+@pytest.mark.alone  # its servers together need much of the memory
 def test_a_quantised_base_answers_as_merged_and_quantised(tmp_path: Path) -> None:
     found = quantised.measure(WIDE, tmp_path, ["int8"])
     assert "failed" not in found, found["failed"]

@@ -108,6 +108,7 @@ def test_floor_of_served_adapters(files: serve.Files) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.alone  # its servers together need much of the memory
 def test_an_adapter_answers_as_its_merged_model(tmp_path: Path) -> None:
     """On a CPU to the bit, and nothing is rounded otherwise."""
     found = equality.measure(serve.TINY, tmp_path)
@@ -137,6 +138,7 @@ def test_an_adapter_is_off_by_no_more_than_rounding() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.alone  # its servers together need much of the memory
 def test_two_real_servers_are_driven(tmp_path: Path) -> None:
     found = serve.measure(serve.TINY, tmp_path)
     assert found["num_layers"] == 3
