@@ -29,7 +29,8 @@ serve: setup ## serve the demo on 127.0.0.1 (PORT=30000, ARGS= for any flag of S
 serve-elastic: setup ## the same, on devices that come and go while it serves (PORT=, ARGS=)
 	@exec $(python) -m sgl_esft.launch_server --elastic --port $(PORT) $(ARGS)
 
-# Two processes where tests may run side by side; then those that measure time or need much memory, one by one.
+# Two processes where tests may run side by side; then one by one those that measure time or need
+# much memory.
 in_pairs := -n 2 --dist loadscope --durations=15
 
 test: setup browser ## what CI runs: everything but the two tiers below (ARGS= for pytest)

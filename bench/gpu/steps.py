@@ -290,17 +290,15 @@ def moe(method: str) -> Callable[[Subject, Size], Figures]:
     return measure
 
 
-def served(module: str) -> Callable[[Subject, Size], Figures]:
-    """The step of a module of bench.gpu that starts real servers: imported when it is run, because
-    it needs more than torch.
+def served(module: str, sized_by: str = "serve") -> Callable[[Subject, Size], Figures]:
+    """The step of a module of bench.gpu that starts real servers, as large as `sized_by` says.
+
+    Both are imported when it is run, because they need more than torch.
     """
 
     def measure(_subject: Subject, size: Size) -> Figures:
-        step, sized = (
-            importlib.import_module(f"bench.gpu.{name}")
-            for name in (module, "elastic" if module == "elastic" else "serve")
-        )
-        figures: Figures = step.measure(sized.sized(**size.served))
+        step, sizes = (importlib.import_module(f"bench.gpu.{name}") for name in (module, sized_by))
+        figures: Figures = step.measure(sizes.sized(**size.served))
         return figures
 
     return measure
@@ -324,7 +322,7 @@ STEPS: dict[str, Callable[[Subject, Size], Figures]] = {
     "tiers: equality": served("tiers"),
     "quantised: equality": served("quantised"),
     "serve": served("serve"),
-    "elastic": served("elastic"),
+    "elastic": served("elastic", sized_by="elastic"),
 }
 
 
