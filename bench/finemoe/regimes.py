@@ -3,6 +3,7 @@
     for each r: four servers, all up --[batches in turns]--> Window of each, round by round
     stall a token, over that of `lfu` in the same round --> share hidden
     tokens a second of `auto`, over the best of the others --> finemoe_regimes.json
+    with --decoding, prompts are asked before each window --> finemoe_regimes_decoding.json
     which of them `auto` is, and that one's over the best of the others: two servers that do the
     same differ as well, so what was chosen is compared apart from what differs between servers
 
@@ -55,6 +56,7 @@ class RegimePlan:
     rounds: int = 12
     asks_each: int = 1  # of each of a batch's places, in a window: short ones, in turns
     num_filling: int = 32  # requests before the first window, for the map stores
+    is_decoding: bool = False  # prompts are in the prefix cache when a window begins
 
     def fewer(self, count: int, r: float) -> int:
         """Where steps wait for a link, they are as long as it is slow, and vary less."""
@@ -98,8 +100,17 @@ def one_round(urls: Mapping[str, str], model: ZooModel, plan: RegimePlan, number
     found: dict[int, dict[str, Window]] = {}
     for batch in plan.batches:
         asks = model.asks(batch * plan.asks_each, seed=1000 * (number + 1) + batch)
-        found[batch] = {way: window(urls[way], asks, batch) for way in in_turns(WAYS, number)}
+        found[batch] = {
+            way: asked(urls[way], asks, batch, plan.is_decoding) for way in in_turns(WAYS, number)
+        }
     return found
+
+
+def asked(url: str, asks: Sequence[Ask], batch: int, is_decoding: bool) -> Window:
+    """is_decoding: prompts' own passes, of which nothing is predicted, come before the window."""
+    if is_decoding:
+        window(url, [replace(each, num_tokens=1) for each in asks], batch)
+    return window(url, asks, batch)
 
 
 def rows_of(regimes: Mapping[float, Regime], plan: RegimePlan) -> list[dict[str, Any]]:
@@ -162,13 +173,17 @@ def _bytes(each: Window) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write bench/results/finemoe_regimes.json, after each r."""
+    """Measure and write bench/results/finemoe_regimes.json, or that of --decoding, after each r."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=list(zoo.MODELS), default="deep")
     parser.add_argument("--share", type=float, default=0.5, help="of experts that have rows")
     parser.add_argument(
         "--rounds", type=int, default=12, help="at a fast link; fewer at a slow one"
     )
+    parser.add_argument(
+        "--decoding", action="store_true", help="prompts' own passes are not in the windows"
+    )
+    parser.add_argument("--r", type=float, nargs="+", help="only these link speeds")
     parser.add_argument("--quick", action="store_true", help="two link speeds, one round")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -177,7 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         QUICK if options.quick else RegimePlan(rounds=options.rounds),
         model=options.model,
         share_of_rows=options.share,
+        is_decoding=options.decoding,
     )
+    if options.r:
+        plan = replace(plan, link_speeds=tuple(options.r))
     found: dict[float, Regime] = {}
     with tempfile.TemporaryDirectory(prefix="finemoe-regimes-") as work:
         model = ZooModel.of(plan.model, Path(work))
@@ -209,7 +227,8 @@ def write(regimes: Mapping[float, Regime], plan: RegimePlan, layer_s: float, out
         "is_complete": list(regimes) == list(plan.link_speeds),
         "rows": rows_of(regimes, plan),
     }
-    write_result("finemoe_regimes", figures, folder=out)
+    name = "finemoe_regimes_decoding" if plan.is_decoding else "finemoe_regimes"
+    write_result(name, figures, folder=out)
 
 
 if __name__ == "__main__":

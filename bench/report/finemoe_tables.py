@@ -337,6 +337,21 @@ FINE_TABLES: Mapping[str, FineTable] = {
         f"Ours are of {_SERVED}. Servers that do the same differ too, so what `auto` chose is "
         "compared with what it\ndid not choose, each under its own name",
     ),
+    "finemoe_regimes_decoding": FineTable(
+        "The same of decoding alone: prompts' own passes, of which nothing is predicted, are not "
+        "in it:",
+        {
+            "r": "r",
+            "batch": "requests",
+            "stall_s_per_token.lfu": "`lfu`'s stall a token, s",
+            "hidden_by.finemoe": "hidden by `finemoe`",
+            "hidden_by.regression": "by `regression`",
+            "auto_over_best_fixed": "`auto` / best fixed",
+            "auto_is": "`auto` is",
+            "chosen_over_others": "that / best other",
+        },
+        f"Ours are of {_SERVED}",
+    ),
     "finemoe_speed": FineTable(
         "What `sgl-esft plan` predicted, and what was served, in tokens a second:",
         {

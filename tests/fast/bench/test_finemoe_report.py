@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from bench.common.record import write_result
+from bench.elasticmoe.load import Ask
 from bench.finemoe import caching, large, prediction, regimes, served, speed
 from bench.finemoe.large_model import LargeShape
 from bench.finemoe.tier_servers import Counted, Window
@@ -78,7 +79,23 @@ def of_servers(folder: Path) -> None:
     few = regimes.RegimePlan(link_speeds=(0.3, 3.0), batches=(1, 4), rounds=2)
     windows = {b: {way: window(0.1) for way in regimes.WAYS} for b in few.batches}
     found = {r: regimes.Regime("regression", [windows, windows]) for r in few.link_speeds}
-    write_result("finemoe_regimes", {"rows": regimes.rows_of(found, few)}, folder=folder)
+    for name in ("finemoe_regimes", "finemoe_regimes_decoding"):
+        write_result(name, {"rows": regimes.rows_of(found, few)}, folder=folder)
+
+
+def test_prompts_are_asked_before_a_window_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one token each, so that the window finds them in the prefix cache."""
+    tokens: list[list[int]] = []
+
+    def noted(url: str, asks: Sequence[Ask], concurrency: int) -> Window:
+        tokens.append([each.num_tokens for each in asks])
+        return window(0.1)
+
+    monkeypatch.setattr(regimes, "window", noted)
+    asks = [Ask("a", None, 16), Ask("b", "reverse", 20)]
+    regimes.asked("http://none", asks, 2, is_decoding=True)
+    regimes.asked("http://none", asks, 2, is_decoding=False)
+    assert tokens == [[1, 1], [16, 20], [16, 20]]
 
 
 def test_auto_is_compared_with_who_leads_it_most_and_its_choice_with_what_it_left() -> None:
