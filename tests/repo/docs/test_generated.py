@@ -45,6 +45,7 @@ TO_BE_MEASURED: frozenset[str] = frozenset(
     "finemoe_figure18",
     "finemoe_large",
     "finemoe_regimes",
+    "finemoe_regimes_decoding",
     "finemoe_shared",
     "finemoe_shift",
     "finemoe_speed",
