@@ -188,14 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     end_on_sigterm()
-    plan = replace(
-        QUICK if options.quick else RegimePlan(rounds=options.rounds),
-        model=options.model,
-        share_of_rows=options.share,
-        is_decoding=options.decoding,
-    )
-    if options.r:
-        plan = replace(plan, link_speeds=tuple(options.r))
+    plan = plan_of(options)
     found: dict[float, Regime] = {}
     with tempfile.TemporaryDirectory(prefix="finemoe-regimes-") as work:
         model = ZooModel.of(plan.model, Path(work))
@@ -206,6 +199,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in rows_of({r: found[r]}, plan):
                 print(said(row), flush=True)
             write(found, plan, layer_s, options.out)
+
+
+def plan_of(options: argparse.Namespace) -> RegimePlan:
+    """From the command line."""
+    plan = QUICK if options.quick else RegimePlan(rounds=options.rounds)
+    return replace(
+        plan,
+        model=options.model,
+        share_of_rows=options.share,
+        link_speeds=tuple(options.r or plan.link_speeds),
+        is_decoding=options.decoding,
+    )
 
 
 def said(row: Mapping[str, Any]) -> str:
