@@ -14,7 +14,7 @@ from tests.support.families import Families, Family
 from tests.support.references import NUM_NEW_TOKENS, reference_of
 from tests.support.servers import Server, ServerPool, ServerSpec
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 ARCHITECTURE = "DeepseekV2ForCausalLM"
 

@@ -16,7 +16,7 @@ from tests.support.families import MergedDemo
 from tests.support.servers import Server, ServerPool, ServerSpec
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 NAME, OLD, NEW = "changing", "caesar", "reverse"
 PROMPT = zoo.held_out(OLD, 1)[0].prompt

@@ -22,7 +22,7 @@ from tests.server.elastic_faults import HANG_S, Elastic, ended, is_idle, recover
 from tests.support.opened_files import OpenedFiles
 from tests.support.servers import ServerSpec
 
-pytestmark = [pytest.mark.server, pytest.mark.alone]
+pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.full]
 
 NUM_EXPERTS = 16  # of the demo model: as many copies leave each expert on both devices
 ARGS = ("--elastic", "--max-devices", "2", "--dp-size", "2", "--standby-ranks", "4")
@@ -90,7 +90,7 @@ def test_the_weights_were_opened_when_the_server_started(watched: Watched) -> No
     assert {"model.safetensors"} <= set(watched.weights())
 
 
-@pytest.mark.parametrize("device_id", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("device_id", DEVICES)
 def test_a_loss_reads_nothing_from_disk(watched: Watched, device_id: int) -> None:
     """Its rank and its worker may be missed one after the other: that is two recoveries then."""
     be_ready(watched)

@@ -74,7 +74,7 @@ CELLS = (
     Cell("elastic", "rank", "SIGSTOP", "", None),
     Cell("elastic", "supervisor", "SIGKILL", "", None),
     Cell("elastic", "supervisor", "SIGSTOP", "", None),
-    Cell("elastic", "memory worker", "SIGKILL", "", None, in_each_run=True),
+    Cell("elastic", "memory worker", "SIGKILL", "", None),
     Cell("elastic", "memory worker", "SIGSTOP", "", None),
     Cell("elastic", "detokenizer", "SIGKILL", LOST, EXIT_FAILED),
     Cell("elastic", "detokenizer", "SIGSTOP", LOST, EXIT_FAILED, STOPPED_S),

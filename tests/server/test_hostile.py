@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -76,7 +77,10 @@ def test_only_http_listens_and_on_this_machine_only(guarded: Guarded) -> None:
     elsewhere = [port for ip, port in listening if ip not in ("127.0.0.1", "::1")]
     # torch's store, by which ranks find each other, takes every interface: SECURITY.md says so.
     assert len(elsewhere) <= 1, listening
-    http = [port for port in sorted({port for _, port in listening}) if _speaks_http(port)]
+    ports = sorted({port for _, port in listening})
+    with ThreadPoolExecutor(len(ports)) as pool:
+        speaks = list(pool.map(_speaks_http, ports))
+    http = [port for port, does in zip(ports, speaks, strict=True) if does]
     assert http == [guarded.server.port]
 
 

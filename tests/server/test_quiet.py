@@ -23,7 +23,7 @@ MOST_LINES = 15  # until it is ready
 END_TIMEOUT_S = 60.0
 BAR = re.compile(r"loading.*shards|%\|")  # tqdm's, and SGLang's names for them
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 
 class Printed(NamedTuple):
@@ -71,11 +71,7 @@ def wait_for_start(log: Path, process: subprocess.Popen[bytes]) -> list[str]:
     raise AssertionError(f"{process.poll()} after:\n{log.read_text()}")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [(), *(pytest.param(args, marks=pytest.mark.full) for args in (TP2_EP2, ELASTIC))],
-    ids=["plain", "two-ranks", "elastic"],
-)
+@pytest.mark.parametrize("args", [(), TP2_EP2, ELASTIC], ids=["plain", "two-ranks", "elastic"])
 def test_a_start_is_a_dozen_lines_and_an_end_is_one(args: tuple[str, ...], tmp_path: Path) -> None:
     printed = printed_by(tmp_path, *args)
     assert len(printed.start) <= MOST_LINES, printed.start
@@ -88,7 +84,6 @@ def test_a_start_is_a_dozen_lines_and_an_end_is_one(args: tuple[str, ...], tmp_p
     assert printed.status == 0
 
 
-@pytest.mark.full
 def test_with_json_every_line_is_an_object(tmp_path: Path) -> None:
     printed = printed_by(tmp_path, "--log-format", "json")
     lines = [json.loads(line) for line in (*printed.start, *printed.end)]
