@@ -178,10 +178,12 @@ FINE_TABLES: Mapping[str, FineTable] = {
             "tpot_over_lfu": "a further token",
             "tpot_over_resident": "over all in memory",
             "hit_rate": "hits",
-            "wasted_per_token": "wasted a token",
+            "prefetched_per_token": "ahead a token",
+            "wasted_per_token": "of which in vain",
         },
         f"Ours are of {_SERVED}. Its iterations take seconds, so nearly every load can be hidden; "
-        "its baselines are systems, ours are policies of one server",
+        "here the cores that compute also read, so what is read in vain costs computing too. "
+        "Its baselines are systems, ours are policies of one server",
     ),
     "finemoe_figure11": FineTable(
         "FineMoE's figure 11: latency of requests that arrive when they arrive, over `lfu`'s "

@@ -38,6 +38,8 @@ TO_BE_MEASURED: frozenset[str] = frozenset(
     "finemoe_figure4",
     "finemoe_figure8",
     "finemoe_figure9",
+    "finemoe_figure10",
+    "finemoe_figure11",
     "finemoe_figure12",
     "finemoe_figure14a",
     "finemoe_figure14b",
