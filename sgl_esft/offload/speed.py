@@ -5,7 +5,8 @@
 
 A step is computing and stall. Computing: something in any case, something for each token, for each
 distinct expert and, of the processor, for each load; a (token, expert) pair is part of its token,
-which has as many experts whatever it is. Stall, layer by layer: experts that are here are computed
+which has as many experts whatever it is. An expert takes longer in a layer that reads any: the
+threads that read take turns with it. Stall, layer by layer: experts that are here are computed
 while the missing ones are read, and those as they arrive, so it is what loads take beyond that and
 beyond the processor's own part of them. Processors that waited are cold and asleep: a layer that
 waits computes for longer, where it waits for more than moments.
@@ -36,6 +37,7 @@ INTERVAL: Final = (10.0, 90.0)  # percentiles of what measured windows lie off
 MIN_SETTINGS: Final = 3  # batch size, rows, adapters: fewer leave nothing to compare with
 COLD_AFTER_S: Final = 1e-3  # of waiting, two thirds of `cold_s`
 _MIN_LOADS: Final = 0.05  # a step; fewer say nothing about the link
+_CLOSE: Final = 1e-6  # relative; costs that differ by less are the same
 _ROUNDS: Final = 50  # of finding which layers wait, and for which load, by turns with the costs
 
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # JSON of Python knows Infinity
@@ -121,6 +123,7 @@ class StepCosts:
     mixed_load_bytes: float  # with adapters: theirs are not aligned, and read some more
     link_byte_s: float = 0.0  # 1 / what the link is held to; 0 = to nothing
     cold_s: float = 0.0  # that a layer computes for longer which waits long
+    contended_s: float = 0.0  # that an expert computes for longer whose layer reads any
     off_low: float = 0.0  # measured over predicted seconds, less 1: INTERVAL
     off_high: float = 0.0
 
@@ -136,6 +139,7 @@ class StepCosts:
             self.fixed_s
             + self.token_s * work.num_tokens
             + self.expert_s * work.num_needed
+            + self.contended_s * work.num_contended
             + self.load_s * work.num_loads
         )
 
@@ -310,10 +314,19 @@ def _fitted(windows: Sequence[SpeedPoint]) -> StepCosts:
     rounds: list[StepCosts] = []
     for _ in range(_ROUNDS):
         found = _solved(points, queues, found)
-        if found in rounds:
+        if any(_are_close(found, each) for each in rounds):
             break
         rounds.append(found)
     return min(rounds, key=lambda costs: float(np.square(_residuals(costs, points)).sum()))
+
+
+def _are_close(one: StepCosts, other: StepCosts) -> bool:
+    """To no more than rounding, in effect."""
+    return bool(np.allclose(_seconds_of(one), _seconds_of(other), rtol=_CLOSE, atol=0.0))
+
+
+def _seconds_of(costs: StepCosts) -> list[float]:
+    return [value or 0.0 for name, value in asdict(costs).items() if name.endswith("_s")]
 
 
 def _solved(
@@ -327,14 +340,14 @@ def _solved(
         # On one link loads and waits go together: what waiting costs cannot be told from theirs.
         cold = of_stall.cold_layers if of_stall is not None and len(links) > 1 else 0.0
         of_step = point.num_tokens, point.num_needed, point.num_loads
-        terms.append([1.0, *of_step, 0.0, 0.0, cold])
+        terms.append([1.0, *of_step, 0.0, 0.0, cold, point.work().num_contended])
         wanted.append([point.compute_s, point.step_s])
         if of_stall is not None:
-            terms.append([0.0, 0.0, *of_stall.terms, 0.0])
+            terms.append([0.0, 0.0, *of_stall.terms, 0.0, 0.0])
             wanted.append([point.stall_s - of_stall.link_s, point.step_s])
     seconds, of_step_s = np.array(wanted).T
     parts = non_negative(np.array(terms) / of_step_s[:, None], seconds / of_step_s)
-    fixed_s, token_s, expert_s, load_s, latency_s, byte_s, cold_s = map(float, parts)
+    fixed_s, token_s, expert_s, load_s, latency_s, byte_s, cold_s, contended_s = map(float, parts)
     base, mixed = _load_bytes(points)
     return StepCosts(
         *(fixed_s, token_s, expert_s, load_s, latency_s),
@@ -343,6 +356,7 @@ def _solved(
         mixed_load_bytes=mixed,
         link_byte_s=min(links, default=0.0),
         cold_s=cold_s,
+        contended_s=contended_s,
     )
 
 

@@ -161,6 +161,11 @@ class StepWork:
         """Of all layers."""
         return float(self.loads @ self.layers)
 
+    @property
+    def num_contended(self) -> float:
+        """Of `num_needed`, those whose layers read any: computed while threads read."""
+        return float((self.needed * (self.loads > 0.0)) @ self.layers)
+
 
 class StepTally:
     """Counts layers' steps by kind, as simulate.ReplayWatch, of the steps that `is_counted` says.

@@ -244,7 +244,8 @@ def _costs_lines(costs: StepCosts) -> Iterator[str]:
         link = f"a read {costs.latency_s * 1e3:.2f} ms and {speed}"
     yield (
         f"a step takes {costs.fixed_s * 1e3:.2f} ms, {costs.token_s * 1e3:.2f} a token, "
-        f"{costs.expert_s * 1e3:.3f} an expert, {costs.load_s * 1e3:.3f} a load; {link}; "
+        f"{costs.expert_s * 1e3:.3f} an expert, {costs.contended_s * 1e3:.3f} more where its layer "
+        f"reads, {costs.load_s * 1e3:.3f} a load; {link}; "
         f"windows lie {costs.off_low:+.1%} to {costs.off_high:+.1%} off"
     )
 

@@ -47,6 +47,7 @@ TRUE = StepCosts(
     byte_s=1 / 50e6,
     base_load_bytes=98e3,
     mixed_load_bytes=110e3,
+    contended_s=0.08e-3,
 )
 
 
@@ -215,7 +216,7 @@ HELD_OUT = _windows(TRUE, (3, 6, 12), (6, 12, 18))
 def test_costs_that_made_the_windows_are_found(bytes_per_s: float) -> None:
     costs = replace(TRUE, byte_s=1 / bytes_per_s)
     found = fit(_windows(costs, (1, 2, 4, 8), (8, 24)))
-    for name in ("fixed_s", "token_s", "expert_s", "load_s", "latency_s", "byte_s"):
+    for name in ("fixed_s", "token_s", "expert_s", "load_s", "latency_s", "byte_s", "contended_s"):
         assert getattr(found, name) == pytest.approx(getattr(costs, name), rel=1e-3), name
     assert found.base_load_bytes == pytest.approx(98e3)
     assert found.mixed_load_bytes == pytest.approx(110e3)
@@ -293,6 +294,19 @@ def test_a_layer_that_waits_long_computes_longer() -> None:
         warm = replace(between, cold_s=0.0)
         without = warm.step_s(point.work(), with_adapters=point.with_adapters)
         assert without < 0.9 * point.step_s, "it is a part of it that counts"
+
+
+def test_experts_of_layers_that_read_compute_longer() -> None:
+    """A load too few costs as much as those experts do: more rows than were calibrated tell."""
+    costs = fit(CALIBRATED)
+    alike = replace(costs, contended_s=0.0)
+    for point in _windows(TRUE, (6, 12), (22,)):
+        work = point.work()
+        assert work.num_loads < work.num_contended / 8, "layers read, and not much"
+        found = costs.step_s(work, with_adapters=point.with_adapters)
+        assert found == pytest.approx(point.step_s, rel=0.01)
+        without = alike.step_s(work, with_adapters=point.with_adapters)
+        assert without < 0.95 * point.step_s, "it is a part of it that counts"
 
 
 def test_links_that_are_held_and_links_that_are_not_are_refused_together() -> None:
@@ -381,7 +395,7 @@ def test_where_nothing_was_read_no_load_is_predicted() -> None:
         [],
         CALIBRATED[:2],
         [p for p in CALIBRATED if p.num_tokens == 4],
-        [p for p in CALIBRATED if p.setting == (2, 8, True)] * 9,
+        [p for p in CALIBRATED if p.setting == (2, 8, True, None)] * 9,
     ],
 )
 def test_too_few_windows_are_named(points: list[SpeedPoint]) -> None:
