@@ -1,7 +1,7 @@
 """SGLang's quantised FusedMoE, woven, against that of the merged and then quantised checkpoint.
 
-    python -m tests.fast.layer.quantised_fused_moe SCHEME virtual|padded  ->  JSON, which
-    test_quantised_layer.py judges
+    python -m tests.fast.layer.quantised_fused_moe virtual|padded SCHEME...  ->  JSON, by scheme,
+    which test_quantised_layer.py judges
 
 As real_fused_moe.py, with the parts that `sgl-esft quantise` writes for parameters: SGLang's own
 quantisation config, method and loader. The plain layers run before the weaving hooks are installed.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -345,14 +345,9 @@ def counted(woven: Woven) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    scheme, memory = SCHEMES[sys.argv[1]], sys.argv[2]
-    hook_ledger.install(hook_table.CPU_HOOKS)
-    cases = [Case(scheme, rank) for group in RANKS.values() for rank in group]
-    config = EsftConfig(MAX_ADAPTERS, MAX_EXPERTS, expert_memory=memory)  # type: ignore[arg-type]
-    config.export()
-    hook_ledger.install(hook_table.WEAVE_HOOKS)
-    results = {
+def results_of(cases: Sequence[Case]) -> dict[str, Any]:
+    """All that is found of a scheme; `cases`: of every rank, made before weaving."""
+    return {
         "loaded": {str(case.rank): Woven(case).slots_as_loaded() for case in cases},
         "comparisons": {str(case.rank): Woven(case).compare() for case in cases},
         "differ": len({str(e.float().sum().item()) for e in cases[0].expected}),
@@ -361,6 +356,19 @@ def main() -> None:
         "refusals": refusals(Woven(cases[0])),
         "counted": counted(Woven(cases[0])),
     }
+
+
+def main() -> None:
+    memory, *schemes = sys.argv[1:]
+    hook_ledger.install(hook_table.CPU_HOOKS)
+    cases = {
+        name: [Case(SCHEMES[name], rank) for group in RANKS.values() for rank in group]
+        for name in schemes
+    }
+    config = EsftConfig(MAX_ADAPTERS, MAX_EXPERTS, expert_memory=memory)  # type: ignore[arg-type]
+    config.export()
+    hook_ledger.install(hook_table.WEAVE_HOOKS)
+    results = {name: results_of(cases[name]) for name in schemes}
     sys.stdout.write(json.dumps(results))
 
 

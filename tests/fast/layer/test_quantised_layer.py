@@ -8,6 +8,8 @@ Every scheme, in every part of a grid of ranks; and what one wrong scale would d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import pytest
@@ -53,10 +55,26 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def seen(case: tuple[str, str]) -> dict[str, Any]:
-    """What `tests/fast/layer/quantised_fused_moe.py` finds, in a process of its own."""
-    alone = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    return run_module("tests.fast.layer.quantised_fused_moe", *case, **alone)
+def found_in() -> Callable[[str], dict[str, Any]]:
+    """Kind of memory -> what `tests/fast/layer/quantised_fused_moe.py` finds, by scheme.
+
+    A process for each kind: most of its time is imports.
+    """
+
+    @cache
+    def of(memory: str) -> dict[str, Any]:
+        schemes = [scheme for scheme, kind in CASES if kind == memory]
+        alone = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        return run_module("tests.fast.layer.quantised_fused_moe", memory, *schemes, **alone)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def seen(case: tuple[str, str], found_in: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    scheme, memory = case
+    found: dict[str, Any] = found_in(memory)[scheme]
+    return found
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -652,6 +652,15 @@ def test_only_what_needs_a_copy_has_one(
         pytest.fail("a copy of a copy")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _others_garbage_is_gone() -> Iterator[None]:
+    """Collections look at this module's objects alone then: all that is imported takes long."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_descriptor_is_left() -> Iterator[None]:
     gc.collect()  # what another test left would be closed meanwhile
