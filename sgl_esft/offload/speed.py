@@ -307,13 +307,14 @@ def _fitted(windows: Sequence[SpeedPoint]) -> StepCosts:
     Rounds may go in circles, of which the one that explains the steps best is kept.
     """
     points = _typical(windows)
-    queues = [_Queue.of(point.work()) for point in points]
-    found = _solved(points, queues, None)
+    works = [point.work() for point in points]
+    queues = [_Queue.of(work) for work in works]
+    found = _solved(points, works, queues, None)
     if not any(map(_reads, points)):
         return found
     rounds: list[StepCosts] = []
     for _ in range(_ROUNDS):
-        found = _solved(points, queues, found)
+        found = _solved(points, works, queues, found)
         if any(_are_close(found, each) for each in rounds):
             break
         rounds.append(found)
@@ -330,17 +331,23 @@ def _seconds_of(costs: StepCosts) -> list[float]:
 
 
 def _solved(
-    points: Sequence[SpeedPoint], queues: Sequence[_Queue], last: StepCosts | None
+    points: Sequence[SpeedPoint],
+    works: Sequence[StepWork],
+    queues: Sequence[_Queue],
+    last: StepCosts | None,
 ) -> StepCosts:
-    """Computing and stall together: an expert's cost is in both. `last` None: computing alone."""
+    """Computing and stall together: an expert's cost is in both. `last` None: computing alone.
+
+    works, queues: the points'.
+    """
     terms, wanted = [], []
     links = {point.link_byte_s for point in points if _reads(point)}
-    for point, queue in zip(points, queues, strict=True):
-        of_stall = _StallTerms.of(point, queue, last) if last and _reads(point) else None
+    for point, work, queue in zip(points, works, queues, strict=True):
+        of_stall = _StallTerms.of(point, work, queue, last) if last and _reads(point) else None
         # On one link loads and waits go together: what waiting costs cannot be told from theirs.
         cold = of_stall.cold_layers if of_stall is not None and len(links) > 1 else 0.0
         of_step = point.num_tokens, point.num_needed, point.num_loads
-        terms.append([1.0, *of_step, 0.0, 0.0, cold, point.work().num_contended])
+        terms.append([1.0, *of_step, 0.0, 0.0, cold, work.num_contended])
         wanted.append([point.compute_s, point.step_s])
         if of_stall is not None:
             terms.append([0.0, 0.0, *of_stall.terms, 0.0, 0.0])
@@ -371,9 +378,9 @@ class _StallTerms:
     cold_layers: float
 
     @classmethod
-    def of(cls, point: SpeedPoint, queue: _Queue, costs: StepCosts) -> _StallTerms:
+    def of(cls, point: SpeedPoint, work: StepWork, queue: _Queue, costs: StepCosts) -> _StallTerms:
         """By which load each layer waits for: at first, when costs have no byte_s, the last one."""
-        layers, size = point.work().layers, point.read_bytes / point.num_loads
+        layers, size = work.layers, point.read_bytes / point.num_loads
         if costs.byte_s is None:
             waits_for, cold_layers = queue.is_load.sum(axis=0), 0.0
         else:
